@@ -1,0 +1,25 @@
+"""Learnable multipliers: the scale of every weight matrix, learned from data."""
+
+from learnable_multipliers.initialize import initialize_
+from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
+from learnable_multipliers.optim import param_groups
+from learnable_multipliers.plan import Entry, Plan, plan
+from learnable_multipliers.reparametrize import merge, multipliers, reparametrize
+from learnable_multipliers.rules import NO_EMBEDDING, Rule
+
+__all__ = [
+    "NO_EMBEDDING",
+    "Block",
+    "Entry",
+    "Matrix",
+    "Plan",
+    "Rule",
+    "effective",
+    "initialize_",
+    "merge",
+    "multipliers",
+    "param_groups",
+    "plan",
+    "reparametrize",
+    "split_gradient",
+]

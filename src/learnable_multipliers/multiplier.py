@@ -1,0 +1,319 @@
+"""What a weight matrix can carry, and the maths of carrying it (paper sec. 2, eqs. 2-4).
+
+`Matrix` describes one stored matrix: its axes, the blocks its rows fall into, and which
+multipliers each block carries. `effective` and `split_gradient` are pure functions of it;
+everything else in the library holds state around these two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scale = Literal["linear", "log"]
+"""`linear`: the stored value is the multiplier. `log`: the multiplier is its exponential."""
+
+Kind = Literal["none", "scalar", "row", "col", "row+col"]
+KINDS: tuple[Kind, ...] = ("none", "scalar", "row", "col", "row+col")
+
+Values = Mapping[str, Tensor]
+"""Stored multiplier values by name, a subset of {"row", "col", "scalar"}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A named set of rows of a stored matrix: the whole of it, or one part of a fused one."""
+
+    role: str
+    size: int
+    """Rows of this block in one repeat of the matrix's row pattern."""
+    row: bool = False
+    scalar: bool = False
+    init: float = 1.0
+    """Initial value of the product of the block's multipliers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A stored matrix: how its storage maps to (stack, out, in), and what it carries.
+
+    The rows are `repeats` copies of the pattern formed by the blocks in order. One repeat gives
+    blocks that are slices (z, x, B, C, dt of a Mamba `in_proj`); one repeat per head gives the
+    interleaved q, k, v of GPT-NeoX.
+    """
+
+    shape: tuple[int, ...]
+    """As stored: (out, in), (in, out) if transposed, with a leading stack axis for experts."""
+    blocks: tuple[Block, ...]
+    repeats: int = 1
+    col: bool = False
+    transposed: bool = False
+    scale: Scale = "linear"
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (2, 3):
+            raise ValueError(
+                f"multipliers need a matrix or a stack of matrices, got shape {self.shape}"
+            )
+        rows = self.repeats * sum(block.size for block in self.blocks)
+        if rows != self.num_out:
+            sizes = ", ".join(f"{block.role} {block.size}" for block in self.blocks)
+            raise ValueError(
+                f"blocks ({sizes}) times {self.repeats} cover {rows} rows, "
+                f"but the matrix {self.shape} has {self.num_out}"
+            )
+        if self.scale not in ("linear", "log"):
+            raise ValueError(f"unknown scale {self.scale!r}; choose 'linear' or 'log'")
+        for block in self.blocks:
+            if block.init == 0 or not math.isfinite(block.init):
+                raise ValueError(
+                    f"initial value {block.init} of {block.role}: it must be finite, not zero"
+                )
+            if self.scale == "log" and block.init < 0:
+                raise ValueError(
+                    f"initial value {block.init} of {block.role}: log scale needs a positive one"
+                )
+        if any(_start_on_columns(self, block) for block in self.blocks) and not all(
+            block.init == self.blocks[0].init for block in self.blocks
+        ):
+            raise ValueError(
+                "blocks that share one column multiplier cannot start at different values; "
+                "give them rows or scalars of their own"
+            )
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """`(experts,)` for a stack, `()` for a single matrix."""
+        return self.shape[:-2]
+
+    @property
+    def num_out(self) -> int:
+        """Output features: the rows of the paper's W."""
+        return self.shape[-1] if self.transposed else self.shape[-2]
+
+    @property
+    def num_in(self) -> int:
+        """Input features: the columns of the paper's W."""
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def row_pattern(self) -> tuple[int, int]:
+        """The rows as a grid: (repeats, rows in one repeat)."""
+        return self.repeats, sum(block.size for block in self.blocks)
+
+    @property
+    def row(self) -> bool:
+        """Whether any block carries row multipliers."""
+        return any(block.row for block in self.blocks)
+
+    @property
+    def num_scalars(self) -> int:
+        """How many blocks carry a scalar."""
+        return sum(block.scalar for block in self.blocks)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the matrix carries any multiplier."""
+        return self.row or self.col or self.num_scalars > 0
+
+    @property
+    def num_multipliers(self) -> int:
+        """How many numbers are learned besides the raw weight."""
+        pattern = sum(block.size for block in self.blocks if block.row)
+        per_matrix = pattern * self.repeats + self.num_scalars + (self.num_in if self.col else 0)
+        return per_matrix * math.prod(self.stack)
+
+    def value_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stored values; `row` spans all rows, also those switched off."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.row:
+            shapes["row"] = (*self.stack, self.num_out)
+        if self.col:
+            shapes["col"] = (*self.stack, self.num_in)
+        if self.num_scalars == 1:
+            shapes["scalar"] = self.stack or (1,)
+        elif self.num_scalars > 1:
+            shapes["scalar"] = (*self.stack, self.num_scalars)
+        return shapes
+
+
+def effective(matrix: Matrix, raw: Tensor, values: Values) -> Tensor:
+    """Return `row_i W_ij col_j`, or `s W_ij` (eqs. 2 and 3), laid out as `raw` is."""
+    weight = raw
+    rows = output_factor(matrix, values)
+    cols = input_factor(matrix, values)
+    if rows is not None:
+        weight = _along_out(matrix, rows) * weight
+    if cols is not None:
+        weight = weight * _along_in(matrix, cols)
+    return weight
+
+
+def split_gradient(
+    matrix: Matrix, raw: Tensor, values: Values, grad: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Turn G, the gradient of the effective weight, into those of its factors (eq. 4).
+
+    raw: row_i col_j G_ij; row: sum_j W_ij col_j G_ij; col: sum_i row_i W_ij G_ij;
+    scalar: sum_ij W_ij G_ij, with row and col where a block carries them too. Nothing is
+    divided by a multiplier, so all of this holds where one is zero. On the log scale each
+    multiplier's gradient is times the multiplier itself.
+    """
+    rows = output_factor(matrix, values)
+    cols = input_factor(matrix, values)
+    out_dim, in_dim = (-1, -2) if matrix.transposed else (-2, -1)
+
+    by_cols = grad if cols is None else grad * _along_in(matrix, cols)
+    raw_grad = by_cols if rows is None else _along_out(matrix, rows) * by_cols
+
+    grads: dict[str, Tensor] = {}
+    if matrix.row or matrix.num_scalars:
+        row_sums = (raw * by_cols).sum(in_dim)  # (*stack, out)
+        if matrix.row:
+            scalar = _scalar_per_row(matrix, values)
+            through_scalar = row_sums if scalar is None else scalar * row_sums
+            grads["row"] = _keep_carried_rows(matrix, through_scalar)
+        if matrix.num_scalars:
+            through_row = row_sums * multiplier(matrix, values["row"]) if matrix.row else row_sums
+            grads["scalar"] = _sum_by_scalar(matrix, through_row)
+    if matrix.col:
+        by_rows = grad if rows is None else _along_out(matrix, rows) * grad
+        grads["col"] = (raw * by_rows).sum(out_dim)  # (*stack, in)
+    if matrix.scale == "log":
+        grads = {name: grad * multiplier(matrix, values[name]) for name, grad in grads.items()}
+    return raw_grad, grads
+
+
+def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
+    """Return the multiplier a stored value stands for."""
+    return value.exp() if matrix.scale == "log" else value
+
+
+def output_factor(matrix: Matrix, values: Values) -> Tensor | None:
+    """Return what each output feature is multiplied by, (*stack, out); None if by nothing."""
+    row = multiplier(matrix, values["row"]) if matrix.row else None
+    scalar = _scalar_per_row(matrix, values)
+    if row is None or scalar is None:
+        return scalar if row is None else row
+    return row * scalar
+
+
+def input_factor(matrix: Matrix, values: Values) -> Tensor | None:
+    """Return what each input feature is multiplied by, (*stack, in); None if by nothing."""
+    return multiplier(matrix, values["col"]) if matrix.col else None
+
+
+def initial_values(
+    matrix: Matrix, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Return stored values at which each block's multipliers have the product `init`.
+
+    A block puts its initial value on its scalar if it has one, else on its rows, else on the
+    shared columns.
+    """
+    values = {
+        name: torch.full(shape, _identity(matrix), dtype=dtype, device=device)
+        for name, shape in matrix.value_shapes().items()
+    }
+    if all(block.init == 1.0 for block in matrix.blocks):
+        return values
+    if "row" in values:
+        start = [_stored(matrix, b.init) if b.row and not b.scalar else None for b in matrix.blocks]
+        _fill_blocks(matrix, values["row"], start)
+    if "scalar" in values:
+        inits = [_stored(matrix, block.init) for block in matrix.blocks if block.scalar]
+        flat = values["scalar"].view(*matrix.stack, matrix.num_scalars)
+        flat.copy_(torch.tensor(inits, dtype=dtype, device=device).expand_as(flat))
+    if "col" in values and _start_on_columns(matrix, matrix.blocks[0]):
+        values["col"].fill_(_stored(matrix, matrix.blocks[0].init))
+    return values
+
+
+def carried_rows(matrix: Matrix, row: Tensor) -> Tensor:
+    """Return the entries of a full-length `row` whose blocks carry one, in row order."""
+    parts = row.unflatten(-1, matrix.row_pattern).split([b.size for b in matrix.blocks], -1)
+    kept = [part for part, block in zip(parts, matrix.blocks, strict=True) if block.row]
+    return torch.cat(kept, -1).flatten(-2)
+
+
+def all_rows(matrix: Matrix, carried: Tensor) -> Tensor:
+    """Return the full-length `row` for its carried entries; rows switched off stay at 1."""
+    if all(block.row for block in matrix.blocks):
+        return carried
+    sizes = [block.size for block in matrix.blocks if block.row]
+    parts = iter(carried.unflatten(-1, (matrix.repeats, sum(sizes))).split(sizes, -1))
+    pattern = [
+        next(parts)
+        if block.row
+        else carried.new_full((*matrix.stack, matrix.repeats, block.size), _identity(matrix))
+        for block in matrix.blocks
+    ]
+    return torch.cat(pattern, -1).flatten(-2)
+
+
+def _start_on_columns(matrix: Matrix, block: Block) -> bool:
+    return block.init != 1.0 and not block.row and not block.scalar
+
+
+def _identity(matrix: Matrix) -> float:
+    return 0.0 if matrix.scale == "log" else 1.0
+
+
+def _stored(matrix: Matrix, init: float) -> float:
+    return math.log(init) if matrix.scale == "log" else init
+
+
+def _along_out(matrix: Matrix, factor: Tensor) -> Tensor:
+    return factor.unsqueeze(-2 if matrix.transposed else -1)
+
+
+def _along_in(matrix: Matrix, factor: Tensor) -> Tensor:
+    return factor.unsqueeze(-1 if matrix.transposed else -2)
+
+
+def _scalar_per_row(matrix: Matrix, values: Values) -> Tensor | None:
+    """Spread the blocks' scalars over their rows, (*stack, out)."""
+    if not matrix.num_scalars:
+        return None
+    scalar = multiplier(matrix, values["scalar"]).reshape(*matrix.stack, matrix.num_scalars)
+    cells = iter(scalar.split(1, -1))
+    one = scalar.new_ones((*matrix.stack, 1))
+    pattern = torch.cat(
+        [
+            (next(cells) if block.scalar else one).expand(*matrix.stack, block.size)
+            for block in matrix.blocks
+        ],
+        -1,
+    )
+    return pattern.unsqueeze(-2).expand(*matrix.stack, *matrix.row_pattern).flatten(-2)
+
+
+def _sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
+    """Sum a per-row quantity over the rows of each block that carries a scalar."""
+    pattern = per_row.unflatten(-1, matrix.row_pattern).sum(-2)
+    parts = pattern.split([block.size for block in matrix.blocks], -1)
+    sums = [p.sum(-1) for p, block in zip(parts, matrix.blocks, strict=True) if block.scalar]
+    return torch.stack(sums, -1).reshape(matrix.value_shapes()["scalar"])
+
+
+def _keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:
+    """Zero a per-row quantity on the rows of blocks that carry none."""
+    if all(block.row for block in matrix.blocks):
+        return per_row
+    kept = per_row.clone()
+    _fill_blocks(matrix, kept, [None if block.row else 0.0 for block in matrix.blocks])
+    return kept
+
+
+def _fill_blocks(matrix: Matrix, per_row: Tensor, fill: list[float | None]) -> None:
+    """Set the rows of each block to its number in place; None leaves a block alone."""
+    pattern = per_row.view(*matrix.stack, *matrix.row_pattern)
+    parts = pattern.split([block.size for block in matrix.blocks], -1)
+    for part, number in zip(parts, fill, strict=True):
+        if number is not None:
+            part.fill_(number)

@@ -1,0 +1,52 @@
+"""Parameter names as the model itself has them, whatever wraps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+# torch.compile, activation checkpointing and FSDP1 insert these into names.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside torch.compile, DistributedDataParallel and their like."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.parallel.DistributedDataParallel | nn.DataParallel
+        ):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def canonical_name(name: str) -> str:
+    """Drop what wrappers inside a model insert into a parameter's name."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once under the name it has in the bare model."""
+    for name, parameter in unwrap(model).named_parameters():
+        yield canonical_name(name), parameter
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds the parameter called `name`, and its leaf name there."""
+    module = unwrap(model)
+    *path, leaf = name.split(".")
+    for part in path:
+        module = _inside(module.get_submodule(part))
+    return module, leaf
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Step through wrappers around a submodule."""
+    for wrapper in _WRAPPERS:
+        inner = module._modules.get(wrapper)
+        if inner is not None:
+            return _inside(inner)
+    return module

@@ -1,0 +1,5 @@
+"""Parameter groups and optimizers."""
+
+from learnable_multipliers.optim.groups import param_groups
+
+__all__ = ["param_groups"]

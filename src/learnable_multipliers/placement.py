@@ -1,0 +1,95 @@
+"""Which multipliers a logical matrix carries under each placement, and why.
+
+`full` is what the paper trains: row and column everywhere but on the head, with the redundancy
+held in check by a small decay of the multipliers (sec. 4.1). `symmetry-aware` is its appendix
+"Multipliers placement", extended to norms the paper's model does not have: each scale the
+model can express has one multiplier and no more. `scalar` is one number per logical matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from learnable_multipliers.multiplier import Kind
+from learnable_multipliers.roles import UNKNOWN, Part, Reading
+
+Placement = Literal["full", "symmetry-aware", "scalar"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+
+
+class Choice(NamedTuple):
+    """What a logical matrix carries, and the reasons in words."""
+
+    kind: Kind
+    reason: str
+    columns: str = ""
+    """Reason for columns, where it is a matter of its own."""
+
+
+def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
+    """Return the placement's choice for one logical matrix; None where a rule must decide."""
+    if reading.opaque:
+        return Choice("none", reading.note)
+    if part.role == "head":
+        return Choice("none", "the final norm scales its columns; rows would scale single logits")
+    if part.role == "router":
+        return Choice("none", "routing is left as it is in every placement")
+    if placement == "scalar":
+        return Choice("scalar", reading.note if part.role == UNKNOWN else "one scale per matrix")
+    if part.role == "tied-embedding":
+        return Choice("col", "tied to the head: row multipliers would scale single logits")
+    if placement == "full":
+        return Choice("row+col", reading.note)
+    if part.role == UNKNOWN:
+        return None
+    row, row_reason = _symmetry_aware_row(reading, part)
+    col, col_reason = _symmetry_aware_col(reading, part)
+    kinds: dict[tuple[bool, bool], Kind] = {
+        (False, False): "none",
+        (True, False): "row",
+        (False, True): "col",
+        (True, True): "row+col",
+    }
+    return Choice(kinds[row, col], row_reason, col_reason)
+
+
+def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
+    """Decide on rows: not where another scale follows on the same features."""
+    if part.rows_normed:
+        return False, "the norm behind it scales its rows"
+    if part.role == "key":
+        return False, "rows pair with the query's, which has one scale per head"
+    if part.role == "value":
+        return False, "rows pair with the columns of attention-out, one scale per head"
+    if part.role == "up":
+        return False, "rows pair with the columns of down"
+    if part.role in ("gate", "ungated-up") and reading.homogeneous:
+        return False, "a scale passes its activation and pairs with the columns of down"
+    if part.role in ("ssm-x", "ssm-B", "ssm-C"):
+        return False, "conv1d scales its rows"
+    if part.role in ("query-latent", "kv-latent"):
+        return False, "rows pair with the columns of the matrix that reads the latent"
+    reasons = {
+        "query": "rows: attention scale of each head",
+        "gate": "rows meet the activation",
+        "ungated-up": "rows meet the activation",
+        "ssm-z": "rows meet the activation",
+        "ssm-dt": "rows meet the softplus",
+        "embedding": "rows: one scale per token",
+        "position-embedding": "rows: one scale per position",
+    }
+    return True, reasons.get(part.role, "rows: scale of the block's output")
+
+
+def _symmetry_aware_col(reading: Reading, part: Part) -> tuple[bool, str]:
+    """Decide on columns: not where a learnable norm feeds the same features."""
+    if reading.columns_normed:
+        return False, "the norm in front scales its columns"
+    reasons = {
+        "attention-out": "columns: one scale per value channel of each head",
+        "down": "columns: one scale per hidden channel",
+        "ssm-out": "columns: no inner norm scales them",
+        "embedding": "columns: one scale per feature",
+        "position-embedding": "columns: one scale per feature",
+    }
+    return True, reasons.get(part.role, "columns: no norm in front")

@@ -1,0 +1,435 @@
+"""The plan: for every parameter of a model, what it is and which multipliers it carries.
+
+A plan is data. It knows names and shapes, never tensors, so it survives sharding, compiling and
+JSON, and is resolved against a model by name whenever it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from learnable_multipliers.forward_multipliers import FixedMultiplier, fixed_multipliers
+from learnable_multipliers.multiplier import Block, Kind, Matrix
+from learnable_multipliers.names import canonical_name, named_parameters, unwrap
+from learnable_multipliers.placement import PLACEMENTS, Choice, Placement, choose
+from learnable_multipliers.plan_table import render
+from learnable_multipliers.roles import UNKNOWN, Part, Reading, read_roles
+from learnable_multipliers.rules import Rule, unmatched
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What the plan says of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    vector: bool = False
+    """Vectors train without weight decay and carry nothing."""
+    matrix: Matrix | None = None
+    """None for a vector, and for a parameter that is not laid out as matrices."""
+    reason: str = ""
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    """None follows the decay given to `param_groups`."""
+    init_pending: bool = False
+    """Whether the weight still has to be multiplied by its initial values, by `initialize_`."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether the parameter carries any multiplier."""
+        return self.matrix is not None and self.matrix.carries
+
+    @property
+    def role(self) -> str:
+        """Roles of the blocks in order, `vector` for a vector."""
+        if self.vector:
+            return "vector"
+        if self.matrix is None:
+            return UNKNOWN
+        return " | ".join(block.role for block in self.matrix.blocks)
+
+    @property
+    def multipliers(self) -> str:
+        """What is carried, in words: `row+col`, `row (ssm-z, ssm-dt)`, `scalar x5`."""
+        matrix = self.matrix
+        if matrix is None or not matrix.carries:
+            return "-" if self.vector else "none"
+        words = []
+        with_row = [block.role for block in matrix.blocks if block.row]
+        if with_row:
+            everywhere = len(with_row) == len(matrix.blocks)
+            words.append("row" if everywhere else f"row ({', '.join(with_row)})")
+        if matrix.col:
+            words.append("col")
+        if matrix.num_scalars:
+            words.append("scalar" if matrix.num_scalars == 1 else f"scalar x{matrix.num_scalars}")
+        return "+".join(words) if len(with_row) in (0, len(matrix.blocks)) else " + ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What every parameter of a model is, in the model's order. `print` shows it as a table."""
+
+    model: str
+    """Class of the model it was made for."""
+    placement: Placement
+    entries: tuple[Entry, ...]
+    folds: tuple[tuple[str, float], ...] = ()
+    """The model's own fixed multipliers that `initialize_` takes over, with their values."""
+    assumptions: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Entry:
+        for entry in self.entries:
+            if name == entry.name or name in entry.aliases:
+                return entry
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model itself."""
+        return sum(math.prod(entry.shape) for entry in self.entries)
+
+    @property
+    def num_multipliers(self) -> int:
+        """Numbers learned besides the model's parameters."""
+        return sum(entry.matrix.num_multipliers for entry in self.entries if entry.matrix)
+
+    def resolve(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by the plan's names; refuse a model it does not fit."""
+        present = dict(named_parameters(model))
+        # The first name of a tied parameter depends on the wrapper; any of its names will do.
+        for entry in self.entries:
+            for alias in entry.aliases:
+                if alias in present and entry.name not in present:
+                    present[entry.name] = present.pop(alias)
+        planned = {entry.name: entry.shape for entry in self.entries}
+        problems = [f"{name} is missing" for name in planned if name not in present]
+        problems += [f"{name} is not planned" for name in present if name not in planned]
+        for name, shape in planned.items():
+            if name not in present or tuple(present[name].shape) == shape:
+                continue
+            found = tuple(present[name].shape)
+            flat = " (flattened by its wrapper: use FSDP2)" if len(found) < len(shape) else ""
+            problems.append(f"{name} has shape {found}, planned {shape}{flat}")
+        if problems:
+            more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(
+                f"this plan, made for {self.model}, does not fit {type(unwrap(model)).__name__}: "
+                f"{'; '.join(problems[:5])}{more}. Make a plan for this model with lrm.plan(model)."
+            )
+        return {name: present[name] for name in planned}
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; `from_json` gives back an equal plan."""
+        content = {"format": _FORMAT, **dataclasses.asdict(self)}
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan written by `to_json`."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"not a plan of format {_FORMAT}: expected an object with that field")
+        del content["format"]
+        try:
+            entries = tuple(_entry_from(entry) for entry in content.pop("entries"))
+            folds = tuple((field, value) for field, value in content.pop("folds"))
+            assumptions = tuple(content.pop("assumptions"))
+            plan = cls(entries=entries, folds=folds, assumptions=assumptions, **content)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a plan: {error}") from error
+        if plan.placement not in PLACEMENTS:
+            raise ValueError(f"not a plan: unknown placement {plan.placement!r}")
+        return plan
+
+
+def plan(model: nn.Module, placement: Placement = "full", rules: Sequence[Rule] = ()) -> Plan:
+    """Decide for every parameter of `model` which multipliers it carries.
+
+    Looks at names, module types and shapes only; works on the meta device.
+    """
+    if placement not in PLACEMENTS:
+        choices = ", ".join(repr(known) for known in PLACEMENTS)
+        raise ValueError(f"unknown placement {placement!r}; choose from {choices}")
+    bare = unwrap(model)
+    reading = read_roles(bare)
+    readings = [
+        replace(
+            parameter,
+            name=canonical_name(parameter.name),
+            aliases=tuple(canonical_name(alias) for alias in parameter.aliases),
+        )
+        for parameter in reading.parameters
+    ]
+    planner = _Planner(placement, tuple(rules))
+    entries = tuple(planner.entry(parameter) for parameter in readings)
+    planner.check(readings)
+    entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
+    assumptions = reading.assumptions if placement == "symmetry-aware" else ()
+    return Plan(
+        model=type(bare).__name__,
+        placement=placement,
+        entries=entries,
+        folds=folds,
+        assumptions=(*assumptions, *kept),
+    )
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What was decided for one logical matrix."""
+
+    part: Part
+    choice: Choice
+    rule: Rule | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self.choice.kind
+
+    @property
+    def init(self) -> float:
+        number = None if self.rule is None else self.rule.init
+        return float(number) if isinstance(number, float | int) else 1.0
+
+    @property
+    def pending(self) -> bool:
+        return self.init != 1.0 and self.rule is not None and self.rule.init_keeps == "raw"
+
+
+class _Planner:
+    """Applies placement and rules to one parameter after the other."""
+
+    def __init__(self, placement: Placement, rules: tuple[Rule, ...]):
+        self.placement: Placement = placement
+        self.rules = rules
+        self.used: set[int] = set()
+        self.undecided: list[str] = []
+        self.found_vectors: dict[int, Reading] = {}
+        # Logical matrices (name, role) whose rule asks for the model's own multipliers.
+        self.to_fold: set[tuple[str, str]] = set()
+
+    def entry(self, reading: Reading) -> Entry:
+        if reading.is_vector:
+            return self._vector(reading)
+        reading = self._describe(reading)
+        decisions = [self._decide(reading, part) for part in reading.parts]
+        rules = [decision.rule for decision in decisions]
+        entry = Entry(
+            name=reading.name,
+            shape=reading.shape,
+            aliases=reading.aliases,
+            reason=_joined_reasons(decisions),
+            lr_scale=_agreed(reading, "lr_scale", rules) or 1.0,
+            weight_decay=_agreed(reading, "weight_decay", rules),
+            init_pending=any(decision.pending for decision in decisions),
+        )
+        if reading.opaque and all(decision.kind == "none" for decision in decisions):
+            return entry
+        blocks = tuple(
+            Block(
+                role=decision.part.role,
+                size=decision.part.size,
+                row=decision.kind in ("row", "row+col"),
+                scalar=decision.kind == "scalar",
+                init=decision.init,
+            )
+            for decision in decisions
+        )
+        try:
+            matrix = Matrix(
+                shape=reading.shape,
+                blocks=blocks,
+                repeats=reading.repeats,
+                col=_shared_column(decisions),
+                transposed=reading.transposed,
+                scale=_agreed(reading, "scale", rules) or "linear",
+            )
+        except ValueError as error:
+            raise ValueError(f"{reading.name}: {error}") from error
+        return replace(entry, matrix=matrix)
+
+    def check(self, readings: Sequence[Reading]) -> None:
+        """Raise what is wrong with the rules as a whole."""
+        for index, rule in enumerate(self.rules):
+            if index in self.used or rule.optional:
+                continue
+            if index in self.found_vectors:
+                vector = self.found_vectors[index]
+                raise ValueError(
+                    f"rule {rule.pattern!r} finds {vector.name!r} of shape {vector.shape}, which "
+                    "is not a matrix: multipliers need one (a vector is a scale already)"
+                )
+            raise unmatched(rule, [reading.name for reading in readings])
+        if self.undecided:
+            shown = ", ".join(self.undecided[:5])
+            more = f" and {len(self.undecided) - 5} more" if len(self.undecided) > 5 else ""
+            raise ValueError(
+                f"the symmetry-aware placement needs the role of {shown}{more}. Say what it does, "
+                'for instance Rule(r"attn\\.qkv\\.weight$", split={"query": 64, "key": 64, '
+                '"value": 64}) or Rule(r"proj\\.weight$", role="down"), or what it carries: '
+                'Rule(r"proj\\.weight$", "row+col").'
+            )
+
+    def fold(
+        self, entries: tuple[Entry, ...], fixed: Sequence[FixedMultiplier]
+    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, float], ...], tuple[str, ...]]:
+        """Start multipliers at the model's own fixed ones; return also which, and which not."""
+        if not self.to_fold:
+            return entries, (), ()
+        if not fixed:
+            raise ValueError(
+                "init='fold' takes over a model's fixed forward multipliers, and this model has "
+                "none that are known; give init a number instead"
+            )
+        carried = {
+            (entry.name, block.role)
+            for entry in entries
+            if entry.matrix is not None
+            for block in entry.matrix.blocks
+            if block.row or block.scalar or entry.matrix.col
+        }
+        inits: dict[tuple[str, str], float] = {}
+        folds, kept = [], []
+        for multiplier in fixed:
+            free = [target for target in multiplier.targets if target not in carried & self.to_fold]
+            if free:
+                name, role = free[0]
+                why = "is not folded by a rule" if free[0] in carried else "carries no multiplier"
+                stays = f"{multiplier.field} stays fixed at {multiplier.value:g}"
+                kept.append(f"{stays}: {name} ({role}) {why}.")
+                continue
+            folds.append((multiplier.field, multiplier.value))
+            for target in multiplier.targets:
+                inits[target] = inits.get(target, 1.0) * multiplier.value
+        return tuple(_started_at(entry, inits) for entry in entries), tuple(folds), tuple(kept)
+
+    def _vector(self, reading: Reading) -> Entry:
+        entry = Entry(
+            name=reading.name,
+            shape=reading.shape,
+            aliases=reading.aliases,
+            vector=True,
+            reason="frozen" if reading.frozen else reading.note,
+        )
+        for index, rule in enumerate(self.rules):
+            if rule.only is not None or not rule.finds(reading.name):
+                continue
+            if rule.kind not in (None, "none") or rule.describes or rule.init is not None:
+                self.found_vectors.setdefault(index, reading)
+            else:
+                self.used.add(index)
+            return replace(entry, lr_scale=rule.lr_scale or 1.0, weight_decay=rule.weight_decay)
+        return entry
+
+    def _describe(self, reading: Reading) -> Reading:
+        """Apply what the first rule for this parameter says it is."""
+        rule = next((r for r in self.rules if r.only is None and r.finds(reading.name)), None)
+        if rule is None or not rule.describes:
+            return reading
+        if rule.transposed is not None:
+            reading = replace(reading, transposed=rule.transposed)
+        if rule.split is not None:
+            parts = tuple(Part(role, size) for role, size in rule.split.items())
+            return replace(reading, parts=parts, repeats=rule.repeats, opaque=False)
+        rows = reading.shape[-1 if reading.transposed else -2]
+        parts = (Part(rule.role or UNKNOWN, rows),)
+        return replace(reading, parts=parts, repeats=1, opaque=False)
+
+    def _decide(self, reading: Reading, part: Part) -> _Decision:
+        for index, rule in enumerate(self.rules):
+            if rule.finds(reading.name) and rule.only in (None, part.role):
+                self.used.add(index)
+                break
+        else:
+            rule = None
+        if reading.frozen:
+            return _Decision(part, Choice("none", "frozen"))
+        choice = None
+        if rule is not None and rule.kind is not None:
+            choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
+        elif (choice := choose(self.placement, reading, part)) is None:
+            self.undecided.append(f"{reading.name} ({reading.note})")
+            choice = Choice("none", "unknown role")
+        if part.role == "tied-embedding" and choice.kind in ("row", "row+col"):
+            raise ValueError(
+                f"{reading.name} is tied to the head ({', '.join(reading.aliases)}): its row "
+                "multipliers would scale single logits. Give it columns, "
+                f'Rule(r"{reading.name}", "col"), or untie the two.'
+            )
+        decision = _Decision(part, choice, rule)
+        if rule is not None and rule.init == "fold":
+            self.to_fold.add((reading.name, part.role))
+        elif decision.init != 1.0 and choice.kind == "none":
+            raise ValueError(
+                f"rule {rule and rule.pattern!r} starts {reading.name} ({part.role}) at "
+                f"{decision.init:g}, but it carries no multiplier; give the rule a kind"
+            )
+        return decision
+
+
+def _agreed(reading: Reading, attribute: str, rules: Sequence[Rule | None]) -> Any:
+    """Return what the rules of a matrix's blocks say; they must say the same."""
+    said = {None if rule is None else getattr(rule, attribute) for rule in rules}
+    if len(said) > 1:
+        raise ValueError(
+            f"{reading.name} is one stored matrix, but rules give its blocks different "
+            f"{attribute}: {', '.join(str(value) for value in said)}"
+        )
+    return said.pop()
+
+
+def _shared_column(decisions: Sequence[_Decision]) -> bool:
+    with_col = [d.part.role for d in decisions if d.kind in ("col", "row+col")]
+    if with_col and len(with_col) < len(decisions):
+        without = [d.part.role for d in decisions if d.part.role not in with_col]
+        raise ValueError(
+            f"its blocks share one column multiplier, wanted for {', '.join(with_col)} but not "
+            f"for {', '.join(without)}; ask for it on all of them or none"
+        )
+    return bool(with_col)
+
+
+def _joined_reasons(decisions: Sequence[_Decision]) -> str:
+    """Say each reason once, with the blocks it is for, and the one about columns last."""
+    reasons: dict[str, list[str]] = {}
+    for decision in decisions:
+        reasons.setdefault(decision.choice.reason, []).append(decision.part.role)
+    if len(reasons) == 1:
+        said = list(reasons)
+    else:
+        said = [f"{', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+    columns = {decision.choice.columns: None for decision in decisions if decision.choice.columns}
+    return "; ".join([*said, *columns])
+
+
+def _started_at(entry: Entry, inits: dict[tuple[str, str], float]) -> Entry:
+    if entry.matrix is None or not any(name == entry.name for name, _ in inits):
+        return entry
+    blocks = tuple(
+        replace(block, init=inits.get((entry.name, block.role), block.init))
+        for block in entry.matrix.blocks
+    )
+    return replace(entry, matrix=replace(entry.matrix, blocks=blocks), init_pending=True)
+
+
+def _entry_from(content: dict[str, Any]) -> Entry:
+    matrix = content.pop("matrix")
+    if matrix is not None:
+        blocks = tuple(Block(**block) for block in matrix.pop("blocks"))
+        matrix = Matrix(shape=tuple(matrix.pop("shape")), blocks=blocks, **matrix)
+    shape, aliases = tuple(content.pop("shape")), tuple(content.pop("aliases"))
+    return Entry(shape=shape, aliases=aliases, matrix=matrix, **content)

@@ -1,0 +1,170 @@
+"""Recognizes MLPs: gated or not, separate or fused, and stacks of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from learnable_multipliers.roles.fused import known_layout
+from learnable_multipliers.roles.layers import (
+    features,
+    has_homogeneous_activation,
+    has_inner_norm,
+    is_linear,
+    lets_scale_through,
+)
+from learnable_multipliers.roles.reading import Part, Reading
+from learnable_multipliers.roles.tree import Norms, Site, Tree
+
+_GATED = (
+    ("gate_proj", "up_proj", "down_proj"),
+    # silu(w1 x) * (w3 x), then w2: the reference Llama and what followed its names.
+    ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
+    ("w_gate", "w_up", "w_down"),
+    ("gate", "up", "down"),
+    ("proj_up_gate", "proj_up", "proj_down"),
+)
+_UNGATED = (
+    ("up_proj", "down_proj"),
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("fc_in", "fc_out"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+    ("linear1", "linear2"),
+    ("lin1", "lin2"),
+    ("wi", "wo"),
+    ("w_in", "w_out"),
+    ("up", "down"),
+)
+
+
+def mlp(site: Site) -> Iterator[Reading]:
+    """Read an MLP whose matrices are children of one module."""
+    linears = site.linears
+    homogeneous = has_homogeneous_activation(site.module)
+    for gate, up, down in _GATED:
+        if {gate, up, down} <= linears.keys():
+            shape = features(linears[gate])
+            if shape == features(linears[up]) and features(linears[down])[1] == shape[0]:
+                yield from _matrices(site, {gate: "gate", up: "up"}, down, homogeneous)
+            return
+    for leaf in linears:
+        layout = known_layout(site.module, leaf)
+        others = [other for other in linears if other != leaf]
+        if layout is None or layout.parts[0][0] != "gate" or len(others) != 1:
+            continue
+        if layout.num_rows == features(linears[leaf])[0] == 2 * features(linears[others[0]])[1]:
+            norms = site.norms("mlp")
+            yield site.linear(
+                leaf,
+                *(Part(role, size) for role, size in layout.parts),
+                columns_normed=norms.before,
+                homogeneous=homogeneous,
+                repeats=layout.repeats,
+            )
+            yield _down(site, others[0], norms)
+            return
+    for up, down in _UNGATED:
+        # Alone in their module: a third matrix beside them might be a gate of another name.
+        if linears.keys() == {up, down} and features(linears[up])[::-1] == features(linears[down]):
+            yield from _matrices(site, {up: "ungated-up"}, down, homogeneous)
+            return
+
+
+def sequential_mlp(site: Site) -> Iterator[Reading]:
+    """Read `nn.Sequential(Linear, activation, Linear)`: its order is its computation."""
+    if not isinstance(site.module, nn.Sequential):
+        return
+    steps = [
+        (leaf, child)
+        for leaf, child in site.module.named_children()
+        if not isinstance(child, nn.Dropout | nn.Identity)
+    ]
+    if [is_linear(child) for _, child in steps] != [True, False, True]:
+        return
+    (up, first), (_, activation), (down, last) = steps
+    pointwise = not activation._modules and not list(activation.parameters())
+    if pointwise and features(first)[::-1] == features(last):
+        yield from _matrices(site, {up: "ungated-up"}, down, lets_scale_through(activation))
+
+
+def experts(site: Site) -> Iterator[Reading]:
+    """Read stacks of experts, stored (experts, out, in) or (experts, in, out)."""
+    shapes = {
+        leaf: tuple(parameter.shape)
+        for leaf, parameter in site.module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    }
+    if shapes.keys() == {"gate_up_proj", "down_proj"}:
+        into, down = ("gate_up_proj",), "down_proj"
+        fused = 2
+        if not _gates_plainly(site.module):
+            return
+    else:
+        groups = [names for names in (*_GATED, *_UNGATED) if shapes.keys() == set(names)]
+        if not groups or len({shapes[leaf] for leaf in groups[0][:-1]}) != 1:
+            return
+        *into, down = groups[0]
+        fused = 1
+    transposed = _is_transposed(shapes[into[0]], shapes[down], fused, site.tree)
+    if transposed is None:
+        return
+    hidden, width = shapes[down][-2:] if transposed else shapes[down][:-3:-1]
+    norms = site.norms("mlp")
+    roles = ("gate", "up") if fused * len(into) == 2 else ("ungated-up",)
+    parts = (
+        [tuple(Part(role, hidden) for role in roles)]
+        if fused == 2
+        else [(Part(role, hidden),) for role in roles]
+    )
+    parts.append((Part("down", width, rows_normed=norms.after),))
+    for leaf, stack in zip((*into, down), parts, strict=True):
+        yield Reading(
+            name=site.path(leaf),
+            shape=shapes[leaf],
+            parts=stack,
+            transposed=transposed,
+            columns_normed=norms.before and leaf != down,
+            homogeneous=has_homogeneous_activation(site.module),
+            note=f"{leaf} of {type(site.module).__name__}",
+        )
+
+
+def _matrices(
+    site: Site, inputs: dict[str, str], down: str, homogeneous: bool
+) -> Iterator[Reading]:
+    norms = site.norms("mlp")
+    for leaf, role in inputs.items():
+        part = Part(role, features(site.linears[leaf])[0])
+        yield site.linear(leaf, part, columns_normed=norms.before, homogeneous=homogeneous)
+    yield _down(site, down, norms)
+
+
+def _down(site: Site, leaf: str, norms: Norms) -> Reading:
+    linear = site.linears[leaf]
+    part = Part("down", features(linear)[0], rows_normed=norms.after)
+    return site.linear(leaf, part, columns_normed=has_inner_norm(site.module, linear))
+
+
+def _gates_plainly(module: nn.Module) -> bool:
+    """Tell whether a stack is [gate | up] and used as act(gate) * up."""
+    if getattr(module, "is_concatenated", False):
+        # transformers marks its expert classes; some bring a gate of their own.
+        apply_gate = getattr(type(module), "_apply_gate", None)
+        return getattr(apply_gate, "__name__", "") == "_default_apply_gate"
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def _is_transposed(
+    into: tuple[int, ...], down: tuple[int, ...], fused: int, tree: Tree
+) -> bool | None:
+    """Tell the two axes of a stack apart by what fits; None where both readings do."""
+    stored = into[-1] == down[-2] and into[-2] == fused * down[-1]
+    turned = into[-2] == down[-1] and into[-1] == fused * down[-2]
+    if stored and turned:
+        # The model's width, known from its embedding, is the input axis.
+        widths = {table.embedding_dim for table in tree.embeddings}
+        stored, turned = into[-1] in widths, into[-2] in widths
+    return None if stored == turned else turned
