@@ -111,7 +111,8 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[Reading]:
         note = None
         if role == "query" and out is not None and rows != features(site.linears[out])[1]:
             role = UNKNOWN
-            note = f"{rows} rows, more than {out} reads: something is fused with the queries"
+            read = features(site.linears[out])[1]
+            note = f"{rows} rows, but {out} reads {read}: queries may be fused with more"
         part = Part(role, rows, rows_normed=_normed(site, role))
         yield site.linear(leaf, part, columns_normed=norms.before, note=note)
 
@@ -164,7 +165,9 @@ def _is_softmax_attention(site: Site) -> bool:
     module = site.module
     if isinstance(module, nn.MultiheadAttention):
         return False
-    label = f"{site.name.rpartition('.')[2]} {type(module).__name__}"
+    # In a list of blocks, the list carries the telling name.
+    path = [part for part in site.name.split(".") if not part.isdigit()]
+    label = f"{path[-1] if path else ''} {type(module).__name__}"
     if not re.search(r"att(entio)?n|mha", label, re.IGNORECASE):
         return False
     # Linear-attention cousins convolve and decay q, k, v: other symmetries hold there.

@@ -116,6 +116,8 @@ KNOWN: dict[tuple[str, str], Callable[[Any], Layout | None]] = {
     ("Phi4MultimodalAttention", "qkv_proj"): _phi3,
     ("Glm4MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
     ("GlmMLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
+    ("GraniteMoeHybridMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
+    ("ModernBertDecoderMLP", "Wi"): _split_evenly(_GATE_UP, "Wi"),
     ("Phi3MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
     ("Phi4MultimodalMLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
 }

@@ -14,7 +14,7 @@ from learnable_multipliers.roles.layers import (
     is_linear,
     lets_scale_through,
 )
-from learnable_multipliers.roles.reading import Part, Reading
+from learnable_multipliers.roles.reading import UNKNOWN, Part, Reading
 from learnable_multipliers.roles.tree import Norms, Site, Tree
 
 _GATED = (
@@ -92,43 +92,45 @@ def sequential_mlp(site: Site) -> Iterator[Reading]:
 
 def experts(site: Site) -> Iterator[Reading]:
     """Read stacks of experts, stored (experts, out, in) or (experts, in, out)."""
+    module = site.module
     shapes = {
         leaf: tuple(parameter.shape)
-        for leaf, parameter in site.module.named_parameters(recurse=False)
+        for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     }
-    if shapes.keys() == {"gate_up_proj", "down_proj"}:
-        into, down = ("gate_up_proj",), "down_proj"
-        fused = 2
-        if not _gates_plainly(site.module):
-            return
-    else:
-        groups = [names for names in (*_GATED, *_UNGATED) if shapes.keys() == set(names)]
-        if not groups or len({shapes[leaf] for leaf in groups[0][:-1]}) != 1:
-            return
+    groups = [names for names in (*_GATED, *_UNGATED) if shapes.keys() == set(names)]
+    fused = shapes.keys() == {"gate_up_proj", "down_proj"}
+    if fused:
+        into, down = ["gate_up_proj"], "down_proj"
+    elif groups and len({shapes[leaf] for leaf in groups[0][:-1]}) == 1:
         *into, down = groups[0]
-        fused = 1
-    transposed = _is_transposed(shapes[into[0]], shapes[down], fused, site.tree)
+    else:
+        return
+    transposed = _is_transposed(shapes[into[0]], shapes[down], 2 if fused else 1, site.tree)
     if transposed is None:
         return
     hidden, width = shapes[down][-2:] if transposed else shapes[down][:-3:-1]
     norms = site.norms("mlp")
-    roles = ("gate", "up") if fused * len(into) == 2 else ("ungated-up",)
-    parts = (
-        [tuple(Part(role, hidden) for role in roles)]
-        if fused == 2
-        else [(Part(role, hidden),) for role in roles]
-    )
-    parts.append((Part("down", width, rows_normed=norms.after),))
-    for leaf, stack in zip((*into, down), parts, strict=True):
+    note = f"of {type(module).__name__}"
+    parts: dict[str, tuple[Part, ...]]
+    if not fused:
+        roles = ("gate", "up") if len(into) == 2 else ("ungated-up",)
+        parts = {leaf: (Part(role, hidden),) for leaf, role in zip(into, roles, strict=True)}
+    elif _gates_plainly(module):
+        parts = {into[0]: (Part("gate", hidden), Part("up", hidden))}
+    else:
+        parts = {into[0]: (Part(UNKNOWN, 2 * hidden),)}
+        note += ", which gates in a way of its own"
+    parts[down] = (Part("down", width, rows_normed=norms.after),)
+    for leaf, stack in parts.items():
         yield Reading(
             name=site.path(leaf),
             shape=shapes[leaf],
             parts=stack,
             transposed=transposed,
             columns_normed=norms.before and leaf != down,
-            homogeneous=has_homogeneous_activation(site.module),
-            note=f"{leaf} of {type(site.module).__name__}",
+            homogeneous=has_homogeneous_activation(module),
+            note=f"{leaf} {note}",
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from learnable_multipliers.roles.layers import (
     is_conv1d,
     is_learnable_norm,
+    is_linear,
     linears,
     weight_shape,
 )
@@ -79,19 +80,34 @@ class Tree:
 
     def _layer_norms(self, name: str) -> set[str]:
         """Names of the learnable norms beside the block, in the layer that holds it."""
-        while name:
-            name, _, leaf = name.rpartition(".")
-            children = self.modules[name].named_children()
-            norms = {child for child, module in children if is_learnable_norm(module)}
+        if not _is_layer(self.modules[name]):
+            if not name:
+                return set()
+            name = name.rpartition(".")[0]
+        while True:
+            norms = {leaf for leaf, m in self.modules[name].named_children() if _norm_like(m)}
             # A number is a place in a list of layers: norms above it belong to no one layer.
-            if norms or leaf.isdigit():
+            if norms or not name or name.rpartition(".")[2].isdigit():
                 return norms
-        return set()
+            name = name.rpartition(".")[0]
 
     def assume(self, sentence: str) -> None:
         """Note, once, what is taken for granted."""
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Tell a module that holds whole blocks beside its own matrices, as OPT's layers do."""
+    blocks = (m for m in module.children() if not is_linear(m) and not _norm_like(m))
+    return any(next(block.parameters(), None) is not None for block in blocks)
+
+
+def _norm_like(module: nn.Module) -> bool:
+    """Tell a learnable norm, or a list of them where a layer has several blocks of a kind."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 0 and all(is_learnable_norm(child) for child in module)
+    return is_learnable_norm(module)
 
 
 def _matching(names: set[str], pattern: str) -> set[str]:
