@@ -299,7 +299,7 @@ def test_multipliers_on_a_vector_are_refused():
     ("arguments", "message"),
     [
         ({"kind": "rows"}, "unknown kind 'rows'"),
-        ({"only": "querry"}, "unknown role 'querry'; closest: query"),
+        ({"only": "quer"}, "unknown role 'quer'; closest: query"),
         ({"init": "folded"}, "a number or 'fold'"),
         ({"init_keeps": "both"}, "'function' or 'raw'"),
         ({"only": "key", "role": "up"}, "cannot tell"),

@@ -38,7 +38,7 @@ _HEADS = (
     "qa_outputs",
 )
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
-_POSITIONS = re.compile(r"wpe$|.*pos(ition|itional|itions|s)?_?(emb|table)|embed_pos|positions_")
+_POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
 def read_roles(model: nn.Module) -> ModelReading:

@@ -1,0 +1,38 @@
+"""What `import learnable_multipliers as lrm` offers, name by name."""
+
+import subprocess
+import sys
+
+import learnable_multipliers as lrm
+
+
+def test_public_names_are_these():
+    assert lrm.__all__ == [
+        "NO_EMBEDDING",
+        "Block",
+        "Entry",
+        "Matrix",
+        "Plan",
+        "Rule",
+        "effective",
+        "initialize_",
+        "merge",
+        "multipliers",
+        "param_groups",
+        "plan",
+        "reparametrize",
+        "split_gradient",
+    ]
+    assert all(hasattr(lrm, name) for name in lrm.__all__)
+
+
+def test_import_needs_torch_alone():
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import learnable_multipliers\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "extra = new - set(sys.stdlib_module_names) - {'learnable_multipliers', 'torch'}\n"
+        "assert not extra, extra\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

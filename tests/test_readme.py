@@ -1,0 +1,25 @@
+"""The README's Python runs, top to bottom, in one namespace."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_readme_code_runs(tmp_path, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_files_the_documents_name_exist():
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/limitations.md"):
+        text = document.read_text()
+        for name in re.findall(r"`((?:tests|src|docs|benchmarks)/[\w/.]+)`", text):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+        for name in re.findall(r"`((?:roles/|optim/)?[\w]+\.py)`", text):
+            assert (ROOT / "src/learnable_multipliers" / name).exists(), name
