@@ -7,13 +7,19 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_readme_code_runs(tmp_path, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
     assert len(blocks) >= 2
     monkeypatch.chdir(tmp_path)
     namespace = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+    shown = re.search(r"^```\n(parameter.*?)^```", readme, re.M | re.S)[1]
+    table = str(namespace["lrm"].plan(namespace["model"], "symmetry-aware"))
+    for line in shown.splitlines():
+        assert line in table
 
 
 def test_files_the_documents_name_exist():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -42,114 +43,119 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
 
 
+@dataclass(frozen=True)
+class _Constant:
+    """Where one constant of Falcon-H1 lives; paths are relative to a layer or to the model."""
+
+    field: str
+    holder: str
+    attribute: str
+    targets: tuple[tuple[str, str], ...]
+    scales_bias: bool
+    index: int | None = None
+    """Place in the config field, where that is a list."""
+    per_layer: bool = True
+
+
+_Q, _K, _V = (
+    ("self_attn.q_proj", "query"),
+    ("self_attn.k_proj", "key"),
+    ("self_attn.v_proj", "value"),
+)
+_IN = tuple(("mamba.in_proj", role) for role in SSM_ROLES)
+_FALCON_H1 = (
+    _Constant(
+        "embedding_multiplier",
+        "model",
+        "embedding_multiplier",
+        (("model.embed_tokens", "embedding"),),
+        scales_bias=False,
+        per_layer=False,
+    ),
+    _Constant(
+        "lm_head_multiplier",
+        "model",
+        "lm_head_multiplier",
+        (("lm_head", "head"),),
+        scales_bias=True,
+        per_layer=False,
+    ),
+    _Constant("attention_in_multiplier", "", "attention_in_multiplier", (_Q, _K, _V), False),
+    _Constant("key_multiplier", "self_attn", "key_multiplier", (_K,), True),
+    _Constant(
+        "attention_out_multiplier",
+        "",
+        "attn_out_multiplier",
+        (("self_attn.o_proj", "attention-out"),),
+        True,
+    ),
+    _Constant("ssm_in_multiplier", "mamba", "ssm_in_multiplier", _IN, False),
+    _Constant(
+        "ssm_out_multiplier", "", "ssm_out_multiplier", (("mamba.out_proj", "ssm-out"),), True
+    ),
+    _Constant(
+        "mlp_multipliers",
+        "feed_forward",
+        "gate_multiplier",
+        (("feed_forward.gate_proj", "gate"),),
+        True,
+        index=0,
+    ),
+    _Constant(
+        "mlp_multipliers",
+        "feed_forward",
+        "down_multiplier",
+        (("feed_forward.down_proj", "down"),),
+        True,
+        index=1,
+    ),
+    *(
+        _Constant("ssm_multipliers", "mamba", "mup_vector", (target,), True, index=index)
+        for index, target in enumerate(_IN)
+    ),
+)
+
+
 def _falcon_h1(name: str, model: Any) -> Iterator[FixedMultiplier]:
     """Read a Hugging Face `FalconH1ForCausalLM`."""
-    config, decoder = model.config, model.model
+    layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
     root = f"{name}." if name else ""
-    layers = [(f"{root}model.layers.{i}", layer) for i, layer in enumerate(decoder.layers)]
-
-    def fixed(
-        field: str, holders: list[tuple[Any, str]], targets: list[tuple[str, str]], bias: bool
-    ) -> FixedMultiplier:
-        def reset() -> None:
-            for holder, attribute in holders:
-                setattr(holder, attribute, 1.0)
-            setattr(config, field, 1.0)
-
-        value = float(getattr(config, field))
-        return FixedMultiplier(field, value, tuple(targets), bias, reset)
-
-    def in_layers(path: str, role: str) -> list[tuple[str, str]]:
-        return [(f"{layer}.{path}.weight", role) for layer, _ in layers]
-
-    yield fixed(
-        "embedding_multiplier",
-        [(decoder, "embedding_multiplier")],
-        [(f"{root}model.embed_tokens.weight", "embedding")],
-        False,
-    )
-    yield fixed(
-        "lm_head_multiplier",
-        [(decoder, "lm_head_multiplier")],
-        [(f"{root}lm_head.weight", "head")],
-        True,
-    )
-    yield fixed(
-        "attention_in_multiplier",
-        [(layer, "attention_in_multiplier") for _, layer in layers],
-        [
-            *in_layers("self_attn.q_proj", "query"),
-            *in_layers("self_attn.k_proj", "key"),
-            *in_layers("self_attn.v_proj", "value"),
-        ],
-        False,
-    )
-    yield fixed(
-        "key_multiplier",
-        [(layer.self_attn, "key_multiplier") for _, layer in layers],
-        in_layers("self_attn.k_proj", "key"),
-        True,
-    )
-    yield fixed(
-        "attention_out_multiplier",
-        [(layer, "attn_out_multiplier") for _, layer in layers],
-        in_layers("self_attn.o_proj", "attention-out"),
-        True,
-    )
-    yield fixed(
-        "ssm_in_multiplier",
-        [(layer.mamba, "ssm_in_multiplier") for _, layer in layers],
-        [target for role in SSM_ROLES for target in in_layers("mamba.in_proj", role)],
-        False,
-    )
-    yield fixed(
-        "ssm_out_multiplier",
-        [(layer, "ssm_out_multiplier") for _, layer in layers],
-        in_layers("mamba.out_proj", "ssm-out"),
-        True,
-    )
-    for index, (attribute, path, role) in enumerate(
-        (
-            ("gate_multiplier", "feed_forward.gate_proj", "gate"),
-            ("down_multiplier", "feed_forward.down_proj", "down"),
-        )
-    ):
+    for constant in _FALCON_H1:
+        places = layers if constant.per_layer else [""]
+        value = getattr(model.config, constant.field)
+        label = constant.field
+        if constant.index is not None:
+            value, label = value[constant.index], f"{label}[{constant.index}]"
         yield FixedMultiplier(
-            f"mlp_multipliers[{index}]",
-            float(config.mlp_multipliers[index]),
-            tuple(in_layers(path, role)),
-            True,
-            lambda attribute=attribute, index=index: _reset_listed(
-                config,
-                "mlp_multipliers",
-                index,
-                lambda: [setattr(layer.feed_forward, attribute, 1.0) for _, layer in layers],
+            label,
+            float(value),
+            tuple(
+                (f"{root}{place}{path}.weight", role)
+                for place in places
+                for path, role in constant.targets
             ),
-        )
-    for index, role in enumerate(SSM_ROLES):
-        yield FixedMultiplier(
-            f"ssm_multipliers[{index}]",
-            float(config.ssm_multipliers[index]),
-            tuple(in_layers("mamba.in_proj", role)),
-            True,
-            lambda index=index: _reset_listed(
-                config,
-                "ssm_multipliers",
-                index,
-                lambda: [_reset_mup_vector(layer.mamba, index) for _, layer in layers],
-            ),
+            constant.scales_bias,
+            partial(_reset, model, places, constant),
         )
 
 
-def _reset_listed(config: Any, field: str, index: int, reset_modules: Callable[[], object]) -> None:
-    reset_modules()
-    values = list(getattr(config, field))
-    values[index] = 1.0
-    setattr(config, field, values)
+def _reset(model: Any, places: list[str], constant: _Constant) -> None:
+    for place in places:
+        holder = model.get_submodule(f"{place}{constant.holder}".rstrip("."))
+        if constant.attribute == "mup_vector":
+            _reset_block(holder, constant.index)
+        else:
+            setattr(holder, constant.attribute, 1.0)
+    value: Any = 1.0
+    if constant.index is not None:
+        value = list(getattr(model.config, constant.field))
+        value[constant.index] = 1.0
+    setattr(model.config, constant.field, value)
 
 
-def _reset_mup_vector(mixer: Any, index: int) -> None:
-    """Set one block (z, x, B, C, dt) of a mixer's constants to 1."""
+def _reset_block(mixer: Any, index: int | None) -> None:
+    """Set the constants of one block (z, x, B, C, dt) of a mixer to 1."""
+    assert index is not None
     inner, states = mixer.intermediate_size, mixer.groups_time_state_size
     blocks = mixer.mup_vector.split([inner, inner, states, states, mixer.num_heads], -1)
     blocks[index].fill_(1.0)
