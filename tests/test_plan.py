@@ -386,5 +386,5 @@ def test_table_shows_each_kind_of_layer_once():
     assert "model.layers.{0..1}.mamba.in_proj.weight" in text
     assert "row (ssm-z, ssm-dt)" in text
     assert "13 of 20 matrices carry multipliers" in text
-    assert "Assumes: Norms inside a layer are taken to feed its blocks" in text
+    assert "Assumes: norms inside a layer feed its blocks (pre-norm)" in text
     assert max(len(line) for line in text.splitlines()) < 200

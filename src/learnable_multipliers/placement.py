@@ -31,7 +31,9 @@ def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
     if reading.opaque:
         return Choice("none", reading.note)
     if part.role == "head":
-        return Choice("none", "the final norm scales its columns; rows would scale single logits")
+        scaled = f"{_leaf(reading.column_norm)} scales its columns" if reading.column_norm else ""
+        free = "left as it is (no learnable norm in front: a rule can add columns)"
+        return Choice("none", f"{scaled or free}; rows would scale single logits")
     if part.role == "router":
         return Choice("none", "routing is left as it is in every placement")
     if placement == "scalar":
@@ -55,8 +57,8 @@ def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
 
 def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
     """Decide on rows: not where another scale follows on the same features."""
-    if part.rows_normed:
-        return False, "the norm behind it scales its rows"
+    if part.row_norm:
+        return False, f"{_leaf(part.row_norm)} behind it scales its rows"
     if part.role == "key":
         return False, "rows pair with the query's, which has one scale per head"
     if part.role == "value":
@@ -83,8 +85,8 @@ def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
 
 def _symmetry_aware_col(reading: Reading, part: Part) -> tuple[bool, str]:
     """Decide on columns: not where a learnable norm feeds the same features."""
-    if reading.columns_normed:
-        return False, "the norm in front scales its columns"
+    if reading.column_norm:
+        return False, f"{_leaf(reading.column_norm)} in front scales its columns"
     reasons = {
         "attention-out": "columns: one scale per value channel of each head",
         "down": "columns: one scale per hidden channel",
@@ -93,3 +95,7 @@ def _symmetry_aware_col(reading: Reading, part: Part) -> tuple[bool, str]:
         "position-embedding": "columns: one scale per feature",
     }
     return True, reasons.get(part.role, "columns: no norm in front")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -310,7 +310,7 @@ class _Planner:
                 name, role = free[0]
                 why = "is not folded by a rule" if free[0] in carried else "carries no multiplier"
                 stays = f"{multiplier.field} stays fixed at {multiplier.value:g}"
-                kept.append(f"{stays}: {name} ({role}) {why}.")
+                kept.append(f"{stays}: {name} ({role}) {why}")
                 continue
             folds.append((multiplier.field, multiplier.value))
             for target in multiplier.targets:

@@ -29,7 +29,7 @@ def render(plan: Plan) -> str:
         folded = ", ".join(f"{field} {value:.4g}" for field, value in plan.folds)
         text += [f"Taken over from the model by initialize_: {folded}."]
     for sentence in plan.assumptions:
-        text += textwrap.wrap(f"Assumes: {sentence}", 100, subsequent_indent="  ")
+        text += textwrap.wrap(f"Assumes: {sentence}.", 100, subsequent_indent="  ")
     return "\n".join(line.rstrip() for line in text)
 
 

@@ -105,6 +105,8 @@ _GATE_UP = ("gate", "up")
 KNOWN: dict[tuple[str, str], Callable[[Any], Layout | None]] = {
     ("BloomAttention", "query_key_value"): _by_head,
     ("CodeGenAttention", "qkv_proj"): _codegen,
+    # nanoGPT's, as copied far and wide.
+    ("CausalSelfAttention", "c_attn"): _split_evenly(QKV, "c_attn"),
     ("FalconAttention", "query_key_value"): _falcon,
     ("GPT2Attention", "c_attn"): _gpt2,
     ("GPTBigCodeAttention", "c_attn"): _bigcode,
@@ -116,6 +118,8 @@ KNOWN: dict[tuple[str, str], Callable[[Any], Layout | None]] = {
     ("Phi4MultimodalAttention", "qkv_proj"): _phi3,
     ("Glm4MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
     ("GlmMLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
+    ("GraniteMoeSWAMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
+    ("GraniteMoeSharedMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
     ("GraniteMoeHybridMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
     ("ModernBertDecoderMLP", "Wi"): _split_evenly(_GATE_UP, "Wi"),
     ("Phi3MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),

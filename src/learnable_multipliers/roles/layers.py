@@ -48,36 +48,27 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell a normalization layer by its class name."""
-    return re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
+    """Tell a normalization layer by its class name; one that holds matrices is more than that."""
+    named = re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
+    return named and all(_num_axes(parameter) <= 1 for parameter in module.parameters())
 
 
 def is_learnable_norm(module: nn.Module) -> bool:
     """Tell a norm whose weight is trained: only such a weight acts as a multiplier."""
-    weight = getattr(module, "weight", None)
-    return is_norm(module) and isinstance(weight, nn.Parameter) and weight.requires_grad
+    return is_norm(module) and any(
+        parameter.requires_grad and not name.endswith("bias")
+        for name, parameter in module.named_parameters()
+    )
 
 
-def has_learnable_norm(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Tell whether a child of that name is a learnable norm, or a list of them per head."""
+def learnable_norm(module: nn.Module, names: tuple[str, ...]) -> str:
+    """Return the name of a child that is a learnable norm of one of `names`; empty if none is."""
     children = dict(module.named_children())
-    return any(
-        name in children
-        and is_norm(children[name])
-        and any(parameter.requires_grad for parameter in children[name].parameters())
-        for name in names
-    )
+    return next((n for n in names if n in children and is_learnable_norm(children[n])), "")
 
 
-def has_inner_norm(module: nn.Module, last: nn.Module, others: tuple[str, ...] = ()) -> bool:
-    """Tell whether a learnable norm inside the block spans the columns of its last matrix."""
-    _, columns = features(last)
-    return any(
-        is_learnable_norm(child)
-        and leaf not in others
-        and child.get_parameter("weight").numel() == columns
-        for leaf, child in module.named_children()
-    )
+def _num_axes(parameter: nn.Parameter) -> int:
+    return sum(size != 1 for size in parameter.shape)
 
 
 def lets_scale_through(activation: object) -> bool:

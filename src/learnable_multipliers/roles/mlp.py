@@ -10,12 +10,14 @@ from learnable_multipliers.roles.fused import known_layout
 from learnable_multipliers.roles.layers import (
     features,
     has_homogeneous_activation,
-    has_inner_norm,
     is_linear,
+    is_norm,
+    learnable_norm,
     lets_scale_through,
 )
+from learnable_multipliers.roles.norms import Norms, norms_around
 from learnable_multipliers.roles.reading import UNKNOWN, Part, Reading
-from learnable_multipliers.roles.tree import Norms, Site, Tree
+from learnable_multipliers.roles.tree import Site, Tree
 
 _GATED = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -38,6 +40,7 @@ _UNGATED = (
     ("w_in", "w_out"),
     ("up", "down"),
 )
+_DOWN_NORMS = ("ffn_sub_norm", "ffn_layernorm", "sub_norm", "inner_norm")
 
 
 def mlp(site: Site) -> Iterator[Reading]:
@@ -47,7 +50,9 @@ def mlp(site: Site) -> Iterator[Reading]:
     for gate, up, down in _GATED:
         if {gate, up, down} <= linears.keys():
             shape = features(linears[gate])
-            if shape == features(linears[up]) and features(linears[down])[1] == shape[0]:
+            fits = shape == features(linears[up]) == features(linears[down])[::-1]
+            # Numbers alone cannot tell three square matrices apart.
+            if fits and not (gate == "w1" and shape[0] == shape[1]):
                 yield from _matrices(site, {gate: "gate", up: "up"}, down, homogeneous)
             return
     for leaf in linears:
@@ -56,11 +61,11 @@ def mlp(site: Site) -> Iterator[Reading]:
         if layout is None or layout.parts[0][0] != "gate" or len(others) != 1:
             continue
         if layout.num_rows == features(linears[leaf])[0] == 2 * features(linears[others[0]])[1]:
-            norms = site.norms("mlp")
+            norms = norms_around(site.tree, site.name, "mlp")
             yield site.linear(
                 leaf,
                 *(Part(role, size) for role, size in layout.parts),
-                columns_normed=norms.before,
+                column_norm=norms.before,
                 homogeneous=homogeneous,
                 repeats=layout.repeats,
             )
@@ -68,9 +73,13 @@ def mlp(site: Site) -> Iterator[Reading]:
             return
     for up, down in _UNGATED:
         # Alone in their module: a third matrix beside them might be a gate of another name.
-        if linears.keys() == {up, down} and features(linears[up])[::-1] == features(linears[down]):
+        if linears.keys() != {up, down}:
+            continue
+        hidden, width = features(linears[up])
+        # A bottleneck goes the other way: what it calls up ends in the residual stream.
+        residual = not site.tree.widths() or width in site.tree.widths()
+        if residual and features(linears[down]) == (width, hidden):
             yield from _matrices(site, {up: "ungated-up"}, down, homogeneous)
-            return
 
 
 def sequential_mlp(site: Site) -> Iterator[Reading]:
@@ -86,7 +95,8 @@ def sequential_mlp(site: Site) -> Iterator[Reading]:
         return
     (up, first), (_, activation), (down, last) = steps
     pointwise = not activation._modules and not list(activation.parameters())
-    if pointwise and features(first)[::-1] == features(last):
+    mixes = is_norm(activation) or "softm" in type(activation).__name__.lower()
+    if pointwise and not mixes and features(first)[::-1] == features(last):
         yield from _matrices(site, {up: "ungated-up"}, down, lets_scale_through(activation))
 
 
@@ -110,7 +120,7 @@ def experts(site: Site) -> Iterator[Reading]:
     if transposed is None:
         return
     hidden, width = shapes[down][-2:] if transposed else shapes[down][:-3:-1]
-    norms = site.norms("mlp")
+    norms = norms_around(site.tree, site.name, "mlp")
     note = f"of {type(module).__name__}"
     parts: dict[str, tuple[Part, ...]]
     if not fused:
@@ -121,14 +131,15 @@ def experts(site: Site) -> Iterator[Reading]:
     else:
         parts = {into[0]: (Part(UNKNOWN, 2 * hidden),)}
         note += ", which gates in a way of its own"
-    parts[down] = (Part("down", width, rows_normed=norms.after),)
+    # A norm behind a mixture sees the sum of its experts, not each one's scale.
+    parts[down] = (Part("down", width),)
     for leaf, stack in parts.items():
         yield Reading(
             name=site.path(leaf),
             shape=shapes[leaf],
             parts=stack,
             transposed=transposed,
-            columns_normed=norms.before and leaf != down,
+            column_norm="" if leaf == down else norms.before,
             homogeneous=has_homogeneous_activation(module),
             note=f"{leaf} {note}",
         )
@@ -137,17 +148,18 @@ def experts(site: Site) -> Iterator[Reading]:
 def _matrices(
     site: Site, inputs: dict[str, str], down: str, homogeneous: bool
 ) -> Iterator[Reading]:
-    norms = site.norms("mlp")
+    norms = norms_around(site.tree, site.name, "mlp")
     for leaf, role in inputs.items():
         part = Part(role, features(site.linears[leaf])[0])
-        yield site.linear(leaf, part, columns_normed=norms.before, homogeneous=homogeneous)
+        yield site.linear(leaf, part, column_norm=norms.before, homogeneous=homogeneous)
     yield _down(site, down, norms)
 
 
 def _down(site: Site, leaf: str, norms: Norms) -> Reading:
-    linear = site.linears[leaf]
-    part = Part("down", features(linear)[0], rows_normed=norms.after)
-    return site.linear(leaf, part, columns_normed=has_inner_norm(site.module, linear))
+    in_mixture = any(hasattr(module, "experts") for module in site.tree.lineage(site.name))
+    part = Part("down", features(site.linears[leaf])[0], row_norm="" if in_mixture else norms.after)
+    inner = learnable_norm(site.module, _DOWN_NORMS)
+    return site.linear(leaf, part, column_norm=inner and site.path(inner))
 
 
 def _gates_plainly(module: nn.Module) -> bool:
@@ -167,6 +179,5 @@ def _is_transposed(
     turned = into[-2] == down[-1] and into[-1] == fused * down[-2]
     if stored and turned:
         # The model's width, known from its embedding, is the input axis.
-        widths = {table.embedding_dim for table in tree.embeddings}
-        stored, turned = into[-1] in widths, into[-2] in widths
+        stored, turned = into[-1] in tree.widths(), into[-2] in tree.widths()
     return None if stored == turned else turned

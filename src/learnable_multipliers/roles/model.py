@@ -9,6 +9,7 @@ from torch import nn
 
 from learnable_multipliers.roles import attention, mlp, ssm
 from learnable_multipliers.roles.layers import features, is_linear, is_norm
+from learnable_multipliers.roles.norms import final_norm
 from learnable_multipliers.roles.reading import UNKNOWN, ModelReading, Part, Reading
 from learnable_multipliers.roles.tree import Site, Tree, conv1d_axes
 
@@ -65,19 +66,22 @@ def _read(tree: Tree, groups: dict[str, Reading], name: str) -> Reading:
     owner_name, _, leaf = name.rpartition(".")
     owner = tree.modules[owner_name]
     shape = tuple(owner.get_parameter(leaf).shape)
-    if note := _vector(owner, leaf, shape):
+    if note := _vector(owner_name, owner, leaf, shape):
         return Reading(name=name, shape=shape, note=note)
     if name in groups:
         return groups[name]
     if ".parametrizations." in f".{name}":
         return _whole(name, shape, UNKNOWN, "parametrized by other means", opaque=True)
     if isinstance(owner, nn.Embedding):
-        return _embedding(name, owner, shape)
+        position = _is_position_table(owner_name, owner)
+        note = "rows are positions" if position else "rows are tokens"
+        return _whole(name, shape, "position-embedding" if position else "embedding", note)
     if _is_router(tree, owner_name):
         return _whole(name, shape, "router", "chooses experts")
     if is_linear(owner) and leaf == "weight":
         if _is_head(tree, owner_name):
-            return _whole(name, shape, "head", "gives the logits")
+            head = _whole(name, shape, "head", "gives the logits")
+            return replace(head, column_norm=final_norm(tree))
         note = f"{type(owner).__name__} in no recognized group"
         return conv1d_axes(owner, _whole(name, shape, UNKNOWN, note))
     if len(shape) == 2:
@@ -108,13 +112,9 @@ def _whole(
     return Reading(name=name, shape=shape, parts=parts, opaque=opaque, note=note)
 
 
-def _embedding(name: str, owner: nn.Embedding, shape: tuple[int, ...]) -> Reading:
-    leaf = name.split(".")[-2] if "." in name else ""
-    if re.search(r"relative|bias", leaf):
-        return _whole(name, shape, UNKNOWN, "a table of attention biases")
-    if _POSITIONS.match(leaf) or "Positional" in type(owner).__name__:
-        return _whole(name, shape, "position-embedding", "rows are positions")
-    return _whole(name, shape, "embedding", "rows are tokens")
+def _is_position_table(name: str, owner: nn.Embedding) -> bool:
+    leaf = name.rpartition(".")[2]
+    return _POSITIONS.match(leaf) is not None or "Positional" in type(owner).__name__
 
 
 def _is_head(tree: Tree, name: str) -> bool:
@@ -124,26 +124,33 @@ def _is_head(tree: Tree, name: str) -> bool:
     get_head = getattr(tree.model, "get_output_embeddings", None)
     if callable(get_head) and get_head() is owner:
         return True
-    if name.rpartition(".")[2] in _HEADS:
-        return True
-    # A linear map from an embedding's features back to its tokens.
+    # A linear map from a table's features back to its tokens, or a telling name at the top.
     out, into = features(owner)
-    return out != into and any(
-        (table.num_embeddings, table.embedding_dim) == (out, into) for table in tree.embeddings
+    back = any(
+        (table.num_embeddings, table.embedding_dim) == (out, into)
+        for place, table in tree.embeddings()
+        if not _is_position_table(place, table)
     )
+    *path, leaf = name.split(".")
+    return (back and out != into) or (leaf in _HEADS and (back or not path))
 
 
 def _is_router(tree: Tree, name: str) -> bool:
-    if any(re.search(r"Router|Gating", type(module).__name__) for module in tree.lineage(name)):
+    own, *holders = [*tree.lineage(name)][:3]
+    names = [type(module).__name__ for module in (own, *holders[:1])]
+    if any(re.search(r"(Router|Gating)$", class_name) for class_name in names):
         return True
-    parent = tree.parent(name)
-    return hasattr(parent, "experts") and name.rpartition(".")[2] in _ROUTERS
+    if not any(hasattr(holder, "experts") for holder in holders):
+        return False
+    return name.rpartition(".")[2] in _ROUTERS and not is_norm(own)
 
 
-def _vector(owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:
+def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:
     """Say in words why a parameter is a vector; empty where it is not."""
     if leaf.endswith("bias"):
         return "bias"
+    if isinstance(owner, nn.Embedding) and re.search(r"relative|bias", owner_name.split(".")[-1]):
+        return "a table of attention biases"
     if is_norm(owner):
         return "norm: its weight scales what it feeds"
     if leaf in ssm.VECTORS:

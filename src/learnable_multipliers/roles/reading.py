@@ -41,8 +41,8 @@ class Part:
     role: str
     size: int
     """Rows in one repeat of the stored matrix's row pattern."""
-    rows_normed: bool = False
-    """A norm with a learnable weight follows, so that weight already scales these rows."""
+    row_norm: str = ""
+    """Name of the learnable norm behind it, whose weight already scales these rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Reading:
     """Empty for a vector: it is a scale or a shift already and carries nothing."""
     repeats: int = 1
     transposed: bool = False
-    columns_normed: bool = False
-    """A norm with a learnable weight feeds it, so that weight already scales its columns."""
+    column_norm: str = ""
+    """Name of the learnable norm in front, whose weight already scales the columns."""
     homogeneous: bool = False
     """The activation behind it lets a scale through unchanged (ReLU and its powers)."""
     opaque: bool = False

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from learnable_multipliers.roles.layers import features, has_inner_norm
+from learnable_multipliers.roles.layers import features, learnable_norm
+from learnable_multipliers.roles.norms import norms_around
 from learnable_multipliers.roles.reading import Part, Reading
 from learnable_multipliers.roles.tree import Site
 
@@ -32,10 +33,11 @@ def mamba2(site: Site) -> Iterator[Reading]:
     states, odd = divmod(convolution.out_channels - inner, 2)
     if odd or states <= 0 or rows != 2 * inner + 2 * states + heads:
         return
-    norms = site.norms("ssm")
+    norms = norms_around(site.tree, site.name, "mixer")
     sizes = {"ssm-z": inner, "ssm-x": inner, "ssm-B": states, "ssm-C": states, "ssm-dt": heads}
     parts = (Part(role, size) for role, size in sizes.items())
-    yield site.linear("in_proj", *parts, columns_normed=norms.before)
-    part = Part("ssm-out", width, rows_normed=norms.after)
-    inner_norm = has_inner_norm(site.module, linears["out_proj"])
-    yield site.linear("out_proj", part, columns_normed=inner_norm)
+    yield site.linear("in_proj", *parts, column_norm=norms.before)
+    part = Part("ssm-out", width, row_norm=norms.after)
+    # The gated norm on the mixer's output, which Falcon-H1 can switch off.
+    inner_norm = learnable_norm(site.module, ("norm",))
+    yield site.linear("out_proj", part, column_norm=inner_norm and site.path(inner_norm))
