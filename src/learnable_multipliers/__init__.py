@@ -2,18 +2,20 @@
 
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
-from learnable_multipliers.optim import param_groups
+from learnable_multipliers.optim import AdamW, clip_grad_norm_, param_groups
 from learnable_multipliers.plan import Entry, Plan, plan
 from learnable_multipliers.reparametrize import merge, multipliers, reparametrize
 from learnable_multipliers.rules import NO_EMBEDDING, Rule
 
 __all__ = [
     "NO_EMBEDDING",
+    "AdamW",
     "Block",
     "Entry",
     "Matrix",
     "Plan",
     "Rule",
+    "clip_grad_norm_",
     "effective",
     "initialize_",
     "merge",

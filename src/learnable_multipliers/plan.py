@@ -426,10 +426,15 @@ def _started_at(entry: Entry, inits: dict[tuple[str, str], float]) -> Entry:
     return replace(entry, matrix=replace(entry.matrix, blocks=blocks), init_pending=True)
 
 
+def matrix_from(content: dict[str, Any]) -> Matrix:
+    """Return a matrix from its plain data, as `dataclasses.asdict` gives it."""
+    rest = dict(content)
+    blocks = tuple(Block(**block) for block in rest.pop("blocks"))
+    return Matrix(shape=tuple(rest.pop("shape")), blocks=blocks, **rest)
+
+
 def _entry_from(content: dict[str, Any]) -> Entry:
     matrix = content.pop("matrix")
-    if matrix is not None:
-        blocks = tuple(Block(**block) for block in matrix.pop("blocks"))
-        matrix = Matrix(shape=tuple(matrix.pop("shape")), blocks=blocks, **matrix)
+    matrix = None if matrix is None else matrix_from(matrix)
     shape, aliases = tuple(content.pop("shape")), tuple(content.pop("aliases"))
     return Entry(shape=shape, aliases=aliases, matrix=matrix, **content)

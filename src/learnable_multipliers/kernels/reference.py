@@ -1,0 +1,184 @@
+"""The kernels in PyTorch: the specification, and the path of every device without Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.kernels.work import Factors, Hyper, Work
+
+_CHUNK = 1 << 16
+"""Numbers worked on at a time: temporaries of this size stay in a core's cache."""
+
+
+def reduce(works: Sequence[Work]) -> Tensor:
+    """Write the row and column sums of every matrix; return the squared norm of the gradients.
+
+    The norm is that of the raw gradients, `rows_i cols_j G_ij`; multipliers are not in it.
+    """
+    squares = []
+    for work in works:
+        if work.factors is None:
+            squares.append(work.grad.to(work.raw.dtype).square().sum())
+            continue
+        factors = work.factors
+        grad, raw = _stacked(work.grad, factors), _stacked(work.raw, factors)
+        factors.col_sums.zero_()
+        total = raw.new_zeros(())
+        for e, rows in _chunks(raw):
+            g = grad[e, rows].to(raw.dtype)
+            product = raw[e, rows] * g
+            factors.row_sums[e, rows] = product @ factors.cols[e]
+            factors.col_sums[e] += factors.rows[e, rows] @ product
+            total += factors.rows[e, rows].square() @ (g.square() @ factors.cols[e].square())
+        squares.append(total)
+    return torch.stack(squares).sum()
+
+
+def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor) -> None:
+    """Update raw weights by AdamW and write the effective weights."""
+    table = _rows_of(hyper)
+    factor = clip.item()
+    for work in works:
+        lr, decay, beta1, beta2, eps, bias1, bias2 = table[work.index]
+        for raw, g, weight, new_rows, new_cols, (exp_avg, exp_avg_sq) in _parts(work, factor):
+            raw.mul_(1 - lr * decay)
+            exp_avg.lerp_(g, 1 - beta1)
+            exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            denominator = exp_avg_sq.sqrt().div_(bias2**0.5).add_(eps)
+            raw.addcdiv_(exp_avg, denominator, value=-lr / bias1)
+            if weight is not None:
+                plain = new_rows is None or new_cols is None
+                weight.copy_(raw if plain else new_rows * raw * new_cols)
+        if work.owns_raw and not work.weight.is_contiguous():
+            write_effective(work)
+
+
+def muon_momentum_(
+    works: Sequence[Work], updates: Sequence[Tensor], clip: Tensor, momentum: float, nesterov: bool
+) -> None:
+    """Update the momentum of every raw gradient and write what is to be orthogonalized."""
+    factor = clip.item()
+    for work, update in zip(works, updates, strict=True):
+        g = _raw_gradient(work, factor)
+        buffer = work.moments[0].lerp_(g, 1 - momentum)
+        update.copy_(g.lerp(buffer, momentum) if nesterov else buffer)
+
+
+def muon_apply_(
+    works: Sequence[Work], updates: Sequence[Tensor], hyper: Hyper, adjust: Sequence[Tensor]
+) -> None:
+    """Decay the raw weights, take the orthogonalized step and write the effective weights.
+
+    `adjust` scales the learning rate along a matrix's stored rows or columns, broadcastable.
+    """
+    table = _rows_of(hyper)
+    for work, update, scale in zip(works, updates, adjust, strict=True):
+        lr, decay, *_ = table[work.index]
+        work.raw.mul_(1 - lr * decay).sub_(update.to(work.raw.dtype) * scale, alpha=lr)
+        if work.owns_raw:
+            write_effective(work)
+
+
+def write_effective(work: Work) -> None:
+    """Write the effective weight of one parameter from its raw weight and next factors."""
+    if work.factors is None:
+        work.weight.copy_(work.raw)
+        return
+    work.weight.copy_(effective_of(work))
+
+
+def effective_of(work: Work) -> Tensor:
+    """Return `rows_i W_ij cols_j` in the raw dtype, multiplied in this order."""
+    if work.factors is None:
+        return work.raw
+    raw = _stacked(work.raw, work.factors)
+    weight = work.factors.rows_next.unsqueeze(-1) * raw * work.factors.cols_next.unsqueeze(-2)
+    return weight.view(work.raw.shape)
+
+
+def touched_from_outside(works: Sequence[Work]) -> Tensor:
+    """Tell for each parameter whether it still is what was written, on a sample of entries.
+
+    The sample has an entry in every row and every column, so that a copy into the parameter, or
+    into a row or a column of it, shows.
+    """
+    flags = [_differs(work) for work in works]
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+
+
+def _differs(work: Work) -> Tensor:
+    if not work.owns_raw or work.raw.numel() == 0:
+        return torch.zeros((), dtype=torch.bool, device=work.raw.device)
+    if work.factors is None:
+        flat = torch.linspace(0, work.raw.numel() - 1, min(work.raw.numel(), 4096)).long()
+        expected, found = work.raw.view(-1)[flat], work.weight.reshape(-1)[flat]
+    else:
+        raw, weight = (_stacked(t, work.factors) for t in (work.raw, work.weight))
+        longer = torch.arange(max(raw.shape[1:]), device=raw.device)
+        i, j = longer % raw.shape[1], longer % raw.shape[2]
+        expected = work.factors.rows[:, i] * raw[:, i, j] * work.factors.cols[:, j]
+        found = weight[:, i, j]
+    same = (expected.to(found.dtype) == found) | (expected.isnan() & found.isnan())
+    return ~same.all()
+
+
+def _parts(work: Work, factor: float):
+    """Yield a parameter's tensors piece by piece: raw, raw gradient, weight, factors, moments."""
+    # Pieces of a weight that is not contiguous would be copies.
+    weight = work.weight if work.owns_raw and work.weight.is_contiguous() else None
+    if work.factors is None:
+        g = work.grad.to(work.raw.dtype) * factor if factor != 1.0 else work.grad.to(work.raw.dtype)
+        yield work.raw, g, weight, None, None, work.moments
+        return
+    f = work.factors
+    raw, grad = _stacked(work.raw, f), _stacked(work.grad, f)
+    effective = None if weight is None else _stacked(weight, f)
+    moments = tuple(_stacked(moment, f) for moment in work.moments)
+    for e, rows in _chunks(raw):
+        scaled_rows = f.rows[e, rows, None] * factor
+        g = scaled_rows * grad[e, rows].to(raw.dtype) * f.cols[e]
+        yield (
+            raw[e, rows],
+            g,
+            None if effective is None else effective[e, rows],
+            f.rows_next[e, rows, None],
+            f.cols_next[e],
+            tuple(moment[e, rows] for moment in moments),
+        )
+
+
+def _raw_gradient(work: Work, factor: float) -> Tensor:
+    g = work.grad.to(work.raw.dtype)
+    if work.factors is None:
+        return g * factor
+    rows, cols = work.factors.rows.unsqueeze(-1) * factor, work.factors.cols.unsqueeze(-2)
+    return (rows * _stacked(g, work.factors) * cols).view(work.raw.shape)
+
+
+def _stacked(tensor: Tensor, factors: Factors) -> Tensor:
+    """Return a stored matrix as (stack, rows, cols)."""
+    return tensor.reshape(factors.rows.shape[0], factors.rows.shape[1], factors.cols.shape[1])
+
+
+def _chunks(stacked: Tensor):
+    stack, rows, cols = stacked.shape
+    step = max(1, _CHUNK // max(cols, 1))
+    for e in range(stack):
+        for start in range(0, rows, step):
+            yield e, slice(start, min(start + step, rows))
+
+
+def _rows_of(hyper: Hyper) -> list[list[float]]:
+    columns = (
+        hyper.lr,
+        hyper.weight_decay,
+        hyper.beta1,
+        hyper.beta2,
+        hyper.eps,
+        hyper.bias1,
+        hyper.bias2,
+    )
+    return torch.stack(columns, 1).tolist()

@@ -1,0 +1,252 @@
+"""All multipliers of an optimizer in a few flat tensors.
+
+Several hundred matrices carry thousands of small vectors. Kept end to end, their factors,
+gradients and AdamW update are a handful of operations for the whole model; the optimizer's state
+holds views of these tensors, matrix by matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.multiplier import Matrix, initial_values
+
+NAMES = ("row", "col", "scalar")
+MOMENTS = ("", "_exp_avg", "_exp_avg_sq")
+"""Suffixes of a multiplier's value and its two AdamW moments in the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The part of a matrix that lies on this rank; all of it without sharding."""
+
+    stack: slice
+    out: slice
+    into: slice
+
+    @classmethod
+    def whole(cls, matrix: Matrix) -> Extent:
+        """Return the extent of a matrix that is not sharded."""
+        stack = matrix.stack[0] if matrix.stack else 1
+        return cls(slice(0, stack), slice(0, matrix.num_out), slice(0, matrix.num_in))
+
+
+def local_values(matrix: Matrix, extent: Extent, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cut full multipliers down to an extent."""
+    along = {"row": extent.out, "col": extent.into}
+    cut = {}
+    for name, value in values.items():
+        value = value[extent.stack] if matrix.stack else value
+        cut[name] = value[..., along[name]] if name in along else value
+    return cut
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one matrix's numbers lie in the flat tensors."""
+
+    values: dict[str, tuple[int, tuple[int, ...]]]
+    """Start and shape of each of its multipliers."""
+    out: tuple[int, tuple[int, int]]
+    """Start and (stack, out) shape of its output factors."""
+    into: tuple[int, tuple[int, int]]
+
+
+class MultiplierBank:
+    """Values, moments, factors and gradients of the multipliers of many matrices."""
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        extents: Sequence[Extent],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.matrices = tuple(matrices)
+        self._places: list[_Place] = []
+        values, trained, is_log, owner = [], [], [], []
+        row_slots, scalar_slots, col_slots = [], [], []
+        size, num_out, num_in = 0, 0, 0
+        for index, (matrix, extent) in enumerate(zip(matrices, extents, strict=True)):
+            starts: dict[str, tuple[int, tuple[int, ...]]] = {}
+            local = local_values(matrix, extent, initial_values(matrix, dtype=dtype))
+            for name, value in local.items():
+                starts[name] = (size, tuple(value.shape))
+                values.append(value.flatten())
+                trained.append(_trained(matrix, extent, name).flatten())
+                size += value.numel()
+            count = sum(value.numel() for value in local.values())
+            is_log.append(torch.full((count,), matrix.scale == "log"))
+            owner.append(torch.full((count,), index))
+            stack = extent.stack.stop - extent.stack.start
+            out = (stack, extent.out.stop - extent.out.start)
+            into = (stack, extent.into.stop - extent.into.start)
+            row_slots.append(_slots(starts, "row", out))
+            col_slots.append(_slots(starts, "col", into))
+            scalar_slots.append(_scalar_slots(matrix, extent, starts))
+            self._places.append(_Place(starts, (num_out, out), (num_in, into)))
+            num_out, num_in = num_out + out[0] * out[1], num_in + into[0] * into[1]
+
+        def packed(parts: list[Tensor], empty_dtype: torch.dtype) -> Tensor:
+            joined = torch.cat(parts) if parts else torch.empty(0, dtype=empty_dtype)
+            return joined.to(device)
+
+        self.values = packed(values, dtype)
+        self.exp_avg = torch.zeros_like(self.values)
+        self.exp_avg_sq = torch.zeros_like(self.values)
+        self.owner = packed(owner, torch.int64)
+        self.trained = packed(trained, torch.bool)
+        self._is_log = packed(is_log, torch.bool)
+        # Slot `size` stands for "no multiplier": its value is 1 and its gradient is dropped.
+        self._rows = _or_none(packed(row_slots, torch.int64), size)
+        self._cols = _or_none(packed(col_slots, torch.int64), size)
+        self._scalars = _or_none(packed(scalar_slots, torch.int64), size)
+        self._scalar_runs = _runs(packed(scalar_slots, torch.int64), size)
+        if not self._is_log.any():
+            self._is_log = None
+        self.num_out, self.num_in = num_out, num_in
+        # Factors before and after the multipliers' update, and the sums that give gradients.
+        self.out_factors, self.out_factors_next, self.out_sums = self.values.new_ones(3, num_out)
+        self.in_factors, self.in_factors_next, self.in_sums = self.values.new_ones(3, num_in)
+
+    def state_views(self, index: int) -> dict[str, Tensor]:
+        """Return a matrix's multipliers and moments, as views."""
+        flats = zip(MOMENTS, (self.values, self.exp_avg, self.exp_avg_sq), strict=True)
+        return {
+            f"{name}{suffix}": view
+            for suffix, flat in flats
+            for name, view in self.views_of(flat, index).items()
+        }
+
+    def views_of(self, flat: Tensor, index: int) -> dict[str, Tensor]:
+        """Return a matrix's part of a flat tensor over all values, by multiplier."""
+        return {
+            name: flat[start : start + math.prod(shape)].view(shape)
+            for name, (start, shape) in self._places[index].values.items()
+        }
+
+    def out_view(self, flat: Tensor, index: int) -> Tensor:
+        """Return a matrix's part of a flat tensor over output features, (stack, out)."""
+        start, shape = self._places[index].out
+        return flat[start : start + shape[0] * shape[1]].view(shape)
+
+    def in_view(self, flat: Tensor, index: int) -> Tensor:
+        """Return a matrix's part of a flat tensor over input features, (stack, in)."""
+        start, shape = self._places[index].into
+        return flat[start : start + shape[0] * shape[1]].view(shape)
+
+    def out_start(self, index: int) -> int:
+        """Return where a matrix's output features start."""
+        return self._places[index].out[0]
+
+    def in_start(self, index: int) -> int:
+        """Return where a matrix's input features start."""
+        return self._places[index].into[0]
+
+    def multipliers(self) -> Tensor:
+        """Return what the stored values stand for."""
+        if self._is_log is None:
+            return self.values
+        return torch.where(self._is_log, self.values.exp(), self.values)
+
+    def write_factors_(self, *, following: bool = False) -> None:
+        """Compute the factors of all matrices from the current values."""
+        out, into = (
+            (self.out_factors_next, self.in_factors_next)
+            if following
+            else (self.out_factors, self.in_factors)
+        )
+        extended = self._extended()
+        if self._rows is not None:
+            torch.index_select(extended, 0, self._rows, out=out)
+            if self._scalars is not None:
+                out.mul_(extended[self._scalars])
+        elif self._scalars is not None:
+            torch.index_select(extended, 0, self._scalars, out=out)
+        if self._cols is not None:
+            torch.index_select(extended, 0, self._cols, out=into)
+
+    def gradients(self) -> Tensor:
+        """Return the gradients of all stored values from the row and column sums (eq. 4)."""
+        extended = self._extended()
+        grads = torch.zeros_like(extended)
+        if self._rows is not None:
+            through = self.out_sums
+            if self._scalars is not None:
+                through = through * extended[self._scalars]
+            grads[self._rows] = through
+        if self._cols is not None:
+            grads[self._cols] = self.in_sums
+        if self._scalar_runs is not None:
+            order, slots, lengths = self._scalar_runs
+            through = self.out_sums
+            if self._rows is not None:
+                through = through * extended[self._rows]
+            grads[slots] = torch.segment_reduce(through[order], "sum", lengths=lengths)
+        grads = grads[:-1]
+        if self._is_log is not None:
+            grads = torch.where(self._is_log, grads * extended[:-1], grads)
+        return torch.where(self.trained, grads, torch.zeros_like(grads))
+
+    def _extended(self) -> Tensor:
+        values = self.multipliers()
+        return torch.cat([values, values.new_ones(1)])
+
+
+def _trained(matrix: Matrix, extent: Extent, name: str) -> Tensor:
+    """Tell which entries are trained: not the rows of blocks that carry none."""
+    shape = matrix.value_shapes()[name]
+    mask = torch.ones(shape, dtype=torch.bool)
+    if name == "row":
+        grid = mask.view(*matrix.stack, *matrix.row_pattern)
+        parts = grid.split([block.size for block in matrix.blocks], -1)
+        for part, block in zip(parts, matrix.blocks, strict=True):
+            part.fill_(block.row)
+    return local_values(matrix, extent, {name: mask})[name]
+
+
+def _slots(
+    starts: dict[str, tuple[int, tuple[int, ...]]], name: str, shape: tuple[int, int]
+) -> Tensor:
+    """Return the slot of the multiplier of each feature; -1 where there is none."""
+    if name not in starts:
+        return torch.full((shape[0] * shape[1],), -1)
+    start, _ = starts[name]
+    return torch.arange(start, start + shape[0] * shape[1])
+
+
+def _scalar_slots(
+    matrix: Matrix, extent: Extent, starts: dict[str, tuple[int, tuple[int, ...]]]
+) -> Tensor:
+    stack = extent.stack.stop - extent.stack.start
+    pattern = torch.full((matrix.row_pattern[1],), -1)
+    if "scalar" in starts:
+        which = iter(range(matrix.num_scalars))
+        parts = pattern.split([block.size for block in matrix.blocks])
+        for part, block in zip(parts, matrix.blocks, strict=True):
+            part.fill_(next(which) if block.scalar else -1)
+    rows = pattern.repeat(matrix.repeats)[extent.out]
+    if "scalar" not in starts:
+        return rows.repeat(stack)
+    first = starts["scalar"][0] + matrix.num_scalars * torch.arange(stack)
+    return torch.where(rows >= 0, rows + first[:, None], -1).flatten()
+
+
+def _or_none(slots: Tensor, size: int) -> Tensor | None:
+    """Return slots with -1 sent to the neutral one; None where no slot is real."""
+    return torch.where(slots < 0, size, slots) if bool((slots >= 0).any()) else None
+
+
+def _runs(slots: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return features in order of their scalar, the scalars' slots, and how many each has."""
+    if not bool((slots >= 0).any()):
+        return None
+    order = torch.argsort(slots, stable=True)
+    order = order[slots[order] >= 0]
+    scalars, lengths = torch.unique_consecutive(slots[order], return_counts=True)
+    return order, scalars, lengths
