@@ -222,9 +222,7 @@ def compare(explicit, optimized, moments, **tolerance):
                 theirs = getattr(carried[0], key)
                 pairs = {key: theirs.detach()}
                 if theirs in states and states[theirs]:
-                    pairs |= {
-                        f"{key}_{m}": states[theirs][m] for m in ("exp_avg", "exp_avg_sq")
-                    }
+                    pairs |= {f"{key}_{m}": states[theirs][m] for m in ("exp_avg", "exp_avg_sq")}
                 for name, wanted in pairs.items():
                     found = mine[name]
                     if key == "row":

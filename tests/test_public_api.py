@@ -9,11 +9,15 @@ import learnable_multipliers as lrm
 def test_public_names_are_these():
     assert lrm.__all__ == [
         "NO_EMBEDDING",
+        "AdamW",
         "Block",
         "Entry",
+        "LearnableMultipliers",
         "Matrix",
+        "Muon",
         "Plan",
         "Rule",
+        "clip_grad_norm_",
         "effective",
         "initialize_",
         "merge",

@@ -2,9 +2,16 @@
 
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
-from learnable_multipliers.optim import AdamW, clip_grad_norm_, param_groups
+from learnable_multipliers.optim import (
+    AdamW,
+    LearnableMultipliers,
+    Muon,
+    clip_grad_norm_,
+    multipliers,
+    param_groups,
+)
 from learnable_multipliers.plan import Entry, Plan, plan
-from learnable_multipliers.reparametrize import merge, multipliers, reparametrize
+from learnable_multipliers.reparametrize import merge, reparametrize
 from learnable_multipliers.rules import NO_EMBEDDING, Rule
 
 __all__ = [
@@ -12,7 +19,9 @@ __all__ = [
     "AdamW",
     "Block",
     "Entry",
+    "LearnableMultipliers",
     "Matrix",
+    "Muon",
     "Plan",
     "Rule",
     "clip_grad_norm_",

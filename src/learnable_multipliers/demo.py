@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers.optim import param_groups
+from learnable_multipliers.optim import multipliers, param_groups
 from learnable_multipliers.plan import plan
-from learnable_multipliers.reparametrize import merge, multipliers, reparametrize
+from learnable_multipliers.reparametrize import merge, reparametrize
 
 _WIDTH, _HEADS, _HIDDEN, _LAYERS = 64, 4, 160, 2
 _BATCH, _LENGTH = 16, 64

@@ -134,7 +134,7 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
-def multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the multipliers of a reparametrized model by the name of their matrix.
 
     Values are the multipliers themselves on either scale; `row` spans all rows, with 1 where a

@@ -50,8 +50,7 @@ def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor) -> None:
             denominator = exp_avg_sq.sqrt().div_(bias2**0.5).add_(eps)
             raw.addcdiv_(exp_avg, denominator, value=-lr / bias1)
             if weight is not None:
-                plain = new_rows is None or new_cols is None
-                weight.copy_(raw if plain else new_rows * raw * new_cols)
+                weight.copy_(_times(new_rows, raw, new_cols))
         if work.owns_raw and not work.weight.is_contiguous():
             write_effective(work)
 
@@ -60,26 +59,35 @@ def muon_momentum_(
     works: Sequence[Work], updates: Sequence[Tensor], clip: Tensor, momentum: float, nesterov: bool
 ) -> None:
     """Update the momentum of every raw gradient and write what is to be orthogonalized."""
-    factor = clip.item()
     for work, update in zip(works, updates, strict=True):
-        g = _raw_gradient(work, factor)
+        g = raw_gradient(work, clip)
         buffer = work.moments[0].lerp_(g, 1 - momentum)
         update.copy_(g.lerp(buffer, momentum) if nesterov else buffer)
 
 
 def muon_apply_(
-    works: Sequence[Work], updates: Sequence[Tensor], hyper: Hyper, adjust: Sequence[Tensor]
+    works: Sequence[Work], updates: Sequence[Tensor], hyper: Hyper, adjust: Sequence[float]
 ) -> None:
     """Decay the raw weights, take the orthogonalized step and write the effective weights.
 
-    `adjust` scales the learning rate along a matrix's stored rows or columns, broadcastable.
+    `adjust` scales each matrix's learning rate; decay goes by the rate itself.
     """
     table = _rows_of(hyper)
     for work, update, scale in zip(works, updates, adjust, strict=True):
         lr, decay, *_ = table[work.index]
-        work.raw.mul_(1 - lr * decay).sub_(update.to(work.raw.dtype) * scale, alpha=lr)
+        work.raw.mul_(1 - lr * decay).sub_(update.to(work.raw.dtype), alpha=lr * scale)
         if work.owns_raw:
             write_effective(work)
+
+
+def raw_gradient(work: Work, clip: Tensor) -> Tensor:
+    """Return the clipped gradient of a raw weight, `clip rows_i cols_j G_ij`."""
+    g = work.grad.to(work.raw.dtype)
+    clip = clip.to(g.dtype)
+    if work.factors is None:
+        return g * clip
+    rows, cols = work.factors.rows.unsqueeze(-1) * clip, work.factors.cols.unsqueeze(-2)
+    return (rows * _stacked(g, work.factors) * cols).view(work.raw.shape)
 
 
 def write_effective(work: Work) -> None:
@@ -150,12 +158,8 @@ def _parts(work: Work, factor: float):
         )
 
 
-def _raw_gradient(work: Work, factor: float) -> Tensor:
-    g = work.grad.to(work.raw.dtype)
-    if work.factors is None:
-        return g * factor
-    rows, cols = work.factors.rows.unsqueeze(-1) * factor, work.factors.cols.unsqueeze(-2)
-    return (rows * _stacked(g, work.factors) * cols).view(work.raw.shape)
+def _times(rows: Tensor | None, raw: Tensor, cols: Tensor | None) -> Tensor:
+    return raw if rows is None or cols is None else rows * raw * cols
 
 
 def _stacked(tensor: Tensor, factors: Factors) -> Tensor:

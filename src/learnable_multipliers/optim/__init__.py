@@ -3,5 +3,15 @@
 from learnable_multipliers.optim.adamw import AdamW
 from learnable_multipliers.optim.clipping import clip_grad_norm_
 from learnable_multipliers.optim.groups import param_groups
+from learnable_multipliers.optim.learned import multipliers
+from learnable_multipliers.optim.muon import Muon
+from learnable_multipliers.optim.wrapper import LearnableMultipliers
 
-__all__ = ["AdamW", "clip_grad_norm_", "param_groups"]
+__all__ = [
+    "AdamW",
+    "LearnableMultipliers",
+    "Muon",
+    "clip_grad_norm_",
+    "multipliers",
+    "param_groups",
+]

@@ -65,7 +65,7 @@ class MultiplierOptimizer(Optimizer):
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         for name in ("lr", "eps", "weight_decay", "multiplier_weight_decay", "multiplier_lr_scale"):
-            if defaults[name] < 0:
+            if defaults.get(name, 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {defaults[name]}")
         self.max_grad_norm = max_grad_norm
         self.backend: Backend = backend
@@ -87,6 +87,10 @@ class MultiplierOptimizer(Optimizer):
         """Return the learning rate of a raw weight."""
         return float(group["lr"]) * group["lr_scale"]
 
+    def _adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
+        """Return beta1, beta2 and eps of the AdamW side."""
+        return (*group["betas"], group["eps"])
+
     # -- a step -------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -96,7 +100,9 @@ class MultiplierOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        torch.compiler.disable(self._step)()
+        # Inside a compiled training step this part runs as it is.
+        without_compiler: Callable[[], None] = torch.compiler.disable(self._step)  # pyright: ignore[reportAssignmentType]
+        without_compiler()
         return loss
 
     def _step(self) -> None:
@@ -182,9 +188,8 @@ class MultiplierOptimizer(Optimizer):
         rows = [
             (
                 self._lr(slot.group, slot.matrix),
-                slot.group["weight_decay"],
-                *slot.group["betas"],
-                slot.group["eps"],
+                slot.group.get("weight_decay", 0.0),
+                *self._adamw_settings(slot.group),
             )
             for slot in slots
         ]

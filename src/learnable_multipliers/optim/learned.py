@@ -1,0 +1,20 @@
+"""What has been learned so far."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from learnable_multipliers.optim.base import MultiplierOptimizer
+from learnable_multipliers.reparametrize import explicit_multipliers
+
+
+def multipliers(source: MultiplierOptimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the multipliers by the name of their matrix: {"row": ..., "col": ..., "scalar": ...}.
+
+    Takes an optimizer of this library, or a reparametrized model. Values are the multipliers
+    themselves on either scale, full tensors; `row` spans all rows, with 1 where a block carries
+    none.
+    """
+    if isinstance(source, MultiplierOptimizer):
+        return source.multipliers()
+    return explicit_multipliers(source)

@@ -1,0 +1,195 @@
+"""Muon whose weights carry learnable multipliers, with AdamW for what is not a hidden matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.kernels import Backend
+from learnable_multipliers.kernels.work import Hyper
+from learnable_multipliers.multiplier import Matrix
+from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
+from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
+from learnable_multipliers.optim.sharding import is_sharded
+
+AdjustLr = Literal["match_rms_adamw", "original"]
+_NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
+
+
+class Muon(MultiplierOptimizer):
+    """Muon on hidden matrices; AdamW on embeddings, head, routers, vectors and multipliers.
+
+    Momentum and the step live on the raw weight, so the orthogonalized matrix is that of
+    `row_i col_j G_ij`. Each block of a fused matrix, and each expert of a stack, is
+    orthogonalized by itself. AdamW's learning rate is `lr * adamw_lr_scale`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        *,
+        adjust_lr: AdjustLr = "match_rms_adamw",
+        coefficients: Coefficients = "quintic",
+        adamw_lr_scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        multiplier_lr_scale: float = 1.0,
+        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        max_grad_norm: float | None = None,
+        backend: Backend = "auto",
+    ):
+        if adjust_lr not in get_args(AdjustLr):
+            raise ValueError(f"unknown adjust_lr {adjust_lr!r}; choose from {get_args(AdjustLr)}")
+        if coefficients not in COEFFICIENTS:
+            raise ValueError(
+                f"unknown coefficients {coefficients!r}; choose from {', '.join(COEFFICIENTS)}"
+            )
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        self.momentum, self.nesterov = momentum, nesterov
+        self.adjust_lr: AdjustLr = adjust_lr
+        self.coefficients: Coefficients = coefficients
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_lr_scale": adamw_lr_scale,
+            "multiplier_lr_scale": multiplier_lr_scale,
+            "multiplier_weight_decay": multiplier_weight_decay,
+        }
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        if not any(group["matrices"] for group in self.param_groups):
+            raise ValueError(
+                "Muon must know which matrices are hidden ones and how fused ones are split: give "
+                "it lrm.param_groups(model, plan)"
+            )
+
+    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
+        return ("momentum_buffer",) if is_hidden(matrix) else ("exp_avg", "exp_avg_sq")
+
+    def _lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
+        lr = super()._lr(group, matrix)
+        return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
+
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
+        hidden = [slot for slot in slots if is_hidden(slot.matrix)]
+        rest = [slot.work for slot in slots if not is_hidden(slot.matrix)]
+        if rest:
+            self._kernels.adamw_(rest, hyper, clip)
+        if not hidden:
+            return
+        for slot in hidden:
+            if is_sharded(slot.parameter):
+                raise NotImplementedError(
+                    f"{slot.name} is sharded: Muon needs whole matrices; use lrm.AdamW with FSDP2"
+                )
+        works = [slot.work for slot in hidden]
+        batches = _Batches(hidden)
+        self._kernels.muon_momentum_(works, batches.updates, clip, self.momentum, self.nesterov)
+        batches.orthogonalize_(self.coefficients, self.adjust_lr)
+        self._kernels.muon_apply_(works, batches.updates, hyper, batches.adjust)
+
+
+def is_hidden(matrix: Matrix | None) -> bool:
+    """Tell a matrix that Muon trains: inside the model, not at its ends."""
+    return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
+
+
+def lr_factor(rule: AdjustLr, num_out: int, num_in: int) -> float:
+    """Return what Muon's learning rate is multiplied by for a matrix of this shape."""
+    if rule == "original":
+        return math.sqrt(max(1.0, num_out / max(num_in, 1)))
+    return 0.2 * math.sqrt(max(num_out, num_in))
+
+
+class _Batches:
+    """Updates of many matrices, those of one shape side by side.
+
+    A matrix that is one block and no stack has its update right in its batch; the blocks of
+    others are copied in and out.
+    """
+
+    def __init__(self, slots: list[Slot]):
+        self._slots = slots
+        shapes: dict[tuple[int, int], int] = {}
+        places: list[list[tuple[tuple[int, int], int, int]]] = []
+        for slot in slots:
+            matrix = slot.matrix
+            assert matrix is not None
+            places.append([])
+            for block in matrix.blocks:
+                shape = _stored_shape(matrix, block.size)
+                count = math.prod(matrix.stack)
+                places[-1].append((shape, shapes.get(shape, 0), count))
+                shapes[shape] = shapes.get(shape, 0) + count
+        raw = slots[0].work.raw
+        dtype = _update_dtype(raw)
+        self._batches = {
+            shape: torch.empty(count, *shape, dtype=dtype, device=raw.device)
+            for shape, count in shapes.items()
+        }
+        self._places = places
+        self.updates: list[Tensor] = []
+        self.adjust: list[float] = []
+        for slot, parts in zip(slots, places, strict=True):
+            if len(parts) == 1:
+                shape, start, count = parts[0]
+                self.updates.append(
+                    self._batches[shape][start : start + count].view_as(slot.work.raw)
+                )
+            else:
+                self.updates.append(torch.empty_like(slot.work.raw, dtype=dtype))
+
+    def orthogonalize_(self, coefficients: Coefficients, rule: AdjustLr) -> None:
+        """Replace every update by its orthogonalized form."""
+        for slot, update, parts in zip(self._slots, self.updates, self._places, strict=True):
+            if len(parts) > 1:
+                for block, (shape, start, count) in zip(
+                    _block_views(slot.matrix, update), parts, strict=True
+                ):
+                    self._batches[shape][start : start + count].copy_(block.reshape(count, *shape))
+        done = {shape: orthogonalize(batch, coefficients) for shape, batch in self._batches.items()}
+        for index, (slot, parts) in enumerate(zip(self._slots, self._places, strict=True)):
+            matrix = slot.matrix
+            assert matrix is not None
+            if len(parts) == 1:
+                shape, start, count = parts[0]
+                self.updates[index] = done[shape][start : start + count].view_as(slot.work.raw)
+                self.adjust.append(lr_factor(rule, matrix.num_out, matrix.num_in))
+                continue
+            views = _block_views(matrix, self.updates[index])
+            for block, view, (shape, start, count) in zip(matrix.blocks, views, parts, strict=True):
+                factor = lr_factor(rule, block.size * matrix.repeats, matrix.num_in)
+                view.copy_((done[shape][start : start + count] * factor).view(view.shape))
+            self.adjust.append(1.0)
+
+
+def _stored_shape(matrix: Matrix, block_size: int) -> tuple[int, int]:
+    rows = block_size * matrix.repeats
+    return (matrix.num_in, rows) if matrix.transposed else (rows, matrix.num_in)
+
+
+def _block_views(matrix: Matrix | None, stored: Tensor) -> list[Tensor]:
+    """Return the blocks of a stored matrix, as views with the repeats on an axis of their own."""
+    assert matrix is not None
+    sizes = [block.size for block in matrix.blocks]
+    dim = -1 if matrix.transposed else -2
+    grid = stored.unflatten(dim, matrix.row_pattern)
+    return list(grid.split(sizes, dim if matrix.transposed else -2))
+
+
+def _update_dtype(raw: Tensor) -> torch.dtype:
+    """Newton-Schulz runs in bfloat16 on a GPU; a CPU is faster in float32."""
+    if raw.dtype == torch.float64:
+        return torch.float64
+    return torch.bfloat16 if raw.device.type == "cuda" else torch.float32

@@ -1,0 +1,44 @@
+"""Newton-Schulz: the nearest semi-orthogonal matrix, by matrix products alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Polynomial = tuple[float, float, float]
+"""(a, b, c) of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+
+Coefficients = Literal["quintic", "polar-express"]
+COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
+    # One polynomial five times: singular values end between about 0.7 and 1.2.
+    "quintic": ((3.4445, -4.7750, 2.0315),) * 5,
+    # Polar Express (arXiv 2505.16932): a polynomial per iteration, with a safety margin of 2%.
+    "polar-express": (
+        (8.1566, -22.4833, 15.8788),
+        (4.0429, -2.8089, 0.5000),
+        (3.8917, -2.7725, 0.5061),
+        (3.2858, -2.3681, 0.4645),
+        (2.3465, -1.7098, 0.4232),
+    ),
+}
+_MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
+
+
+def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
+    """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols), in the batch's dtype."""
+    wide = batch.shape[-2] <= batch.shape[-1]
+    x = batch if wide else batch.mT
+    # The Frobenius norm bounds the largest singular value.
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(x))
+    x = (x / (norm * _MARGIN[coefficients]).clamp(min=eps)).to(batch.dtype)
+    for a, b, c in COEFFICIENTS[coefficients]:
+        gram = torch.bmm(x, x.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x if wide else x.mT
+
+
+def _norm_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,144 @@
+"""The same reparametrization around an optimizer that knows nothing of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from learnable_multipliers.kernels import Backend
+from learnable_multipliers.kernels.reference import raw_gradient, write_effective
+from learnable_multipliers.kernels.work import Hyper
+from learnable_multipliers.multiplier import Matrix
+from learnable_multipliers.names import named_parameters
+from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
+from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.plan import Plan
+
+_OURS = {
+    "params",
+    "param_names",
+    "matrices",
+    "kind",
+    "lr_scale",
+    "multiplier_lr_scale",
+    "multiplier_weight_decay",
+}
+_INNER = "inner."
+"""Prefix of the wrapped optimizer's entries in a saved state."""
+
+
+class LearnableMultipliers(MultiplierOptimizer):
+    """Any torch optimizer, training raw weights; AdamW trains their multipliers.
+
+    The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops
+    use this object in its place. It must be fresh: wrap it before its first step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        multiplier_lr_scale: float = 1.0,
+        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        max_grad_norm: float | None = None,
+        backend: Backend = "auto",
+    ):
+        resolved = plan.resolve(model)
+        names = {parameter: name for name, parameter in named_parameters(model)}
+        entries = {entry.name: entry for entry in plan.entries}
+        special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
+        if special:
+            raise ValueError(
+                f"the plan gives {special[0]} a learning rate or decay of its own; around another "
+                "optimizer, say that in its parameter groups"
+            )
+        groups = []
+        for group in optimizer.param_groups:
+            unknown = [tuple(p.shape) for p in group["params"] if p not in names]
+            if unknown:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
+                    "model's; build it from model.parameters()"
+                )
+            named = [(names[p], p) for p in group["params"]]
+            matrices = {
+                name: dataclasses.asdict(matrix)
+                for name, _ in named
+                if name in resolved and (matrix := entries[name].matrix) is not None
+            }
+            settings = {key: value for key, value in group.items() if key not in _OURS}
+            groups.append({**settings, "params": named, "matrices": json.dumps(matrices)})
+        self.inner = optimizer
+        self._betas, self._eps = betas, eps
+        defaults = {
+            "lr": optimizer.defaults.get("lr", 1e-3),
+            "multiplier_lr_scale": multiplier_lr_scale,
+            "multiplier_weight_decay": multiplier_weight_decay,
+        }
+        super().__init__(groups, defaults, max_grad_norm=max_grad_norm, backend=backend)
+
+    def _adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
+        return (*self._betas, self._eps)
+
+    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
+        return ()
+
+    def _bind(self) -> None:
+        super()._bind()
+        assert self._slots is not None
+        self._raw: dict[int, nn.Parameter] = {}
+        slots = iter(self._slots)
+        for group in self.inner.param_groups:
+            for place, held in enumerate(group["params"]):
+                slot = next(slots)
+                if slot.work.owns_raw:
+                    raw = nn.Parameter(slot.work.raw)
+                    group["params"][place] = self._raw[slot.work.index] = raw
+                    if held in self.inner.state:
+                        self.inner.state[raw] = self.inner.state.pop(held)
+
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key not in _OURS})
+        for raw in self._raw.values():
+            raw.grad = None
+        for slot in slots:
+            if slot.work.owns_raw:
+                self._raw[slot.work.index].grad = raw_gradient(slot.work, clip)
+            elif self.max_grad_norm is not None:
+                slot.work.grad.mul_(clip.to(slot.work.grad.dtype))
+        self.inner.step()
+        for slot in slots:
+            if slot.work.owns_raw:
+                write_effective(slot.work)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
+        saved = super().state_dict()
+        for index, state in self.inner.state_dict()["state"].items():
+            kept = saved["state"].setdefault(index, {})
+            kept |= {f"{_INNER}{key}": value for key, value in state.items()}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both states."""
+        ours, theirs = {}, {}
+        for index, state in state_dict["state"].items():
+            ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
+            inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
+            if inner:
+                theirs[index] = inner
+        super().load_state_dict({**state_dict, "state": ours})
+        self._bound()
+        groups = self.inner.state_dict()["param_groups"]
+        self.inner.load_state_dict({"state": theirs, "param_groups": groups})

@@ -1,0 +1,164 @@
+"""Muon with multipliers against torch's own Muon, block by block."""
+
+import pytest
+import torch
+from torch.optim import _muon
+
+import learnable_multipliers as lrm
+from learnable_multipliers.optim.muon import is_hidden
+from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, orthogonalize
+from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, compare, explicit_run, optimizer_run
+
+LR, SCALE, ADAMW_SCALE = 1e-2, 0.5, 0.7
+
+
+@pytest.fixture
+def float64_newton_schulz(monkeypatch):
+    """torch's Muon in its own words, but without rounding to bfloat16."""
+
+    def exact(grad, coefficients, steps, eps):
+        a, b, c = coefficients
+        x = grad.mT if grad.size(0) > grad.size(1) else grad
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x.mT if grad.size(0) > grad.size(1) else x
+
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", exact)
+
+
+class BlockMuon(torch.optim.Optimizer):
+    """torch.optim.Muon on each block of each matrix: rows of one role, or one expert."""
+
+    def __init__(self, named, plan, **kwargs):
+        self.pieces = {}
+        super().__init__([p for _, p in named], {})
+        self.inner = []
+        for name, p in named:
+            matrix = plan[name].matrix
+            for index in self.indices(matrix):
+                piece = torch.nn.Parameter(p.detach()[index].reshape(-1, matrix.num_in).clone())
+                self.pieces.setdefault(p, []).append((index, piece))
+                self.inner.append(torch.optim.Muon([piece], **kwargs))
+        self.state_names = named
+
+    @staticmethod
+    def indices(matrix):
+        rows = torch.arange(matrix.num_out).view(matrix.row_pattern)
+        for e in range(matrix.stack[0]) if matrix.stack else [None]:
+            for part in rows.split([block.size for block in matrix.blocks], -1):
+                yield part.flatten() if e is None else (e, part.flatten())
+
+    @torch.no_grad()
+    def step(self):
+        for p, pieces in self.pieces.items():
+            for index, piece in pieces:
+                piece.copy_(p[index])
+                piece.grad = None if p.grad is None else p.grad[index].clone()
+        for optimizer in self.inner:
+            optimizer.step()
+        owners = iter(self.inner)
+        for p, pieces in self.pieces.items():
+            for index, piece in pieces:
+                p[index] = piece
+                inner = next(owners)
+                if piece in inner.state:
+                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    buffer[index] = inner.state[piece]["momentum_buffer"]
+
+
+def stock(adjust, nesterov=True):
+    def make(model, plan):
+        groups = lrm.param_groups(
+            model,
+            plan,
+            weight_decay=DECAY,
+            lr=LR,
+            multiplier_lr_scale=SCALE,
+            multiplier_weight_decay=MULTIPLIER_DECAY,
+        )
+        hidden, rest = [], []
+        entries = {}
+        for entry in plan.entries:
+            path, _, leaf = entry.name.rpartition(".")
+            raw = ".".join(x for x in (path, "parametrizations", leaf, "original") if x)
+            entries[raw if entry.carries else entry.name] = entry
+        for group in groups:
+            for name, p in group["params"]:
+                entry = entries.get(name)
+                if entry is not None and is_hidden(entry.matrix):
+                    hidden.append((entry.name, p))
+                else:
+                    scale = 1.0 if group["kind"] == "multiplier" else ADAMW_SCALE
+                    kept = {"weight_decay": group["weight_decay"], "lr": group["lr"] * scale}
+                    rest.append({"params": [p], **kept})
+        muon = BlockMuon(
+            hidden, plan, lr=LR, weight_decay=DECAY, nesterov=nesterov, adjust_lr_fn=adjust
+        )
+        return [muon, torch.optim.AdamW(rest, betas=BETAS, eps=EPS)]
+
+    return make
+
+
+def ours(adjust, max_norm=None, nesterov=True):
+    def make(model, plan):
+        return lrm.Muon(
+            lrm.param_groups(model, plan, weight_decay=DECAY),
+            lr=LR,
+            nesterov=nesterov,
+            adjust_lr=adjust,
+            adamw_lr_scale=ADAMW_SCALE,
+            betas=BETAS,
+            eps=EPS,
+            multiplier_lr_scale=SCALE,
+            multiplier_weight_decay=MULTIPLIER_DECAY,
+            max_grad_norm=max_norm,
+        )
+
+    return make
+
+
+@pytest.mark.usefixtures("float64_newton_schulz")
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+@pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])
+def test_optimizer_path_equals_explicit_path_in_float64(kind, max_norm, adjust):
+    explicit = explicit_run(kind, torch.float64, stock(adjust), max_norm=max_norm, micro=2)
+    optimized = optimizer_run(kind, torch.float64, ours(adjust, max_norm), micro=2)
+    moments = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    compared = compare(explicit, optimized, moments, rtol=1e-10, atol=1e-10)
+    assert {"exp_avg", "momentum_buffer"} <= compared
+
+
+@pytest.mark.usefixtures("float64_newton_schulz")
+def test_plain_momentum_equals_torch():
+    explicit = explicit_run("row+col", torch.float64, stock("original", nesterov=False))
+    optimized = optimizer_run("row+col", torch.float64, ours("original", nesterov=False))
+    compare(explicit, optimized, ("momentum_buffer",), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 16, 16)])
+def test_newton_schulz_brings_singular_values_near_one(coefficients, shape):
+    batch = torch.randn(shape, dtype=torch.float64)
+    done = orthogonalize(batch, coefficients)
+    u, _, vh = torch.linalg.svd(batch, full_matrices=False)
+    values = torch.linalg.svdvals(done)
+    low, high = {"quintic": (0.6, 1.25), "polar-express": (0.85, 1.15)}[coefficients]
+    assert low < values.min()
+    assert values.max() < high
+    # The singular vectors are those of the input.
+    rotated = u.mT @ done @ vh.mT
+    off = rotated - torch.diag_embed(torch.diagonal(rotated, dim1=-2, dim2=-1))
+    assert off.abs().max() < 1e-10
+
+
+def test_muon_without_a_plan_is_refused():
+    with pytest.raises(ValueError, match=r"give it lrm.param_groups\(model, plan\)"):
+        lrm.Muon(torch.nn.Linear(3, 3).parameters())
+    groups = [{"params": [torch.zeros(1)], "matrices": "{}"}]
+    with pytest.raises(ValueError, match="unknown adjust_lr"):
+        lrm.Muon(groups, adjust_lr="both")
+    with pytest.raises(ValueError, match="unknown coefficients"):
+        lrm.Muon(groups, coefficients="cubic")

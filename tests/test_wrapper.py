@@ -1,0 +1,203 @@
+"""LearnableMultipliers around optimizers that know nothing of multipliers."""
+
+import copy
+
+import pytest
+import torch
+
+import learnable_multipliers as lrm
+from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, Toy, optimizer_run, toy_plan
+from test_adamw import LR, SCALE, ours
+
+
+class SignDescent(torch.optim.Optimizer):
+    """A stranger: state made in its constructor, one step written from scratch."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["seen"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+                    self.state[p]["seen"] += 1
+
+
+class Lion(torch.optim.Optimizer):
+    """Another stranger, with a momentum made at its first step."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                b1, b2 = group["betas"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(m.lerp(p.grad, 1 - b1).sign(), alpha=group["lr"])
+                m.lerp_(p.grad, 1 - b2)
+
+
+def grouped(model, plan):
+    """Groups as a user would write them, decaying what the plan calls a matrix."""
+    vectors = {entry.name for entry in plan.entries if entry.vector}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in named if n not in vectors], "weight_decay": DECAY},
+        {"params": [p for n, p in named if n in vectors], "weight_decay": 0.0},
+    ]
+
+
+def wrapped(max_norm=None):
+    def make(model, plan):
+        return lrm.LearnableMultipliers(
+            torch.optim.AdamW(grouped(model, plan), lr=LR, betas=BETAS, eps=EPS),
+            model,
+            plan,
+            betas=BETAS,
+            eps=EPS,
+            multiplier_lr_scale=SCALE,
+            multiplier_weight_decay=MULTIPLIER_DECAY,
+            max_grad_norm=max_norm,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.3])
+@pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])
+def test_around_torch_adamw_it_equals_our_adamw(kind, max_norm):
+    mine, plan, fused = optimizer_run(kind, torch.float64, ours(max_norm))
+    other, _, around = optimizer_run(kind, torch.float64, wrapped(max_norm))
+    for name, p in mine.named_parameters():
+        q = other.get_parameter(name)
+        torch.testing.assert_close(q, p, rtol=1e-11, atol=1e-11)
+        for key, value in fused.state[p].items():
+            if key in around.state[q] and key != "step":
+                torch.testing.assert_close(around.state[q][key], value, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(around.grad_norm, fused.grad_norm, rtol=1e-10, atol=1e-12)
+
+
+STRANGERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "sign": SignDescent,
+    "lion": Lion,
+}
+
+
+def explicit_twin(make, model, plan, steps):
+    """The explicit path: the same optimizer on raw weights, AdamW on multipliers."""
+    lrm.reparametrize(model, plan)
+    groups = lrm.param_groups(model, plan)
+    mults = [p for g in groups if g["kind"] == "multiplier" for _, p in g["params"]]
+    rest = [p for g in groups if g["kind"] != "multiplier" for _, p in g["params"]]
+    inner = make(rest)
+    lr = inner.param_groups[0]["lr"]
+    adamw = torch.optim.AdamW(mults, lr=lr, betas=(0.9, 0.95), weight_decay=2e-3)
+    for ids in steps:
+        loss = model(ids).square().mean()
+        loss.backward()
+        for optimizer in (inner, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_around_a_stranger_it_equals_the_explicit_path(name):
+    torch.manual_seed(0)
+    model = Toy().double()
+    plan = toy_plan(model, "row+col")
+    twin = copy.deepcopy(model)
+    steps = [torch.randint(0, 13, (2, 7)) for _ in range(8)]
+    inner = STRANGERS[name]([p for p in model.parameters() if p.requires_grad])
+    optimizer = lrm.LearnableMultipliers(inner, model, plan)
+    for ids in steps:
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    merged = lrm.merge(explicit_twin(STRANGERS[name], twin, plan, steps))
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p, merged.get_parameter(key), rtol=1e-9, atol=1e-11)
+
+
+def test_around_torch_muon():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 6, bias=False)
+    )
+    plan = lrm.plan(model, "full")
+    twin = copy.deepcopy(model)
+    optimizer = lrm.LearnableMultipliers(torch.optim.Muon(model.parameters(), lr=1e-2), model, plan)
+    steps = [torch.randn(4, 6) for _ in range(5)]
+    for x in steps:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = lrm.merge(explicit_twin(lambda p: torch.optim.Muon(p, lr=1e-2), twin, plan, steps))
+    # torch's Muon rounds to bfloat16 inside, so equal inputs to rounding give 2e-3 at most.
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p, expected.get_parameter(key), rtol=0, atol=2e-3)
+
+
+def test_state_of_both_survives_saving():
+    torch.manual_seed(0)
+    runs = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = Toy().bfloat16()
+        plan = toy_plan(model, "row+col")
+
+        def fresh(model=model, plan=plan):
+            inner = Lion([p for p in model.parameters() if p.requires_grad], weight_decay=0.1)
+            return lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=1.0)
+
+        optimizer = fresh()
+        for step in range(6):
+            if interrupted and step == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = fresh()
+                optimizer.load_state_dict(saved)
+            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
+            model(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(model)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+def test_schedulers_move_the_wrapped_optimizer():
+    model = Toy()
+    plan = toy_plan(model, "row+col")
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = lrm.LearnableMultipliers(inner, model, plan)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for _ in range(3):
+        model(torch.randint(0, 13, (2, 7))).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    model = Toy()
+    with pytest.raises(ValueError, match="not the model's"):
+        lrm.LearnableMultipliers(
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), model, toy_plan(model, "row")
+        )
+    plan = lrm.plan(model, "full", [lrm.Rule("out", lr_scale=2.0), lrm.Rule("mix", role="down")])
+    with pytest.raises(ValueError, match="learning rate or decay of its own"):
+        lrm.LearnableMultipliers(torch.optim.SGD(model.parameters(), lr=1.0), model, plan)
