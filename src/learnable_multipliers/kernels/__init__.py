@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,15 +12,19 @@ from learnable_multipliers.kernels import reference
 Backend = Literal["auto", "torch", "triton"]
 
 
-def choose_kernels(backend: Backend, device: torch.device) -> ModuleType:
-    """Return the module whose functions do the work; never another one than was asked for."""
+def choose_kernels(backend: Backend, device: torch.device, dtypes: set[torch.dtype]) -> Any:
+    """Return what does the work; never another than was asked for.
+
+    `auto` takes Triton on a CUDA device for raw weights in float32, and PyTorch elsewhere.
+    """
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
     has_triton = find_spec("triton") is not None
     if backend == "triton" and not has_triton:
         raise ValueError("backend='triton' needs the package triton; install it, or use 'auto'")
-    if backend == "torch" or (backend == "auto" and not (has_triton and device.type == "cuda")):
+    suits = has_triton and device.type == "cuda" and dtypes <= {torch.float32}
+    if backend == "torch" or (backend == "auto" and not suits):
         return reference
-    from learnable_multipliers.kernels import triton_kernels
+    from learnable_multipliers.kernels.triton_launch import TritonKernels
 
-    return triton_kernels
+    return TritonKernels()

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from learnable_multipliers.kernels.work import Factors, Hyper, Work
 
+decides_on_host = True
+"""Whether the optimizer looks at a step's numbers before it goes on; `go` is then always true."""
+
 _CHUNK = 1 << 16
 """Numbers worked on at a time: temporaries of this size stay in a core's cache."""
 
@@ -37,7 +40,7 @@ def reduce(works: Sequence[Work]) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor) -> None:
+def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
     """Update raw weights by AdamW and write the effective weights."""
     table = _rows_of(hyper)
     factor = clip.item()
@@ -56,7 +59,12 @@ def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor) -> None:
 
 
 def muon_momentum_(
-    works: Sequence[Work], updates: Sequence[Tensor], clip: Tensor, momentum: float, nesterov: bool
+    works: Sequence[Work],
+    updates: Sequence[Tensor],
+    clip: Tensor,
+    momentum: float,
+    nesterov: bool,
+    go: Tensor,
 ) -> None:
     """Update the momentum of every raw gradient and write what is to be orthogonalized."""
     for work, update in zip(works, updates, strict=True):
@@ -66,7 +74,11 @@ def muon_momentum_(
 
 
 def muon_apply_(
-    works: Sequence[Work], updates: Sequence[Tensor], hyper: Hyper, adjust: Sequence[float]
+    works: Sequence[Work],
+    updates: Sequence[Tensor],
+    hyper: Hyper,
+    adjust: Sequence[float],
+    go: Tensor,
 ) -> None:
     """Decay the raw weights, take the orthogonalized step and write the effective weights.
 
@@ -78,6 +90,33 @@ def muon_apply_(
         work.raw.mul_(1 - lr * decay).sub_(update.to(work.raw.dtype), alpha=lr * scale)
         if work.owns_raw:
             write_effective(work)
+
+
+def multipliers_(
+    state: tuple[Tensor, Tensor, Tensor],
+    grads: Tensor,
+    owner: Tensor,
+    trained: Tensor,
+    active: Tensor,
+    hyper: Hyper,
+    clip: Tensor,
+    go: Tensor,
+) -> None:
+    """AdamW on all multipliers; `owner` tells each one's row in the hyper-parameters."""
+    values, exp_avg, exp_avg_sq = state
+
+    def own(column: Tensor) -> Tensor:
+        return column[owner].to(values.dtype)
+
+    moved = active[owner].bool() & trained
+    grad = grads * clip
+    first = exp_avg.lerp(grad, 1 - own(hyper.beta1))
+    second = exp_avg_sq * own(hyper.beta2) + (1 - own(hyper.beta2)) * grad * grad
+    denominator = second.sqrt() / own(hyper.bias2.sqrt()) + own(hyper.eps)
+    kept = values * (1 - own(hyper.lr * hyper.weight_decay))
+    new = kept - own(hyper.lr / hyper.bias1) * first / denominator
+    for target, moved_to in ((values, new), (exp_avg, first), (exp_avg_sq, second)):
+        torch.where(moved, moved_to, target, out=target)
 
 
 def raw_gradient(work: Work, clip: Tensor) -> Tensor:

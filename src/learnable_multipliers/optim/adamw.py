@@ -47,5 +47,5 @@ class AdamW(MultiplierOptimizer):
     def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
-        self._kernels.adamw_([slot.work for slot in slots], hyper, clip)
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+        self._kernels.adamw_([slot.work for slot in slots], hyper, clip, go)

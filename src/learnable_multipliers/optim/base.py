@@ -79,8 +79,8 @@ class MultiplierOptimizer(Optimizer):
         """Return the names of the moments kept beside a raw weight."""
         raise NotImplementedError
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
-        """Update raw weights and write effective weights."""
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+        """Update raw weights and write effective weights; where `go` is 0, do nothing."""
         raise NotImplementedError
 
     def _lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
@@ -107,31 +107,42 @@ class MultiplierOptimizer(Optimizer):
 
     def _step(self) -> None:
         slots = self._bound()
+        self._raise_late()
         for bank in self._banks.values():
             bank.write_factors_()
-        self._refuse_outside_writes(slots)
+        touched = self._look_for_outside_writes(slots)
         active = self._with_gradients(slots)
         if not active:
             return
         grads, norm = self._gradients(active)
         self.grad_norm = norm
-        at_rest = all(float(group["lr"]) == 0 for group in self.param_groups)
-        if at_rest and norm == 0:
-            # Checkpointing tools take such a step to see the state; it must leave no trace.
+        finite = norm.isfinite()
+        for grad in grads.values():
+            finite = finite & grad.isfinite().all()
+        go = finite & ~touched.any() if touched.numel() else finite
+        if all(float(group["lr"]) == 0 for group in self.param_groups):
+            # Checkpointing tools take a step without rate and gradient to see the state; it must
+            # leave no trace.
+            go = go & (norm != 0)
+        assert self._skipped is not None
+        self._skipped += ~finite
+        if self._kernels.decides_on_host and not bool(go):
             return
-        if not self._is_finite(norm, grads):
-            assert self._skipped is not None
-            self._skipped += 1
-            return
-        self._steps[torch.tensor([slot.work.index for slot in active])] += 1
-        clip = norm.new_ones(())
+        moved = self._moved(slots, active)
+        self._steps += moved * go
+        clip = torch.ones_like(norm)
         if self.max_grad_norm is not None:
             clip = (self.max_grad_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
-        hyper = self._hyper(slots)
-        self._update_multipliers_(active, grads, hyper, clip)
-        for bank in self._banks.values():
+        go = go.to(torch.int32)
+        hyper, multiplier_hyper = self._hypers()
+        for dtype, bank in self._banks.items():
+            owner = self._owners[dtype]
+            state = (bank.values, bank.exp_avg, bank.exp_avg_sq)
+            self._kernels.multipliers_(
+                state, grads[dtype], owner, bank.trained, moved, multiplier_hyper, clip, go
+            )
             bank.write_factors_(following=True)
-        self._update_(active, hyper, clip)
+        self._update_(active, hyper, clip, go)
         self._remember(active)
 
     @property
@@ -177,67 +188,44 @@ class MultiplierOptimizer(Optimizer):
             all_reduce_(partial)
         return grads, torch.stack(list(squares.values())).sum().sqrt()
 
-    def _is_finite(self, norm: Tensor, grads: dict[torch.dtype, Tensor]) -> bool:
-        finite = norm.isfinite()
-        for grad in grads.values():
-            finite = finite & grad.isfinite().all()
-        return bool(finite)
+    def _moved(self, slots: list[Slot], active: list[Slot]) -> Tensor:
+        """Return 1 for each parameter that has a gradient, 0 for the others."""
+        if len(active) == len(slots):
+            return torch.ones_like(self._steps)
+        moved = torch.zeros(len(slots))
+        moved[[slot.work.index for slot in active]] = 1.0
+        return moved.to(self._steps.device)
 
-    def _hyper(self, slots: list[Slot]) -> Hyper:
-        """Tabulate the hyper-parameters of all raw weights."""
+    def _hypers(self) -> tuple[Hyper, Hyper]:
+        """Tabulate the hyper-parameters of all raw weights, and those of their multipliers."""
         rows = [
             (
-                self._lr(slot.group, slot.matrix),
-                slot.group.get("weight_decay", 0.0),
-                *self._adamw_settings(slot.group),
+                self._lr(group, matrix),
+                float(group.get("weight_decay", 0.0)),
+                float(group["lr"]) * group["multiplier_lr_scale"],
+                group["multiplier_weight_decay"],
+                *self._adamw_settings(group),
             )
-            for slot in slots
+            for group, matrix in self._classes
         ]
-        table = torch.tensor(rows, dtype=torch.float64).to(self._steps.device)
-        lr, weight_decay, beta1, beta2, eps = table.unbind(1)
+        if rows != self._rates:
+            # Only what a scheduler has changed travels to the device.
+            self._rates = rows
+            self._rate_table = torch.tensor(rows, dtype=torch.float64).to(self._steps.device)
+        columns = self._rate_table[self._class_of].unbind(1)
+        lr, decay, multiplier_lr, multiplier_decay, beta1, beta2, eps = columns
         steps = self._steps.double()
-        return Hyper(
-            lr=lr,
-            weight_decay=weight_decay,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            bias1=1 - beta1**steps,
-            bias2=1 - beta2**steps,
+        shared = {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "bias1": 1 - beta1**steps,
+            "bias2": 1 - beta2**steps,
+        }
+        return (
+            Hyper(lr=lr, weight_decay=decay, **shared),
+            Hyper(lr=multiplier_lr, weight_decay=multiplier_decay, **shared),
         )
-
-    def _update_multipliers_(
-        self, active: list[Slot], grads: dict[torch.dtype, Tensor], hyper: Hyper, clip: Tensor
-    ) -> None:
-        """AdamW on every multiplier, with the decay and learning rate of its own."""
-        rates = [
-            (
-                float(slot.group["lr"]) * slot.group["multiplier_lr_scale"],
-                slot.group["multiplier_weight_decay"],
-            )
-            for slot in self._bound()
-        ]
-        is_active = torch.zeros(len(self._bound()), dtype=torch.bool)
-        is_active[[slot.work.index for slot in active]] = True
-        table = torch.tensor(rates, dtype=torch.float64).to(self._steps.device)
-        for dtype, bank in self._banks.items():
-            owner = self._slot_of[dtype][bank.owner]
-            lr, decay = table[owner].to(dtype).unbind(1)
-            beta1, beta2 = hyper.beta1[owner].to(dtype), hyper.beta2[owner].to(dtype)
-            moved = is_active.to(owner.device)[owner] & bank.trained
-            grad = grads[dtype] * clip
-            exp_avg = bank.exp_avg.lerp(grad, 1 - beta1)
-            exp_avg_sq = bank.exp_avg_sq * beta2 + (1 - beta2) * grad * grad
-            denominator = exp_avg_sq.sqrt() / hyper.bias2[owner].sqrt().to(dtype)
-            denominator = denominator + hyper.eps[owner].to(dtype)
-            step_size = lr / hyper.bias1[owner].to(dtype)
-            values = bank.values * (1 - lr * decay) - step_size * exp_avg / denominator
-            for target, new in (
-                (bank.values, values),
-                (bank.exp_avg, exp_avg),
-                (bank.exp_avg_sq, exp_avg_sq),
-            ):
-                torch.where(moved, new, target, out=target)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -269,15 +257,32 @@ class MultiplierOptimizer(Optimizer):
         if len(devices) > 1:
             raise ValueError(f"parameters lie on several devices: {sorted(map(str, devices))}")
         device = devices.pop()
-        self._kernels = choose_kernels(self.backend, device)
+        dtypes = {raw_dtype(parameter) for parameter, *_ in found}
+        self._kernels = choose_kernels(self.backend, device, dtypes)
         self._steps = torch.zeros(len(found), dtype=torch.float32, device=device)
         if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.int64)
+            self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._make_banks(found, device)
         self._slots = [self._slot(index, *one) for index, one in enumerate(found)]
         for bank in self._banks.values():
             bank.write_factors_()
+        self._classify(self._slots)
         self._remember(self._slots)
+
+    def _classify(self, slots: list[Slot]) -> None:
+        """Find parameters that share all hyper-parameters: few, whatever the model's size."""
+        classes: dict[tuple[Any, ...], int] = {}
+        self._classes: list[tuple[dict[str, Any], Matrix | None]] = []
+        members = []
+        for slot in slots:
+            key = (id(slot.group), self._moment_names(slot.group, slot.matrix))
+            if key not in classes:
+                classes[key] = len(classes)
+                self._classes.append((slot.group, slot.matrix))
+            members.append(classes[key])
+        self._class_of = torch.tensor(members, device=self._steps.device)
+        self._rates: list[tuple[float, ...]] = []
+        self._touched: tuple[list[Slot], Tensor, Any] | None = None
 
     def _make_banks(self, found: list[tuple[Any, ...]], device: torch.device) -> None:
         members: dict[torch.dtype, list[int]] = {}
@@ -290,7 +295,11 @@ class MultiplierOptimizer(Optimizer):
             )
             for dtype, indices in members.items()
         }
-        self._slot_of = {d: torch.tensor(i, device=device) for d, i in members.items()}
+        # The slot that each multiplier belongs to.
+        self._owners = {
+            dtype: torch.tensor(indices, device=device)[self._banks[dtype].owner]
+            for dtype, indices in members.items()
+        }
         self._bank_of = {
             slot: (self._banks[dtype], place)
             for dtype, indices in members.items()
@@ -375,23 +384,41 @@ class MultiplierOptimizer(Optimizer):
 
     # -- the model's weights ------------------------------------------------------------------
 
-    def _refuse_outside_writes(self, slots: list[Slot]) -> None:
-        """Raise where a parameter is no longer what the last step wrote."""
+    def _look_for_outside_writes(self, slots: list[Slot]) -> Tensor:
+        """Tell which parameters are no longer what the last step wrote; raise where it shows."""
         owned = [slot for slot in slots if slot.work.owns_raw]
+        suspects = []
         for slot in owned:
-            parameter = slot.parameter
-            here = local(parameter.detach())
+            here = local(slot.parameter.detach())
             if here.data_ptr() != slot.pointer:
                 slot.work.weight = here
-            elif parameter._version == slot.version:
-                continue
+                suspects.append(slot)
+            elif slot.parameter._version != slot.version:
+                suspects.append(slot)
+        for slot in suspects:
             # A swap and back (an average for evaluation) leaves the same numbers: fine.
             if not _same_numbers(slot.work):
                 raise _written_outside(slot)
-        self._remember(owned)
-        flags = self._kernels.touched_from_outside([slot.work for slot in owned])
+        self._remember(suspects)
+        # Writes through `.data` leave no trace but their numbers.
+        touched = self._kernels.touched_from_outside([slot.work for slot in owned])
+        if self._kernels.decides_on_host:
+            if bool(touched.any()):
+                raise _written_outside(owned[int(touched.nonzero()[0])])
+        elif touched.numel():
+            self._touched = (owned, *_on_its_way(touched))
+        return touched
+
+    def _raise_late(self) -> None:
+        """Raise what the device found in the last step, which it left out for that reason."""
+        if self._touched is None:
+            return
+        owned, flags, event = self._touched
+        if event is not None:
+            event.synchronize()
         if bool(flags.any()):
             raise _written_outside(owned[int(flags.nonzero()[0])])
+        self._touched = None
 
     @torch.no_grad()
     def sync_from_model_(self) -> None:
@@ -401,6 +428,7 @@ class MultiplierOptimizer(Optimizer):
         Moments are kept.
         """
         slots = self._bound()
+        self._touched = None
         for slot in slots:
             slot.work.weight = local(slot.parameter.detach())
             bank, place = self._bank_of.get(slot.work.index, (None, 0))
@@ -502,6 +530,17 @@ def _written_outside(slot: Slot) -> RuntimeError:
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
         "opt.sync_from_model_() after it; if not, restore the weights before stepping."
     )
+
+
+def _on_its_way(flags: Tensor) -> tuple[Tensor, Any]:
+    """Send flags to the host without waiting; the event tells when they have arrived."""
+    if flags.device.type != "cuda":
+        return flags, None
+    arrived = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    arrived.copy_(flags, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return arrived, event
 
 
 def _full(value: Tensor) -> Tensor:

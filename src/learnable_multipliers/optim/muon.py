@@ -81,11 +81,11 @@ class Muon(MultiplierOptimizer):
         lr = super()._lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
         hidden = [slot for slot in slots if is_hidden(slot.matrix)]
         rest = [slot.work for slot in slots if not is_hidden(slot.matrix)]
         if rest:
-            self._kernels.adamw_(rest, hyper, clip)
+            self._kernels.adamw_(rest, hyper, clip, go)
         if not hidden:
             return
         for slot in hidden:
@@ -95,9 +95,9 @@ class Muon(MultiplierOptimizer):
                 )
         works = [slot.work for slot in hidden]
         batches = _Batches(hidden)
-        self._kernels.muon_momentum_(works, batches.updates, clip, self.momentum, self.nesterov)
+        self._kernels.muon_momentum_(works, batches.updates, clip, self.momentum, self.nesterov, go)
         batches.orthogonalize_(self.coefficients, self.adjust_lr)
-        self._kernels.muon_apply_(works, batches.updates, hyper, batches.adjust)
+        self._kernels.muon_apply_(works, batches.updates, hyper, batches.adjust, go)
 
 
 def is_hidden(matrix: Matrix | None) -> bool:

@@ -29,15 +29,15 @@ _MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
 def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
     """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols), in the batch's dtype."""
     wide = batch.shape[-2] <= batch.shape[-1]
-    x = batch if wide else batch.mT
     # The Frobenius norm bounds the largest singular value.
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(x))
-    x = (x / (norm * _MARGIN[coefficients]).clamp(min=eps)).to(batch.dtype)
+    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(batch))
+    x = batch * (1 / (norm * _MARGIN[coefficients]).clamp(min=eps)).to(batch.dtype)
     for a, b, c in COEFFICIENTS[coefficients]:
-        gram = torch.bmm(x, x.mT)
+        # The smaller of the two Gram matrices; a tall matrix takes the polynomial from the right.
+        gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x if wide else x.mT
+        x = torch.baddbmm(x, gram, x, beta=a) if wide else torch.baddbmm(x, x, gram, beta=a)
+    return x
 
 
 def _norm_dtype(x: Tensor) -> torch.dtype:

@@ -106,7 +106,10 @@ class LearnableMultipliers(MultiplierOptimizer):
                     if held in self.inner.state:
                         self.inner.state[raw] = self.inner.state.pop(held)
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+        # The wrapped optimizer cannot be told on the device to hold still.
+        if not bool(go):
+            return
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key not in _OURS})
         for raw in self._raw.values():

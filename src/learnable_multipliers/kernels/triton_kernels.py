@@ -1,0 +1,377 @@
+"""The kernels in Triton: two passes over a matrix, one launch for many matrices.
+
+Pass one reads G and W once and gives row sums, column sums and the squared norm of the raw
+gradient. Pass two updates raw weight and moments and writes the effective weight, with the clip
+factor folded in. A table of addresses lets one launch serve several hundred matrices. Nothing
+is summed with atomics, so results repeat bit for bit; nothing waits for the host: a step that
+must not happen (`go` is 0) leaves every tensor as it is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Columns of the table of addresses, a row per parameter.
+GRAD, WEIGHT, RAW, FIRST = (tl.constexpr(i) for i in range(4))
+SECOND, UPDATE, ROW, COL = (tl.constexpr(i) for i in range(4, 8))
+ROW_NEXT, COL_NEXT, ROW_SUM, COL_SUM = (tl.constexpr(i) for i in range(8, 12))
+NUM_COLS, FIELDS = tl.constexpr(12), tl.constexpr(13)
+# Columns of the table of hyper-parameters, a row per parameter.
+LR, DECAY, TOWARDS, BETA2 = (tl.constexpr(i) for i in range(4))
+EPS, STEP_SIZE, ROOT_BIAS2, HYPERS = (tl.constexpr(i) for i in range(4, 8))
+# Columns of the tables of programs: a block of rows, or a run of numbers.
+SLOT, START, STOP, STACK = (tl.constexpr(i) for i in range(4))
+PARTIAL, NUM_BLOCKS, PROGRAM = (tl.constexpr(i) for i in range(4, 7))
+
+
+@triton.jit
+def _pointer(table, slot, field: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(table + slot * FIELDS + field).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _block(table, programs, BLOCK_ROWS: tl.constexpr):
+    """Return a program's parameter, its rows, which of them exist, and the columns' number."""
+    pid = tl.program_id(0)
+    slot = tl.load(programs + pid * PROGRAM + SLOT)
+    rows = tl.load(programs + pid * PROGRAM + START) + tl.arange(0, BLOCK_ROWS)
+    inside = rows < tl.load(programs + pid * PROGRAM + STOP)
+    num_cols = tl.load(table + slot * FIELDS + NUM_COLS)
+    first_col = tl.load(programs + pid * PROGRAM + STACK) * num_cols
+    return slot, rows, inside, num_cols, first_col
+
+
+@triton.jit
+def reduce_kernel(
+    table,
+    programs,
+    partials,
+    squares,
+    grad_type: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Row sums, partial column sums and partial squared norm of a block of rows."""
+    pid = tl.program_id(0)
+    slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+    partial = partials + tl.load(programs + pid * PROGRAM + PARTIAL)
+    grad = _pointer(table, slot, GRAD, grad_type)
+    raw = _pointer(table, slot, RAW, tl.float32)
+    b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + rows, mask=inside, other=0.0)
+    col = _pointer(table, slot, COL, tl.float32) + first_col
+    b_sums = tl.zeros((BLOCK_ROWS,), tl.float32)
+    b_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
+    for start in range(0, num_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        valid = cols < num_cols
+        mask = inside[:, None] & valid[None, :]
+        offsets = rows[:, None] * num_cols + cols[None, :]
+        b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        b_raw = tl.load(raw + offsets, mask=mask, other=0.0)
+        b_col = tl.load(col + cols, mask=valid, other=0.0)
+        b_product = b_raw * b_grad
+        b_sums += tl.sum(b_product * b_col[None, :], 1)
+        b_scaled = b_row[:, None] * b_grad * b_col[None, :]
+        b_squares += tl.sum(b_scaled * b_scaled, 1)
+        tl.store(partial + cols, tl.sum(b_row[:, None] * b_product, 0), mask=valid)
+    tl.store(_pointer(table, slot, ROW_SUM, tl.float32) + rows, b_sums, mask=inside)
+    tl.store(squares + pid, tl.sum(b_squares, 0))
+
+
+@triton.jit
+def column_sums_kernel(table, programs, partials, BLOCK_COLS: tl.constexpr):
+    """Add up the partial column sums of a matrix, in order of its rows."""
+    pid = tl.program_id(0)
+    slot = tl.load(programs + pid * PROGRAM + SLOT)
+    num_cols = tl.load(table + slot * FIELDS + NUM_COLS)
+    cols = tl.load(programs + pid * PROGRAM + START) + tl.arange(0, BLOCK_COLS)
+    valid = cols < num_cols
+    partial = partials + tl.load(programs + pid * PROGRAM + PARTIAL)
+    b_sums = tl.zeros((BLOCK_COLS,), tl.float32)
+    for block in range(0, tl.load(programs + pid * PROGRAM + NUM_BLOCKS)):
+        b_sums += tl.load(partial + block * num_cols + cols, mask=valid, other=0.0)
+    first = tl.load(programs + pid * PROGRAM + STACK) * num_cols
+    tl.store(_pointer(table, slot, COL_SUM, tl.float32) + first + cols, b_sums, mask=valid)
+
+
+@triton.jit
+def squares_kernel(table, programs, squares, grad_type: tl.constexpr, BLOCK: tl.constexpr):
+    """Partial squared norm of a run of numbers without factors."""
+    pid = tl.program_id(0)
+    slot = tl.load(programs + pid * PROGRAM + SLOT)
+    stop = tl.load(programs + pid * PROGRAM + STOP)
+    grad = _pointer(table, slot, GRAD, grad_type)
+    b_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(tl.load(programs + pid * PROGRAM + START), stop, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        b_grad = tl.load(grad + offsets, mask=offsets < stop, other=0.0).to(tl.float32)
+        b_sum += b_grad * b_grad
+    tl.store(squares + pid, tl.sum(b_sum, 0))
+
+
+@triton.jit
+def _adamw(b_raw, b_grad, b_first, b_second, hypers, slot):
+    """One step of AdamW; returns raw weight and both moments."""
+    lr = tl.load(hypers + slot * HYPERS + LR)
+    decay = tl.load(hypers + slot * HYPERS + DECAY)
+    towards = tl.load(hypers + slot * HYPERS + TOWARDS)
+    beta2 = tl.load(hypers + slot * HYPERS + BETA2)
+    eps = tl.load(hypers + slot * HYPERS + EPS)
+    step_size = tl.load(hypers + slot * HYPERS + STEP_SIZE)
+    root_bias2 = tl.load(hypers + slot * HYPERS + ROOT_BIAS2)
+    b_first += (b_grad - b_first) * towards
+    b_second = b_second * beta2 + (1.0 - beta2) * b_grad * b_grad
+    b_raw = b_raw * (1.0 - lr * decay)
+    b_raw -= step_size * b_first / (tl.sqrt(b_second) / root_bias2 + eps)
+    return b_raw, b_first, b_second
+
+
+@triton.jit
+def adamw_kernel(
+    table,
+    programs,
+    hypers,
+    clip,
+    go,
+    grad_type: tl.constexpr,
+    weight_type: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Update a block of rows by AdamW and write its effective weight."""
+    if tl.load(go) != 0:
+        slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+        grad = _pointer(table, slot, GRAD, grad_type)
+        weight = _pointer(table, slot, WEIGHT, weight_type)
+        raw = _pointer(table, slot, RAW, tl.float32)
+        first = _pointer(table, slot, FIRST, tl.float32)
+        second = _pointer(table, slot, SECOND, tl.float32)
+        col = _pointer(table, slot, COL, tl.float32) + first_col
+        col_next = _pointer(table, slot, COL_NEXT, tl.float32) + first_col
+        b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + rows, mask=inside, other=0.0)
+        b_row = b_row * tl.load(clip)
+        b_row_next = tl.load(
+            _pointer(table, slot, ROW_NEXT, tl.float32) + rows, mask=inside, other=0.0
+        )
+        for start in range(0, num_cols, BLOCK_COLS):
+            cols = start + tl.arange(0, BLOCK_COLS)
+            valid = cols < num_cols
+            mask = inside[:, None] & valid[None, :]
+            offsets = rows[:, None] * num_cols + cols[None, :]
+            b_col = tl.load(col + cols, mask=valid, other=0.0)
+            b_col_next = tl.load(col_next + cols, mask=valid, other=0.0)
+            b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+            b_grad = b_row[:, None] * b_grad * b_col[None, :]
+            b_raw, b_first, b_second = _adamw(
+                tl.load(raw + offsets, mask=mask, other=0.0),
+                b_grad,
+                tl.load(first + offsets, mask=mask, other=0.0),
+                tl.load(second + offsets, mask=mask, other=0.0),
+                hypers,
+                slot,
+            )
+            tl.store(raw + offsets, b_raw, mask=mask)
+            tl.store(first + offsets, b_first, mask=mask)
+            tl.store(second + offsets, b_second, mask=mask)
+            b_weight = b_row_next[:, None] * b_raw * b_col_next[None, :]
+            tl.store(weight + offsets, b_weight.to(weight_type), mask=mask)
+
+
+@triton.jit
+def adamw_flat_kernel(
+    table,
+    programs,
+    hypers,
+    clip,
+    go,
+    grad_type: tl.constexpr,
+    weight_type: tl.constexpr,
+    OWNS_RAW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update a run of numbers without factors by AdamW."""
+    if tl.load(go) != 0:
+        pid = tl.program_id(0)
+        slot = tl.load(programs + pid * PROGRAM + SLOT)
+        stop = tl.load(programs + pid * PROGRAM + STOP)
+        factor = tl.load(clip)
+        grad = _pointer(table, slot, GRAD, grad_type)
+        weight = _pointer(table, slot, WEIGHT, weight_type)
+        raw = _pointer(table, slot, RAW, tl.float32)
+        first = _pointer(table, slot, FIRST, tl.float32)
+        second = _pointer(table, slot, SECOND, tl.float32)
+        for start in range(tl.load(programs + pid * PROGRAM + START), stop, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < stop
+            b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * factor
+            b_raw, b_first, b_second = _adamw(
+                tl.load(raw + offsets, mask=mask, other=0.0),
+                b_grad,
+                tl.load(first + offsets, mask=mask, other=0.0),
+                tl.load(second + offsets, mask=mask, other=0.0),
+                hypers,
+                slot,
+            )
+            tl.store(raw + offsets, b_raw, mask=mask)
+            tl.store(first + offsets, b_first, mask=mask)
+            tl.store(second + offsets, b_second, mask=mask)
+            if OWNS_RAW:
+                tl.store(weight + offsets, b_raw.to(weight_type), mask=mask)
+
+
+@triton.jit
+def momentum_kernel(
+    table,
+    programs,
+    clip,
+    go,
+    momentum,
+    grad_type: tl.constexpr,
+    update_type: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Update the momentum of a block of rows and write what is to be orthogonalized."""
+    allowed = tl.load(go) != 0
+    slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+    grad = _pointer(table, slot, GRAD, grad_type)
+    buffer = _pointer(table, slot, FIRST, tl.float32)
+    update = _pointer(table, slot, UPDATE, update_type)
+    b_row = tl.zeros((BLOCK_ROWS,), tl.float32) + tl.load(clip)
+    if HAS_FACTORS:
+        row = _pointer(table, slot, ROW, tl.float32)
+        b_row = b_row * tl.load(row + rows, mask=inside, other=0.0)
+        col = _pointer(table, slot, COL, tl.float32) + first_col
+    for start in range(0, num_cols, BLOCK_COLS):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        valid = cols < num_cols
+        mask = inside[:, None] & valid[None, :]
+        offsets = rows[:, None] * num_cols + cols[None, :]
+        b_grad = b_row[:, None] * tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_FACTORS:
+            b_grad = b_grad * tl.load(col + cols, mask=valid, other=0.0)[None, :]
+        b_buffer = tl.load(buffer + offsets, mask=mask, other=0.0)
+        b_buffer += (b_grad - b_buffer) * (1.0 - momentum)
+        b_update = b_buffer
+        if NESTEROV:
+            b_update = b_grad + (b_buffer - b_grad) * momentum
+        if allowed:
+            tl.store(buffer + offsets, b_buffer, mask=mask)
+        tl.store(update + offsets, b_update.to(update_type), mask=mask)
+
+
+@triton.jit
+def apply_kernel(
+    table,
+    programs,
+    hypers,
+    adjust,
+    go,
+    update_type: tl.constexpr,
+    weight_type: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    OWNS_RAW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Decay a block of rows, take the orthogonalized step, write the effective weight."""
+    if tl.load(go) != 0:
+        slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+        lr = tl.load(hypers + slot * HYPERS + LR)
+        keep = 1.0 - lr * tl.load(hypers + slot * HYPERS + DECAY)
+        lr = lr * tl.load(adjust + slot)
+        update = _pointer(table, slot, UPDATE, update_type)
+        weight = _pointer(table, slot, WEIGHT, weight_type)
+        raw = _pointer(table, slot, RAW, tl.float32)
+        if HAS_FACTORS:
+            row_next = _pointer(table, slot, ROW_NEXT, tl.float32)
+            b_row_next = tl.load(row_next + rows, mask=inside, other=0.0)
+            col_next = _pointer(table, slot, COL_NEXT, tl.float32) + first_col
+        for start in range(0, num_cols, BLOCK_COLS):
+            cols = start + tl.arange(0, BLOCK_COLS)
+            valid = cols < num_cols
+            mask = inside[:, None] & valid[None, :]
+            offsets = rows[:, None] * num_cols + cols[None, :]
+            b_update = tl.load(update + offsets, mask=mask, other=0.0).to(tl.float32)
+            b_raw = tl.load(raw + offsets, mask=mask, other=0.0) * keep - lr * b_update
+            tl.store(raw + offsets, b_raw, mask=mask)
+            if OWNS_RAW:
+                b_weight = b_raw
+                if HAS_FACTORS:
+                    b_col_next = tl.load(col_next + cols, mask=valid, other=0.0)
+                    b_weight = b_row_next[:, None] * b_raw * b_col_next[None, :]
+                tl.store(weight + offsets, b_weight.to(weight_type), mask=mask)
+
+
+@triton.jit
+def touched_kernel(
+    table,
+    programs,
+    flags,
+    weight_type: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compare a sample of a weight, an entry in every row and column, with what was written."""
+    pid = tl.program_id(0)
+    slot = tl.load(programs + pid * PROGRAM + SLOT)
+    sample = tl.load(programs + pid * PROGRAM + START) + tl.arange(0, BLOCK)
+    num_rows = tl.load(programs + pid * PROGRAM + STOP)
+    stack = tl.load(programs + pid * PROGRAM + STACK)
+    num_cols = tl.load(table + slot * FIELDS + NUM_COLS)
+    longer = tl.maximum(num_rows, num_cols)
+    mask = sample < longer
+    row = sample % num_rows + stack * num_rows
+    col = sample % num_cols
+    weight = _pointer(table, slot, WEIGHT, weight_type)
+    b_raw = tl.load(
+        _pointer(table, slot, RAW, tl.float32) + row * num_cols + col, mask=mask, other=0.0
+    )
+    if HAS_FACTORS:
+        b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + row, mask=mask, other=0.0)
+        cols = _pointer(table, slot, COL, tl.float32) + stack * num_cols
+        b_raw = b_row * b_raw * tl.load(cols + col, mask=mask, other=0.0)
+    b_found = tl.load(weight + row * num_cols + col, mask=mask, other=0.0).to(tl.float32)
+    b_expected = b_raw.to(weight_type).to(tl.float32)
+    # What is not a number is not equal to itself, but it is what was written.
+    same = (b_expected == b_found) | ((b_expected != b_expected) & (b_found != b_found))
+    tl.store(flags + pid, tl.max((mask & (same == 0)).to(tl.int32), 0))
+
+
+@triton.jit
+def multiplier_adamw_kernel(
+    values,
+    first,
+    second,
+    grads,
+    owner,
+    trained,
+    active,
+    hypers,
+    clip,
+    go,
+    size,
+    BLOCK: tl.constexpr,
+):
+    """AdamW on the multipliers of all matrices."""
+    if tl.load(go) != 0:
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < size
+        slot = tl.load(owner + offsets, mask=mask, other=0)
+        moved = mask & (tl.load(trained + offsets, mask=mask, other=0) != 0)
+        moved = moved & (tl.load(active + slot, mask=mask, other=0) != 0)
+        b_grad = tl.load(grads + offsets, mask=moved, other=0.0) * tl.load(clip)
+        b_value, b_first, b_second = _adamw(
+            tl.load(values + offsets, mask=moved, other=0.0),
+            b_grad,
+            tl.load(first + offsets, mask=moved, other=0.0),
+            tl.load(second + offsets, mask=moved, other=0.0),
+            hypers,
+            slot,
+        )
+        tl.store(values + offsets, b_value, mask=moved)
+        tl.store(first + offsets, b_first, mask=moved)
+        tl.store(second + offsets, b_second, mask=moved)

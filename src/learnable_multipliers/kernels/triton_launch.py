@@ -1,0 +1,343 @@
+"""Launches the Triton kernels: tables of addresses, one launch for all parameters of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from learnable_multipliers.kernels import triton_kernels as k
+from learnable_multipliers.kernels.work import Hyper, Work
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+_REDUCE_TILE = (64, 64)
+_UPDATE_TILE = (8, 256)
+_COLUMNS = 256
+_FLAT = 16384
+"""Numbers per program where nothing is multiplied."""
+_BLOCK = 1024
+
+
+@dataclass
+class _Kind:
+    """Parameters that one launch can serve: same dtypes, same way of updating."""
+
+    grad_type: Any
+    weight_type: Any
+    factors: bool
+    owns_raw: bool
+    works: list[Work] = field(default_factory=list)
+    row_blocks: Tensor | None = None
+    """Programs over blocks of rows, for updates."""
+    reduce_blocks: Tensor | None = None
+    column_blocks: Tensor | None = None
+    runs: Tensor | None = None
+    """Programs over runs of numbers, where nothing is multiplied."""
+    samples: Tensor | None = None
+
+
+class _Tables:
+    """Everything the kernels look up for one list of parameters."""
+
+    def __init__(self, works: Sequence[Work]):
+        device = works[0].raw.device
+        self.device = device
+        self.rows = 1 + max(work.index for work in works)
+        addresses = torch.zeros(self.rows, k.FIELDS.value, dtype=torch.int64)
+        kinds: dict[tuple[Any, ...], _Kind] = {}
+        for work in works:
+            _check(work)
+            addresses[work.index] = torch.tensor(_addresses(work))
+            key = (work.grad.dtype, work.weight.dtype, work.factors is not None, work.owns_raw)
+            types = _TYPES[work.grad.dtype], _TYPES[work.weight.dtype]
+            kinds.setdefault(key, _Kind(*types, *key[2:])).works.append(work)
+        self.addresses = addresses.to(device)
+        self.kinds = list(kinds.values())
+        self.num_partials = self.num_squares = 0
+        for kind in self.kinds:
+            self._lay_out(kind, device)
+        self.partials = torch.empty(self.num_partials, dtype=torch.float32, device=device)
+        self.squares = torch.empty(self.num_squares, dtype=torch.float32, device=device)
+
+    def _lay_out(self, kind: _Kind, device: torch.device) -> None:
+        blocks, reduces, columns, runs, samples = [], [], [], [], []
+        for work in kind.works:
+            stack, rows, cols = _grid(work)
+            for e in range(stack):
+                first, last = e * rows, (e + 1) * rows
+                for start in range(first, last, _UPDATE_TILE[0]):
+                    blocks.append((work.index, start, last, e, 0, 0))
+                samples += [
+                    (work.index, s, rows, e, 0, 0) for s in range(0, max(rows, cols), _BLOCK)
+                ]
+                if kind.factors:
+                    starts = range(first, last, _REDUCE_TILE[0])
+                    columns += [
+                        (work.index, c, cols, e, self.num_partials, len(starts))
+                        for c in range(0, cols, _COLUMNS)
+                    ]
+                    for start in starts:
+                        reduces.append((work.index, start, last, e, self.num_partials, 0))
+                        self.num_partials += cols
+            if not kind.factors:
+                size = work.raw.numel()
+                runs += [
+                    (work.index, s, min(s + _FLAT, size), 0, 0, 0) for s in range(0, size, _FLAT)
+                ]
+        self.num_squares += len(reduces) if kind.factors else len(runs)
+
+        def table(programs: list[tuple[int, ...]]) -> Tensor:
+            return torch.tensor(programs, dtype=torch.int64).view(-1, k.PROGRAM.value).to(device)
+
+        kind.row_blocks, kind.reduce_blocks, kind.column_blocks = map(
+            table, (blocks, reduces, columns)
+        )
+        kind.runs, kind.samples = table(runs), table(samples)
+
+    def refresh(self, works: Sequence[Work], updates: Sequence[Tensor] = ()) -> None:
+        """Renew the addresses that change from step to step."""
+        fresh = torch.zeros(self.rows, 2, dtype=torch.int64)
+        listed = [(work.grad.data_ptr(), work.weight.data_ptr()) for work in works]
+        fresh[[work.index for work in works]] = torch.tensor(listed, dtype=torch.int64)
+        self.addresses[:, :2] = _sent(fresh, self.device)
+        if updates:
+            places = torch.zeros(self.rows, dtype=torch.int64)
+            where = [update.data_ptr() for update in updates]
+            places[[work.index for work in works]] = torch.tensor(where, dtype=torch.int64)
+            self.addresses[:, k.UPDATE.value] = _sent(places, self.device)
+
+
+class TritonKernels:
+    """The kernels of `reference.py`, with the same names and arguments."""
+
+    decides_on_host = False
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Any, ...], _Tables] = {}
+
+    def reduce(self, works: Sequence[Work]) -> Tensor:
+        """Write the row and column sums of every matrix; return the gradients' squared norm."""
+        tables = self._tables_for(works)
+        tables.refresh(works)
+        start = 0
+        for kind in tables.kinds:
+            if kind.factors:
+                count = len(kind.reduce_blocks)
+                k.reduce_kernel[(count,)](
+                    tables.addresses,
+                    kind.reduce_blocks,
+                    tables.partials,
+                    tables.squares[start:],
+                    kind.grad_type,
+                    *_REDUCE_TILE,
+                    num_warps=4,
+                )
+                k.column_sums_kernel[(len(kind.column_blocks),)](
+                    tables.addresses, kind.column_blocks, tables.partials, _COLUMNS, num_warps=2
+                )
+            else:
+                count = len(kind.runs)
+                k.squares_kernel[(count,)](
+                    tables.addresses,
+                    kind.runs,
+                    tables.squares[start:],
+                    kind.grad_type,
+                    _BLOCK,
+                    num_warps=4,
+                )
+            start += count
+        return tables.squares.sum()
+
+    def adamw_(self, works: Sequence[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+        """Update raw weights by AdamW and write the effective weights."""
+        tables = self._tables_for(works)
+        tables.refresh(works)
+        hypers = packed(hyper)
+        for kind in tables.kinds:
+            if kind.factors:
+                k.adamw_kernel[(len(kind.row_blocks),)](
+                    tables.addresses,
+                    kind.row_blocks,
+                    hypers,
+                    clip,
+                    go,
+                    kind.grad_type,
+                    kind.weight_type,
+                    *_UPDATE_TILE,
+                    num_warps=4,
+                )
+            else:
+                k.adamw_flat_kernel[(len(kind.runs),)](
+                    tables.addresses,
+                    kind.runs,
+                    hypers,
+                    clip,
+                    go,
+                    kind.grad_type,
+                    kind.weight_type,
+                    kind.owns_raw,
+                    _BLOCK,
+                    num_warps=4,
+                )
+
+    def muon_momentum_(
+        self,
+        works: Sequence[Work],
+        updates: Sequence[Tensor],
+        clip: Tensor,
+        momentum: float,
+        nesterov: bool,
+        go: Tensor,
+    ) -> None:
+        """Update the momentum of every raw gradient and write what is to be orthogonalized."""
+        tables = self._tables_for(works)
+        tables.refresh(works, updates)
+        for kind in tables.kinds:
+            k.momentum_kernel[(len(kind.row_blocks),)](
+                tables.addresses,
+                kind.row_blocks,
+                clip,
+                go,
+                momentum,
+                kind.grad_type,
+                _TYPES[updates[0].dtype],
+                kind.factors,
+                nesterov,
+                *_UPDATE_TILE,
+                num_warps=4,
+            )
+
+    def muon_apply_(
+        self,
+        works: Sequence[Work],
+        updates: Sequence[Tensor],
+        hyper: Hyper,
+        adjust: Sequence[float],
+        go: Tensor,
+    ) -> None:
+        """Decay raw weights, take the orthogonalized step and write the effective weights."""
+        tables = self._tables_for(works)
+        tables.refresh(works, [update.contiguous() for update in updates])
+        factors = torch.ones(tables.rows, dtype=torch.float32)
+        factors[[work.index for work in works]] = torch.tensor(adjust, dtype=torch.float32)
+        hypers, factors = packed(hyper), _sent(factors, tables.device)
+        for kind in tables.kinds:
+            k.apply_kernel[(len(kind.row_blocks),)](
+                tables.addresses,
+                kind.row_blocks,
+                hypers,
+                factors,
+                go,
+                _TYPES[updates[0].dtype],
+                kind.weight_type,
+                kind.factors,
+                kind.owns_raw,
+                *_UPDATE_TILE,
+                num_warps=4,
+            )
+
+    def multipliers_(
+        self,
+        state: tuple[Tensor, Tensor, Tensor],
+        grads: Tensor,
+        owner: Tensor,
+        trained: Tensor,
+        active: Tensor,
+        hyper: Hyper,
+        clip: Tensor,
+        go: Tensor,
+    ) -> None:
+        """AdamW on all multipliers; `owner` tells each one's row in the hyper-parameters."""
+        size = grads.numel()
+        k.multiplier_adamw_kernel[(triton.cdiv(size, _BLOCK),)](
+            *state, grads, owner, trained, active, packed(hyper), clip, go, size, _BLOCK
+        )
+
+    def touched_from_outside(self, works: Sequence[Work]) -> Tensor:
+        """Tell for each parameter whether it is what was written, on a sample of entries."""
+        if not works:
+            return torch.zeros(0, dtype=torch.bool)
+        tables = self._tables_for(works)
+        tables.refresh(works)
+        found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
+        for kind in tables.kinds:
+            assert kind.samples is not None
+            flags = torch.empty(len(kind.samples), dtype=torch.int32, device=tables.device)
+            k.touched_kernel[(len(kind.samples),)](
+                tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
+            )
+            found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
+        return found[[work.index for work in works]].bool()
+
+    def _tables_for(self, works: Sequence[Work]) -> _Tables:
+        for work in works:
+            if not work.grad.is_contiguous():
+                work.grad = work.grad.contiguous()
+        key = tuple((id(work), work.grad.dtype) for work in works)
+        if key not in self._tables:
+            self._tables[key] = _Tables(works)
+        return self._tables[key]
+
+
+def packed(hyper: Hyper) -> Tensor:
+    """Return the hyper-parameters as the kernels read them, float32 from float64 arithmetic."""
+    columns = (
+        hyper.lr,
+        hyper.weight_decay,
+        1 - hyper.beta1,
+        hyper.beta2,
+        hyper.eps,
+        hyper.lr / hyper.bias1,
+        hyper.bias2.sqrt(),
+    )
+    return torch.stack(columns, 1).float()
+
+
+def _grid(work: Work) -> tuple[int, int, int]:
+    """Return (stack, rows, cols) of a parameter as stored."""
+    if work.factors is not None:
+        return (*work.factors.rows.shape, work.factors.cols.shape[1])
+    if work.raw.ndim >= 2:
+        return (1, work.raw.numel() // max(work.raw.shape[-1], 1), work.raw.shape[-1])
+    return (1, 1, work.raw.numel())
+
+
+def _addresses(work: Work) -> list[int]:
+    row = [0] * k.FIELDS.value
+    row[k.RAW.value] = work.raw.data_ptr()
+    for column, moment in zip((k.FIRST, k.SECOND), work.moments, strict=False):
+        row[column.value] = moment.data_ptr()
+    row[k.NUM_COLS.value] = _grid(work)[2]
+    if work.factors is not None:
+        f = work.factors
+        columns = (k.ROW, k.COL, k.ROW_NEXT, k.COL_NEXT, k.ROW_SUM, k.COL_SUM)
+        tensors = (f.rows, f.cols, f.rows_next, f.cols_next, f.row_sums, f.col_sums)
+        for column, tensor in zip(columns, tensors, strict=True):
+            row[column.value] = tensor.data_ptr()
+    return row
+
+
+def _check(work: Work) -> None:
+    if work.raw.dtype != torch.float32:
+        raise ValueError("the Triton kernels train in float32; use backend='torch' for float64")
+    if not work.weight.is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(work.weight.shape)} is not contiguous; make it so, or "
+            "use backend='torch'"
+        )
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a small tensor to the device without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
