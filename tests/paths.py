@@ -1,6 +1,7 @@
 """The same training on both paths, from the same far-off multipliers, for comparison."""
 
 import copy
+import os
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,10 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.multiplier import all_rows, carried_rows
+
+# Where there is a CUDA device the same laws are checked on it.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 BETAS, EPS, DECAY, MULTIPLIER_DECAY = (0.9, 0.95), 1e-8, 0.1, 2e-3
 
@@ -81,7 +86,7 @@ def far_values(matrix, generator, dtype):
                 value.view(-1)[1] = 0.0
         if name == "row":
             value = all_rows(matrix, carried_rows(matrix, value))
-        values[name] = value.to(dtype)
+        values[name] = value.to(DEVICE, dtype)
     return values
 
 
@@ -94,13 +99,14 @@ def batches(steps, micro):
 
 
 def backward(model, ids):
+    ids = ids.to(DEVICE)
     logits = model(ids)
     F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten()).backward()
 
 
 def start(kind, dtype):
     torch.manual_seed(0)
-    model = Toy().to(dtype)
+    model = Toy().to(DEVICE, dtype)
     plan = toy_plan(model, kind)
     generator = torch.Generator().manual_seed(7)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,6 +9,7 @@ import learnable_multipliers as lrm
 from paths import (
     BETAS,
     DECAY,
+    DEVICE,
     EPS,
     KINDS,
     MULTIPLIER_DECAY,
@@ -118,7 +119,7 @@ def test_optimizer_path_equals_explicit_path_under_bfloat16(kind, micro):
 
 def toy_run(dtype=torch.float32, kind="row+col", make=None, **kwargs):
     torch.manual_seed(0)
-    model = Toy().to(dtype)
+    model = Toy().to(DEVICE, dtype)
     plan = toy_plan(model, kind)
     optimizer = make(model, plan) if make else ours(**kwargs)(model, plan)
     return model, optimizer
@@ -349,7 +350,7 @@ def test_sync_starts_over_where_a_multiplier_is_zero():
 
 def test_initial_values_start_the_optimizer_path_without_changing_the_model():
     torch.manual_seed(0)
-    model = Toy().double()
+    model = Toy().to(DEVICE).double()
     plan = lrm.plan(model, "full", [lrm.Rule("qkv.weight", "row", init=0.25)])
     before = model.qkv.weight.detach().clone()
     optimizer = lrm.AdamW(lrm.param_groups(model, plan), lr=1e-2)
@@ -360,7 +361,7 @@ def test_initial_values_start_the_optimizer_path_without_changing_the_model():
 
 def test_plain_parameters_train_as_with_torch():
     torch.manual_seed(0)
-    models = [Toy().double() for _ in range(2)]
+    models = [Toy().to(DEVICE).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, cls in zip(models, (lrm.AdamW, torch.optim.AdamW), strict=True):
         optimizer = cls(

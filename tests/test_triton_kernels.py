@@ -4,15 +4,12 @@ On a CUDA device they run as compiled; elsewhere through Triton's interpreter, w
 chosen before Triton is imported: `TRITON_INTERPRET=1 pytest tests/test_triton_kernels.py`.
 """
 
-import os
-
 import pytest
 import torch
 
 import learnable_multipliers as lrm
-from paths import KINDS, Toy, backward, optimizer_run, toy_plan
+from paths import DEVICE, INTERPRETED, KINDS, Toy, backward, optimizer_run, toy_plan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.skipif(
         not INTERPRETED and not torch.cuda.is_available(),
@@ -30,9 +27,6 @@ def make(optimizer_class, backend, **settings):
         return optimizer_class(groups, lr=1e-3, backend=backend, **settings)
 
     return build
-
-
-DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 
 
 def both(optimizer_class, kind, dtype=torch.float32, steps=3, **settings):
@@ -90,7 +84,7 @@ def test_ragged_tiles(optimizer_class, nesterov):
     runs = []
     for backend in ("torch", "triton"):
         torch.manual_seed(0)
-        model = Awkward()
+        model = Awkward().to(DEVICE)
         plan = lrm.plan(model, "full", [lrm.Rule("stack", "row+col", role="down")])
         optimizer = make(optimizer_class, backend, **settings)(model, plan)
         for step in range(3):
@@ -98,7 +92,7 @@ def test_ragged_tiles(optimizer_class, nesterov):
             for p in model.parameters():
                 # Gradients that are not contiguous are as good as any.
                 grad = torch.randn(*p.shape[::-1], generator=generator)
-                p.grad = grad.permute(*reversed(range(p.ndim)))
+                p.grad = grad.permute(*reversed(range(p.ndim))).to(DEVICE)
             optimizer.step()
         runs.append((model, optimizer))
     assert_same(runs, rtol=1e-4, atol=1e-5)
@@ -108,7 +102,7 @@ def test_ragged_tiles(optimizer_class, nesterov):
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
 def test_bad_gradient_changes_nothing_without_asking_the_host(optimizer_class, poison):
     torch.manual_seed(0)
-    model = Toy()
+    model = Toy().to(DEVICE)
     optimizer = make(optimizer_class, "triton", max_grad_norm=1.0)(
         model, toy_plan(model, "row+col")
     )
@@ -128,7 +122,7 @@ def test_bad_gradient_changes_nothing_without_asking_the_host(optimizer_class, p
 
 def test_write_through_data_stops_the_optimizer_before_it_is_lost():
     torch.manual_seed(0)
-    model = Toy()
+    model = Toy().to(DEVICE)
     optimizer = make(lrm.AdamW, "triton")(model, toy_plan(model, "row+col"))
     backward(model, torch.randint(0, 13, (2, 7)))
     optimizer.step()
@@ -149,7 +143,7 @@ def test_two_runs_are_the_same_bit_for_bit():
 
 
 def test_float64_is_refused_by_name_and_served_by_auto():
-    model = Toy().double()
+    model = Toy().to(DEVICE).double()
     plan = toy_plan(model, "row+col")
     backward(model, torch.randint(0, 13, (2, 7)))
     with pytest.raises(ValueError, match="use backend='torch' for float64"):

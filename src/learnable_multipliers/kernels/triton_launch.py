@@ -61,6 +61,11 @@ class _Tables:
             types = _TYPES[work.grad.dtype], _TYPES[work.weight.dtype]
             kinds.setdefault(key, _Kind(*types, *key[2:])).works.append(work)
         self.addresses = addresses.to(device)
+        self.indices = torch.tensor([work.index for work in works]).to(device)
+        self._found: list[tuple[int, ...]] = []
+        self._where: list[tuple[int, ...]] = []
+        self._adjust: list[float] = []
+        self._factors = torch.ones(self.rows, dtype=torch.float32, device=device)
         self.kinds = list(kinds.values())
         self.num_partials = self.num_squares = 0
         for kind in self.kinds:
@@ -104,16 +109,26 @@ class _Tables:
         kind.runs, kind.samples = table(runs), table(samples)
 
     def refresh(self, works: Sequence[Work], updates: Sequence[Tensor] = ()) -> None:
-        """Renew the addresses that change from step to step."""
-        fresh = torch.zeros(self.rows, 2, dtype=torch.int64)
-        listed = [(work.grad.data_ptr(), work.weight.data_ptr()) for work in works]
-        fresh[[work.index for work in works]] = torch.tensor(listed, dtype=torch.int64)
-        self.addresses[:, :2] = _sent(fresh, self.device)
-        if updates:
-            places = torch.zeros(self.rows, dtype=torch.int64)
-            where = [update.data_ptr() for update in updates]
-            places[[work.index for work in works]] = torch.tensor(where, dtype=torch.int64)
-            self.addresses[:, k.UPDATE.value] = _sent(places, self.device)
+        """Send the addresses that have changed since the last time; mostly none have."""
+        found = [(work.grad.data_ptr(), work.weight.data_ptr()) for work in works]
+        if found != self._found:
+            self._found = found
+            self._send(found, slice(k.GRAD.value, k.WEIGHT.value + 1))
+        where = [(update.data_ptr(),) for update in updates]
+        if updates and where != self._where:
+            self._where = where
+            self._send(where, slice(k.UPDATE.value, k.UPDATE.value + 1))
+
+    def _send(self, listed: list[tuple[int, ...]], columns: slice) -> None:
+        fresh = torch.tensor(listed, dtype=torch.int64)
+        self.addresses[self.indices, columns] = sent(fresh, self.device)
+
+    def factors(self, adjust: Sequence[float]) -> Tensor:
+        """Return the learning-rate factors of all parameters, on the device."""
+        if list(adjust) != self._adjust:
+            self._adjust = list(adjust)
+            self._factors[self.indices] = sent(torch.tensor(adjust).float(), self.device)
+        return self._factors
 
 
 class TritonKernels:
@@ -227,9 +242,7 @@ class TritonKernels:
         """Decay raw weights, take the orthogonalized step and write the effective weights."""
         tables = self._tables_for(works)
         tables.refresh(works, [update.contiguous() for update in updates])
-        factors = torch.ones(tables.rows, dtype=torch.float32)
-        factors[[work.index for work in works]] = torch.tensor(adjust, dtype=torch.float32)
-        hypers, factors = packed(hyper), _sent(factors, tables.device)
+        hypers, factors = packed(hyper), tables.factors(adjust)
         for kind in tables.kinds:
             k.apply_kernel[(len(kind.row_blocks),)](
                 tables.addresses,
@@ -276,7 +289,7 @@ class TritonKernels:
                 tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
             )
             found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
-        return found[[work.index for work in works]].bool()
+        return found[tables.indices].bool()
 
     def _tables_for(self, works: Sequence[Work]) -> _Tables:
         for work in works:
@@ -336,7 +349,7 @@ def _check(work: Work) -> None:
         )
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Send a small tensor to the device without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device)

@@ -283,6 +283,7 @@ class MultiplierOptimizer(Optimizer):
         self._class_of = torch.tensor(members, device=self._steps.device)
         self._rates: list[tuple[float, ...]] = []
         self._touched: tuple[list[Slot], Tensor, Any] | None = None
+        self._arrived: Tensor | None = None
 
     def _make_banks(self, found: list[tuple[Any, ...]], device: torch.device) -> None:
         members: dict[torch.dtype, list[int]] = {}
@@ -406,8 +407,22 @@ class MultiplierOptimizer(Optimizer):
             if bool(touched.any()):
                 raise _written_outside(owned[int(touched.nonzero()[0])])
         elif touched.numel():
-            self._touched = (owned, *_on_its_way(touched))
+            self._touched = (owned, *self._on_its_way(touched))
         return touched
+
+    def _on_its_way(self, flags: Tensor) -> tuple[Tensor, Any]:
+        """Send flags to the host without waiting; the event tells when they have arrived."""
+        if flags.device.type != "cuda":
+            return flags, None
+        if torch.cuda.is_current_stream_capturing():
+            # Replays of a captured step do not come back here.
+            return torch.zeros(0, dtype=torch.bool), None
+        if self._arrived is None or self._arrived.shape != flags.shape:
+            self._arrived = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self._arrived.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return self._arrived, event
 
     def _raise_late(self) -> None:
         """Raise what the device found in the last step, which it left out for that reason."""
@@ -530,17 +545,6 @@ def _written_outside(slot: Slot) -> RuntimeError:
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
         "opt.sync_from_model_() after it; if not, restore the weights before stepping."
     )
-
-
-def _on_its_way(flags: Tensor) -> tuple[Tensor, Any]:
-    """Send flags to the host without waiting; the event tells when they have arrived."""
-    if flags.device.type != "cuda":
-        return flags, None
-    arrived = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-    arrived.copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return arrived, event
 
 
 def _full(value: Tensor) -> Tensor:
