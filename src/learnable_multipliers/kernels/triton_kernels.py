@@ -31,15 +31,30 @@ def _pointer(table, slot, field: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _block(table, programs, BLOCK_ROWS: tl.constexpr):
-    """Return a program's parameter, its rows, which of them exist, and the columns' number."""
+def _matrix(table, slot, field: tl.constexpr, dtype: tl.constexpr, first, ALIGNED: tl.constexpr):
+    """Return the address of a program's first number in a large tensor."""
+    pointer = _pointer(table, slot, field, dtype) + first
+    if ALIGNED:
+        # What the compiler cannot know of an address it reads from a table. Four numbers at a
+        # time for every type, so that all tensors of a tile are laid out alike in registers.
+        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else 8)
+    return pointer
+
+
+@triton.jit
+def _block(table, programs, BLOCK_ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a program's parameter, first number, rows left, columns and where factors start."""
     pid = tl.program_id(0)
     slot = tl.load(programs + pid * PROGRAM + SLOT)
-    rows = tl.load(programs + pid * PROGRAM + START) + tl.arange(0, BLOCK_ROWS)
-    inside = rows < tl.load(programs + pid * PROGRAM + STOP)
+    start = tl.load(programs + pid * PROGRAM + START)
+    rows_left = (tl.load(programs + pid * PROGRAM + STOP) - start).to(tl.int32)
     num_cols = tl.load(table + slot * FIELDS + NUM_COLS)
     first_col = tl.load(programs + pid * PROGRAM + STACK) * num_cols
-    return slot, rows, inside, num_cols, first_col
+    first = start * num_cols
+    num_cols = num_cols.to(tl.int32)
+    if ALIGNED:
+        num_cols = tl.multiple_of(num_cols, 16)
+    return slot, start, rows_left, num_cols, first, first_col
 
 
 @triton.jit
@@ -49,34 +64,40 @@ def reduce_kernel(
     partials,
     squares,
     grad_type: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Row sums, partial column sums and partial squared norm of a block of rows."""
     pid = tl.program_id(0)
-    slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+    slot, start, rows_left, num_cols, first, first_col = _block(
+        table, programs, BLOCK_ROWS, ALIGNED
+    )
     partial = partials + tl.load(programs + pid * PROGRAM + PARTIAL)
-    grad = _pointer(table, slot, GRAD, grad_type)
-    raw = _pointer(table, slot, RAW, tl.float32)
-    b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + rows, mask=inside, other=0.0)
+    grad = _matrix(table, slot, GRAD, grad_type, first, ALIGNED)
+    raw = _matrix(table, slot, RAW, tl.float32, first, ALIGNED)
+    rows = tl.arange(0, BLOCK_ROWS)
+    inside = rows < rows_left
+    b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + start + rows, mask=inside, other=0.0)
     col = _pointer(table, slot, COL, tl.float32) + first_col
-    b_sums = tl.zeros((BLOCK_ROWS,), tl.float32)
-    b_squares = tl.zeros((BLOCK_ROWS,), tl.float32)
-    for start in range(0, num_cols, BLOCK_COLS):
-        cols = start + tl.arange(0, BLOCK_COLS)
+    b_sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    b_squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for column in range(0, num_cols, BLOCK_COLS):
+        cols = column + tl.arange(0, BLOCK_COLS)
         valid = cols < num_cols
         mask = inside[:, None] & valid[None, :]
         offsets = rows[:, None] * num_cols + cols[None, :]
         b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
         b_raw = tl.load(raw + offsets, mask=mask, other=0.0)
         b_col = tl.load(col + cols, mask=valid, other=0.0)
-        b_product = b_raw * b_grad
-        b_sums += tl.sum(b_product * b_col[None, :], 1)
-        b_scaled = b_row[:, None] * b_grad * b_col[None, :]
-        b_squares += tl.sum(b_scaled * b_scaled, 1)
-        tl.store(partial + cols, tl.sum(b_row[:, None] * b_product, 0), mask=valid)
-    tl.store(_pointer(table, slot, ROW_SUM, tl.float32) + rows, b_sums, mask=inside)
-    tl.store(squares + pid, tl.sum(b_squares, 0))
+        b_scaled = b_grad * b_col[None, :]
+        b_sums += b_raw * b_scaled
+        b_squares += b_scaled * b_scaled
+        b_down = tl.sum(b_row[:, None] * (b_raw * b_grad), 0)
+        tl.store(partial + cols, b_down, mask=valid)
+    sums = _pointer(table, slot, ROW_SUM, tl.float32) + start
+    tl.store(sums + rows, tl.sum(b_sums, 1), mask=inside)
+    tl.store(squares + pid, tl.sum(tl.sum(b_squares, 1) * b_row * b_row, 0))
 
 
 @triton.jit
@@ -111,18 +132,21 @@ def squares_kernel(table, programs, squares, grad_type: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _adamw(b_raw, b_grad, b_first, b_second, hypers, slot):
+def _settings(hypers, slot):
+    """Return the hyper-parameters of AdamW for one parameter."""
+    row = hypers + slot * HYPERS
+    keep = 1.0 - tl.load(row + LR) * tl.load(row + DECAY)
+    towards, beta2 = tl.load(row + TOWARDS), tl.load(row + BETA2)
+    eps, step_size = tl.load(row + EPS), tl.load(row + STEP_SIZE)
+    return keep, towards, beta2, eps, step_size, tl.load(row + ROOT_BIAS2)
+
+
+@triton.jit
+def _adamw(b_raw, b_grad, b_first, b_second, keep, towards, beta2, eps, step_size, root_bias2):
     """One step of AdamW; returns raw weight and both moments."""
-    lr = tl.load(hypers + slot * HYPERS + LR)
-    decay = tl.load(hypers + slot * HYPERS + DECAY)
-    towards = tl.load(hypers + slot * HYPERS + TOWARDS)
-    beta2 = tl.load(hypers + slot * HYPERS + BETA2)
-    eps = tl.load(hypers + slot * HYPERS + EPS)
-    step_size = tl.load(hypers + slot * HYPERS + STEP_SIZE)
-    root_bias2 = tl.load(hypers + slot * HYPERS + ROOT_BIAS2)
     b_first += (b_grad - b_first) * towards
     b_second = b_second * beta2 + (1.0 - beta2) * b_grad * b_grad
-    b_raw = b_raw * (1.0 - lr * decay)
+    b_raw = b_raw * keep
     b_raw -= step_size * b_first / (tl.sqrt(b_second) / root_bias2 + eps)
     return b_raw, b_first, b_second
 
@@ -136,26 +160,31 @@ def adamw_kernel(
     go,
     grad_type: tl.constexpr,
     weight_type: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Update a block of rows by AdamW and write its effective weight."""
     if tl.load(go) != 0:
-        slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
-        grad = _pointer(table, slot, GRAD, grad_type)
-        weight = _pointer(table, slot, WEIGHT, weight_type)
-        raw = _pointer(table, slot, RAW, tl.float32)
-        first = _pointer(table, slot, FIRST, tl.float32)
-        second = _pointer(table, slot, SECOND, tl.float32)
+        slot, start, rows_left, num_cols, first, first_col = _block(
+            table, programs, BLOCK_ROWS, ALIGNED
+        )
+        keep, towards, beta2, eps, step_size, root_bias2 = _settings(hypers, slot)
+        grad = _matrix(table, slot, GRAD, grad_type, first, ALIGNED)
+        weight = _matrix(table, slot, WEIGHT, weight_type, first, ALIGNED)
+        raw = _matrix(table, slot, RAW, tl.float32, first, ALIGNED)
+        moment = _matrix(table, slot, FIRST, tl.float32, first, ALIGNED)
+        square = _matrix(table, slot, SECOND, tl.float32, first, ALIGNED)
+        rows = tl.arange(0, BLOCK_ROWS)
+        inside = rows < rows_left
+        row = _pointer(table, slot, ROW, tl.float32) + start
+        row_next = _pointer(table, slot, ROW_NEXT, tl.float32) + start
+        b_row = tl.load(row + rows, mask=inside, other=0.0) * tl.load(clip)
+        b_row_next = tl.load(row_next + rows, mask=inside, other=0.0)
         col = _pointer(table, slot, COL, tl.float32) + first_col
         col_next = _pointer(table, slot, COL_NEXT, tl.float32) + first_col
-        b_row = tl.load(_pointer(table, slot, ROW, tl.float32) + rows, mask=inside, other=0.0)
-        b_row = b_row * tl.load(clip)
-        b_row_next = tl.load(
-            _pointer(table, slot, ROW_NEXT, tl.float32) + rows, mask=inside, other=0.0
-        )
-        for start in range(0, num_cols, BLOCK_COLS):
-            cols = start + tl.arange(0, BLOCK_COLS)
+        for column in range(0, num_cols, BLOCK_COLS):
+            cols = column + tl.arange(0, BLOCK_COLS)
             valid = cols < num_cols
             mask = inside[:, None] & valid[None, :]
             offsets = rows[:, None] * num_cols + cols[None, :]
@@ -166,14 +195,18 @@ def adamw_kernel(
             b_raw, b_first, b_second = _adamw(
                 tl.load(raw + offsets, mask=mask, other=0.0),
                 b_grad,
-                tl.load(first + offsets, mask=mask, other=0.0),
-                tl.load(second + offsets, mask=mask, other=0.0),
-                hypers,
-                slot,
+                tl.load(moment + offsets, mask=mask, other=0.0),
+                tl.load(square + offsets, mask=mask, other=0.0),
+                keep,
+                towards,
+                beta2,
+                eps,
+                step_size,
+                root_bias2,
             )
             tl.store(raw + offsets, b_raw, mask=mask)
-            tl.store(first + offsets, b_first, mask=mask)
-            tl.store(second + offsets, b_second, mask=mask)
+            tl.store(moment + offsets, b_first, mask=mask)
+            tl.store(square + offsets, b_second, mask=mask)
             b_weight = b_row_next[:, None] * b_raw * b_col_next[None, :]
             tl.store(weight + offsets, b_weight.to(weight_type), mask=mask)
 
@@ -194,28 +227,35 @@ def adamw_flat_kernel(
     if tl.load(go) != 0:
         pid = tl.program_id(0)
         slot = tl.load(programs + pid * PROGRAM + SLOT)
-        stop = tl.load(programs + pid * PROGRAM + STOP)
+        begin = tl.load(programs + pid * PROGRAM + START)
+        left = (tl.load(programs + pid * PROGRAM + STOP) - begin).to(tl.int32)
         factor = tl.load(clip)
-        grad = _pointer(table, slot, GRAD, grad_type)
-        weight = _pointer(table, slot, WEIGHT, weight_type)
-        raw = _pointer(table, slot, RAW, tl.float32)
-        first = _pointer(table, slot, FIRST, tl.float32)
-        second = _pointer(table, slot, SECOND, tl.float32)
-        for start in range(tl.load(programs + pid * PROGRAM + START), stop, BLOCK):
+        keep, towards, beta2, eps, step_size, root_bias2 = _settings(hypers, slot)
+        # Runs start at multiples of their length, and tensors where the allocator puts them.
+        grad = _matrix(table, slot, GRAD, grad_type, begin, True)
+        weight = _matrix(table, slot, WEIGHT, weight_type, begin, True)
+        raw = _matrix(table, slot, RAW, tl.float32, begin, True)
+        moment = _matrix(table, slot, FIRST, tl.float32, begin, True)
+        square = _matrix(table, slot, SECOND, tl.float32, begin, True)
+        for start in range(0, left, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < stop
+            mask = offsets < left
             b_grad = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * factor
             b_raw, b_first, b_second = _adamw(
                 tl.load(raw + offsets, mask=mask, other=0.0),
                 b_grad,
-                tl.load(first + offsets, mask=mask, other=0.0),
-                tl.load(second + offsets, mask=mask, other=0.0),
-                hypers,
-                slot,
+                tl.load(moment + offsets, mask=mask, other=0.0),
+                tl.load(square + offsets, mask=mask, other=0.0),
+                keep,
+                towards,
+                beta2,
+                eps,
+                step_size,
+                root_bias2,
             )
             tl.store(raw + offsets, b_raw, mask=mask)
-            tl.store(first + offsets, b_first, mask=mask)
-            tl.store(second + offsets, b_second, mask=mask)
+            tl.store(moment + offsets, b_first, mask=mask)
+            tl.store(square + offsets, b_second, mask=mask)
             if OWNS_RAW:
                 tl.store(weight + offsets, b_raw.to(weight_type), mask=mask)
 
@@ -231,22 +271,27 @@ def momentum_kernel(
     update_type: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Update the momentum of a block of rows and write what is to be orthogonalized."""
     allowed = tl.load(go) != 0
-    slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
-    grad = _pointer(table, slot, GRAD, grad_type)
-    buffer = _pointer(table, slot, FIRST, tl.float32)
-    update = _pointer(table, slot, UPDATE, update_type)
+    slot, start, rows_left, num_cols, first, first_col = _block(
+        table, programs, BLOCK_ROWS, ALIGNED
+    )
+    grad = _matrix(table, slot, GRAD, grad_type, first, ALIGNED)
+    buffer = _matrix(table, slot, FIRST, tl.float32, first, ALIGNED)
+    update = _matrix(table, slot, UPDATE, update_type, first, ALIGNED)
+    rows = tl.arange(0, BLOCK_ROWS)
+    inside = rows < rows_left
     b_row = tl.zeros((BLOCK_ROWS,), tl.float32) + tl.load(clip)
     if HAS_FACTORS:
-        row = _pointer(table, slot, ROW, tl.float32)
+        row = _pointer(table, slot, ROW, tl.float32) + start
         b_row = b_row * tl.load(row + rows, mask=inside, other=0.0)
         col = _pointer(table, slot, COL, tl.float32) + first_col
-    for start in range(0, num_cols, BLOCK_COLS):
-        cols = start + tl.arange(0, BLOCK_COLS)
+    for column in range(0, num_cols, BLOCK_COLS):
+        cols = column + tl.arange(0, BLOCK_COLS)
         valid = cols < num_cols
         mask = inside[:, None] & valid[None, :]
         offsets = rows[:, None] * num_cols + cols[None, :]
@@ -274,24 +319,29 @@ def apply_kernel(
     weight_type: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     OWNS_RAW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Decay a block of rows, take the orthogonalized step, write the effective weight."""
     if tl.load(go) != 0:
-        slot, rows, inside, num_cols, first_col = _block(table, programs, BLOCK_ROWS)
+        slot, start, rows_left, num_cols, first, first_col = _block(
+            table, programs, BLOCK_ROWS, ALIGNED
+        )
         lr = tl.load(hypers + slot * HYPERS + LR)
         keep = 1.0 - lr * tl.load(hypers + slot * HYPERS + DECAY)
         lr = lr * tl.load(adjust + slot)
-        update = _pointer(table, slot, UPDATE, update_type)
-        weight = _pointer(table, slot, WEIGHT, weight_type)
-        raw = _pointer(table, slot, RAW, tl.float32)
+        update = _matrix(table, slot, UPDATE, update_type, first, ALIGNED)
+        weight = _matrix(table, slot, WEIGHT, weight_type, first, ALIGNED)
+        raw = _matrix(table, slot, RAW, tl.float32, first, ALIGNED)
+        rows = tl.arange(0, BLOCK_ROWS)
+        inside = rows < rows_left
         if HAS_FACTORS:
-            row_next = _pointer(table, slot, ROW_NEXT, tl.float32)
+            row_next = _pointer(table, slot, ROW_NEXT, tl.float32) + start
             b_row_next = tl.load(row_next + rows, mask=inside, other=0.0)
             col_next = _pointer(table, slot, COL_NEXT, tl.float32) + first_col
-        for start in range(0, num_cols, BLOCK_COLS):
-            cols = start + tl.arange(0, BLOCK_COLS)
+        for column in range(0, num_cols, BLOCK_COLS):
+            cols = column + tl.arange(0, BLOCK_COLS)
             valid = cols < num_cols
             mask = inside[:, None] & valid[None, :]
             offsets = rows[:, None] * num_cols + cols[None, :]
@@ -364,13 +414,18 @@ def multiplier_adamw_kernel(
         moved = mask & (tl.load(trained + offsets, mask=mask, other=0) != 0)
         moved = moved & (tl.load(active + slot, mask=mask, other=0) != 0)
         b_grad = tl.load(grads + offsets, mask=moved, other=0.0) * tl.load(clip)
+        keep, towards, beta2, eps, step_size, root_bias2 = _settings(hypers, slot)
         b_value, b_first, b_second = _adamw(
             tl.load(values + offsets, mask=moved, other=0.0),
             b_grad,
             tl.load(first + offsets, mask=moved, other=0.0),
             tl.load(second + offsets, mask=moved, other=0.0),
-            hypers,
-            slot,
+            keep,
+            towards,
+            beta2,
+            eps,
+            step_size,
+            root_bias2,
         )
         tl.store(values + offsets, b_value, mask=moved)
         tl.store(first + offsets, b_first, mask=moved)

@@ -19,8 +19,12 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-_REDUCE_TILE = (64, 64)
-_UPDATE_TILE = (8, 256)
+# Tiles in rows and columns, as timed on one H200 (scratch runs over fourteen shapes each): the
+# reduction by bytes of a gradient, the update by whether rows are long enough for one tile.
+_REDUCE_TILES = {4: (64, 64), 2: (64, 128)}
+_REDUCE_ROWS = 64
+_LONG_ROWS, _SHORT_ROWS = (1, 1024), (4, 256)
+_WARPS = 4
 _COLUMNS = 256
 _FLAT = 16384
 """Numbers per program where nothing is multiplied."""
@@ -35,6 +39,9 @@ class _Kind:
     weight_type: Any
     factors: bool
     owns_raw: bool
+    aligned: bool
+    """Rows are multiples of 16 numbers, so that whole vectors can be read."""
+    tile: tuple[int, int]
     works: list[Work] = field(default_factory=list)
     row_blocks: Tensor | None = None
     """Programs over blocks of rows, for updates."""
@@ -48,7 +55,7 @@ class _Kind:
 class _Tables:
     """Everything the kernels look up for one list of parameters."""
 
-    def __init__(self, works: Sequence[Work]):
+    def __init__(self, works: list[Work]):
         device = works[0].raw.device
         self.device = device
         self.rows = 1 + max(work.index for work in works)
@@ -57,9 +64,12 @@ class _Tables:
         for work in works:
             _check(work)
             addresses[work.index] = torch.tensor(_addresses(work))
-            key = (work.grad.dtype, work.weight.dtype, work.factors is not None, work.owns_raw)
+            cols = _grid(work)[2]
+            tile = _LONG_ROWS if cols >= _LONG_ROWS[1] else _SHORT_ROWS
+            flags = (work.factors is not None, work.owns_raw, cols % 16 == 0, tile)
+            key = (work.grad.dtype, work.weight.dtype, *flags)
             types = _TYPES[work.grad.dtype], _TYPES[work.weight.dtype]
-            kinds.setdefault(key, _Kind(*types, *key[2:])).works.append(work)
+            kinds.setdefault(key, _Kind(*types, *flags)).works.append(work)
         self.addresses = addresses.to(device)
         self.indices = torch.tensor([work.index for work in works]).to(device)
         self._found: list[tuple[int, ...]] = []
@@ -79,36 +89,35 @@ class _Tables:
             stack, rows, cols = _grid(work)
             for e in range(stack):
                 first, last = e * rows, (e + 1) * rows
-                for start in range(first, last, _UPDATE_TILE[0]):
-                    blocks.append((work.index, start, last, e, 0, 0))
-                samples += [
-                    (work.index, s, rows, e, 0, 0) for s in range(0, max(rows, cols), _BLOCK)
-                ]
+                blocks.append(_programs(work, range(first, last, kind.tile[0]), last, e))
+                samples.append(_programs(work, range(0, max(rows, cols), _BLOCK), rows, e))
                 if kind.factors:
-                    starts = range(first, last, _REDUCE_TILE[0])
-                    columns += [
-                        (work.index, c, cols, e, self.num_partials, len(starts))
-                        for c in range(0, cols, _COLUMNS)
-                    ]
-                    for start in starts:
-                        reduces.append((work.index, start, last, e, self.num_partials, 0))
-                        self.num_partials += cols
+                    starts = range(first, last, _REDUCE_ROWS)
+                    summed = _programs(work, range(0, cols, _COLUMNS), cols, e)
+                    summed[:, k.PARTIAL.value] = self.num_partials
+                    summed[:, k.NUM_BLOCKS.value] = len(starts)
+                    columns.append(summed)
+                    reduced = _programs(work, starts, last, e)
+                    where = self.num_partials + cols * torch.arange(len(starts))
+                    reduced[:, k.PARTIAL.value] = where
+                    reduces.append(reduced)
+                    self.num_partials += cols * len(starts)
             if not kind.factors:
                 size = work.raw.numel()
-                runs += [
-                    (work.index, s, min(s + _FLAT, size), 0, 0, 0) for s in range(0, size, _FLAT)
-                ]
-        self.num_squares += len(reduces) if kind.factors else len(runs)
+                run = _programs(work, range(0, size, _FLAT), size, 0)
+                run[:, k.STOP.value] = (run[:, k.START.value] + _FLAT).clamp(max=size)
+                runs.append(run)
 
-        def table(programs: list[tuple[int, ...]]) -> Tensor:
-            return torch.tensor(programs, dtype=torch.int64).view(-1, k.PROGRAM.value).to(device)
+        def table(programs: list[Tensor]) -> Tensor:
+            empty = torch.empty(0, k.PROGRAM.value, dtype=torch.int64)
+            return torch.cat([empty, *programs]).to(device)
 
-        kind.row_blocks, kind.reduce_blocks, kind.column_blocks = map(
-            table, (blocks, reduces, columns)
-        )
-        kind.runs, kind.samples = table(runs), table(samples)
+        kind.row_blocks, kind.samples = table(blocks), table(samples)
+        kind.reduce_blocks, kind.column_blocks = table(reduces), table(columns)
+        kind.runs = table(runs)
+        self.num_squares += len(kind.reduce_blocks) if kind.factors else len(kind.runs)
 
-    def refresh(self, works: Sequence[Work], updates: Sequence[Tensor] = ()) -> None:
+    def refresh(self, works: list[Work], updates: Sequence[Tensor] = ()) -> None:
         """Send the addresses that have changed since the last time; mostly none have."""
         found = [(work.grad.data_ptr(), work.weight.data_ptr()) for work in works]
         if found != self._found:
@@ -137,10 +146,13 @@ class TritonKernels:
     decides_on_host = False
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[Any, ...], _Tables] = {}
+        self._tables: dict[int, tuple[list[Work], set[torch.dtype], _Tables]] = {}
 
-    def reduce(self, works: Sequence[Work]) -> Tensor:
+    def reduce(self, works: list[Work]) -> Tensor:
         """Write the row and column sums of every matrix; return the gradients' squared norm."""
+        for work in works:
+            if not work.grad.is_contiguous():
+                work.grad = work.grad.contiguous()
         tables = self._tables_for(works)
         tables.refresh(works)
         start = 0
@@ -153,8 +165,9 @@ class TritonKernels:
                     tables.partials,
                     tables.squares[start:],
                     kind.grad_type,
-                    *_REDUCE_TILE,
-                    num_warps=4,
+                    kind.aligned,
+                    *_REDUCE_TILES[kind.works[0].grad.element_size()],
+                    num_warps=_WARPS,
                 )
                 k.column_sums_kernel[(len(kind.column_blocks),)](
                     tables.addresses, kind.column_blocks, tables.partials, _COLUMNS, num_warps=2
@@ -167,12 +180,12 @@ class TritonKernels:
                     tables.squares[start:],
                     kind.grad_type,
                     _BLOCK,
-                    num_warps=4,
+                    num_warps=_WARPS,
                 )
             start += count
         return tables.squares.sum()
 
-    def adamw_(self, works: Sequence[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def adamw_(self, works: list[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
         """Update raw weights by AdamW and write the effective weights."""
         tables = self._tables_for(works)
         tables.refresh(works)
@@ -187,8 +200,9 @@ class TritonKernels:
                     go,
                     kind.grad_type,
                     kind.weight_type,
-                    *_UPDATE_TILE,
-                    num_warps=4,
+                    kind.aligned,
+                    *kind.tile,
+                    num_warps=_WARPS,
                 )
             else:
                 k.adamw_flat_kernel[(len(kind.runs),)](
@@ -201,12 +215,12 @@ class TritonKernels:
                     kind.weight_type,
                     kind.owns_raw,
                     _BLOCK,
-                    num_warps=4,
+                    num_warps=_WARPS,
                 )
 
     def muon_momentum_(
         self,
-        works: Sequence[Work],
+        works: list[Work],
         updates: Sequence[Tensor],
         clip: Tensor,
         momentum: float,
@@ -227,13 +241,14 @@ class TritonKernels:
                 _TYPES[updates[0].dtype],
                 kind.factors,
                 nesterov,
-                *_UPDATE_TILE,
-                num_warps=4,
+                kind.aligned,
+                *kind.tile,
+                num_warps=_WARPS,
             )
 
     def muon_apply_(
         self,
-        works: Sequence[Work],
+        works: list[Work],
         updates: Sequence[Tensor],
         hyper: Hyper,
         adjust: Sequence[float],
@@ -254,8 +269,9 @@ class TritonKernels:
                 kind.weight_type,
                 kind.factors,
                 kind.owns_raw,
-                *_UPDATE_TILE,
-                num_warps=4,
+                kind.aligned,
+                *kind.tile,
+                num_warps=_WARPS,
             )
 
     def multipliers_(
@@ -275,15 +291,14 @@ class TritonKernels:
             *state, grads, owner, trained, active, packed(hyper), clip, go, size, _BLOCK
         )
 
-    def touched_from_outside(self, works: Sequence[Work]) -> Tensor:
+    def touched_from_outside(self, works: list[Work]) -> Tensor:
         """Tell for each parameter whether it is what was written, on a sample of entries."""
-        if not works:
-            return torch.zeros(0, dtype=torch.bool)
         tables = self._tables_for(works)
         tables.refresh(works)
         found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
         for kind in tables.kinds:
-            assert kind.samples is not None
+            if not kind.owns_raw:
+                continue
             flags = torch.empty(len(kind.samples), dtype=torch.int32, device=tables.device)
             k.touched_kernel[(len(kind.samples),)](
                 tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
@@ -291,14 +306,13 @@ class TritonKernels:
             found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
         return found[tables.indices].bool()
 
-    def _tables_for(self, works: Sequence[Work]) -> _Tables:
-        for work in works:
-            if not work.grad.is_contiguous():
-                work.grad = work.grad.contiguous()
-        key = tuple((id(work), work.grad.dtype) for work in works)
-        if key not in self._tables:
-            self._tables[key] = _Tables(works)
-        return self._tables[key]
+    def _tables_for(self, works: list[Work]) -> _Tables:
+        """Return the tables of a list of works, made once for each list."""
+        known = self._tables.get(id(works))
+        types = {work.grad.dtype for work in works}
+        if known is None or known[0] is not works or known[1] != types:
+            known = self._tables[id(works)] = (works, types, _Tables(works))
+        return known[2]
 
 
 def packed(hyper: Hyper) -> Tensor:
@@ -313,6 +327,16 @@ def packed(hyper: Hyper) -> Tensor:
         hyper.bias2.sqrt(),
     )
     return torch.stack(columns, 1).float()
+
+
+def _programs(work: Work, starts: range, stop: int, stack: int) -> Tensor:
+    """Return a row of the table of programs for each start."""
+    programs = torch.zeros(len(starts), k.PROGRAM.value, dtype=torch.int64)
+    programs[:, k.SLOT.value] = work.index
+    programs[:, k.START.value] = torch.arange(starts.start, starts.stop, starts.step)
+    programs[:, k.STOP.value] = stop
+    programs[:, k.STACK.value] = stack
+    return programs
 
 
 def _grid(work: Work) -> tuple[int, int, int]:

@@ -48,4 +48,4 @@ class AdamW(MultiplierOptimizer):
         return ("exp_avg", "exp_avg_sq")
 
     def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
-        self._kernels.adamw_([slot.work for slot in slots], hyper, clip, go)
+        self._kernels.adamw_(self._works(slots), hyper, clip, go)

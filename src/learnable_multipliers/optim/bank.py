@@ -106,7 +106,8 @@ class MultiplierBank:
         self._rows = _or_none(packed(row_slots, torch.int64), size)
         self._cols = _or_none(packed(col_slots, torch.int64), size)
         self._scalars = _or_none(packed(scalar_slots, torch.int64), size)
-        self._scalar_runs = _runs(packed(scalar_slots, torch.int64), size)
+        has_scalars = self._scalars is not None
+        self._scalar_runs = _Runs(packed(scalar_slots, torch.int64)) if has_scalars else None
         if not self._is_log.any():
             self._is_log = None
         self.num_out, self.num_in = num_out, num_in
@@ -183,11 +184,10 @@ class MultiplierBank:
         if self._cols is not None:
             grads[self._cols] = self.in_sums
         if self._scalar_runs is not None:
-            order, slots, lengths = self._scalar_runs
             through = self.out_sums
             if self._rows is not None:
                 through = through * extended[self._rows]
-            grads[slots] = torch.segment_reduce(through[order], "sum", lengths=lengths)
+            grads[self._scalar_runs.slots] = self._scalar_runs.sum(through)
         grads = grads[:-1]
         if self._is_log is not None:
             grads = torch.where(self._is_log, grads * extended[:-1], grads)
@@ -242,11 +242,34 @@ def _or_none(slots: Tensor, size: int) -> Tensor | None:
     return torch.where(slots < 0, size, slots) if bool((slots >= 0).any()) else None
 
 
-def _runs(slots: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return features in order of their scalar, the scalars' slots, and how many each has."""
-    if not bool((slots >= 0).any()):
-        return None
-    order = torch.argsort(slots, stable=True)
-    order = order[slots[order] >= 0]
-    scalars, lengths = torch.unique_consecutive(slots[order], return_counts=True)
-    return order, scalars, lengths
+class _Runs:
+    """Sums over the features of each scalar, in a fixed order and without asking the host.
+
+    Features are gathered into lines of one length, and the lines' sums into one line a scalar;
+    what is left over points at a zero.
+    """
+
+    LINE = 256
+
+    def __init__(self, slots: Tensor):
+        order = torch.argsort(slots, stable=True)
+        order = order[slots[order] >= 0]
+        self.slots, lengths = torch.unique_consecutive(slots[order], return_counts=True)
+        lines, groups = [], []
+        for features in order.split(lengths.tolist()):
+            pieces = features.split(self.LINE)
+            groups.append(torch.arange(len(lines), len(lines) + len(pieces)))
+            lines += pieces
+        device = slots.device
+        self._lines = _padded(lines, len(slots)).to(device)
+        self._groups = _padded(groups, len(lines)).to(device)
+
+    def sum(self, features: Tensor) -> Tensor:
+        """Return the sum of each scalar's features."""
+        zero = features.new_zeros(1)
+        lines = torch.cat([features, zero])[self._lines].sum(1)
+        return torch.cat([lines, zero])[self._groups].sum(1)
+
+
+def _padded(lines: list[Tensor], filler: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=filler)

@@ -45,6 +45,7 @@ class Slot:
     matrix: Matrix | None
     share: Share
     work: Work
+    sharded: bool
     version: int = -1
     pointer: int = 0
 
@@ -143,7 +144,9 @@ class MultiplierOptimizer(Optimizer):
             )
             bank.write_factors_(following=True)
         self._update_(active, hyper, clip, go)
-        self._remember(active)
+        if self._kernels.decides_on_host:
+            # Triton's writes leave no trace in a tensor's version; torch's do.
+            self._remember(active)
 
     @property
     def num_skipped(self) -> int:
@@ -158,12 +161,30 @@ class MultiplierOptimizer(Optimizer):
                 continue
             if grad.is_sparse:
                 raise ValueError(f"{slot.name}: sparse gradients are not supported")
-            slot.work.grad = local(grad)
+            slot.work.grad = local(grad) if slot.sharded else grad
             active.append(slot)
-        return active
+        if len(active) == len(slots):
+            return slots
+        # One list for one set of parameters, so that kernels find their tables again.
+        key = tuple(slot.work.index for slot in active)
+        return self._subsets.setdefault(key, active)
+
+    def _works(self, slots: list[Slot]) -> list[Work]:
+        """Return the slots' works, the same list for the same slots."""
+        known = self._lists.get(id(slots))
+        if known is None or known[0] is not slots:
+            known = self._lists[id(slots)] = (slots, [slot.work for slot in slots])
+        return known[1]
 
     def _gradients(self, active: list[Slot]) -> tuple[dict[torch.dtype, Tensor], Tensor]:
         """Return the multipliers' gradients by bank, and the norm of all others."""
+        for bank in self._banks.values():
+            # Matrices without a gradient this time must not bring sums of the last one.
+            bank.out_sums.zero_()
+            bank.in_sums.zero_()
+        if not any(slot.sharded for slot in active):
+            square = self._kernels.reduce(self._works(active))
+            return {dtype: bank.gradients() for dtype, bank in self._banks.items()}, square.sqrt()
         classes: dict[tuple[Any, ...], list[Work]] = {}
         axes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         for slot in active:
@@ -171,10 +192,6 @@ class MultiplierOptimizer(Optimizer):
             key = tuple((id(mesh), axis) for mesh, axis in over)
             classes.setdefault(key, []).append(slot.work)
             axes[key] = over
-        for bank in self._banks.values():
-            # Matrices without a gradient this time must not bring sums of the last one.
-            bank.out_sums.zero_()
-            bank.in_sums.zero_()
         squares = {key: self._kernels.reduce(works) for key, works in classes.items()}
         grads = {dtype: bank.gradients() for dtype, bank in self._banks.items()}
         partial = [(square, axes[key]) for key, square in squares.items()]
@@ -266,6 +283,9 @@ class MultiplierOptimizer(Optimizer):
         self._slots = [self._slot(index, *one) for index, one in enumerate(found)]
         for bank in self._banks.values():
             bank.write_factors_()
+        self._owned = [slot for slot in self._slots if slot.work.owns_raw]
+        self._subsets: dict[tuple[int, ...], list[Slot]] = {}
+        self._lists: dict[int, tuple[list[Slot], list[Work]]] = {}
         self._classify(self._slots)
         self._remember(self._slots)
 
@@ -346,7 +366,7 @@ class MultiplierOptimizer(Optimizer):
         if owns_raw and fresh:
             _start_raw(work, bank)
         self.state[parameter] = {**state, **as_sharded(kept, parameter, matrix)}
-        return Slot(parameter, name, group, matrix, share, work)
+        return Slot(parameter, name, group, matrix, share, work, is_sharded(parameter))
 
     def _remember(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -387,14 +407,14 @@ class MultiplierOptimizer(Optimizer):
 
     def _look_for_outside_writes(self, slots: list[Slot]) -> Tensor:
         """Tell which parameters are no longer what the last step wrote; raise where it shows."""
-        owned = [slot for slot in slots if slot.work.owns_raw]
         suspects = []
-        for slot in owned:
-            here = local(slot.parameter.detach())
-            if here.data_ptr() != slot.pointer:
-                slot.work.weight = here
+        for slot in self._owned:
+            parameter = slot.parameter
+            pointer = (local(parameter) if slot.sharded else parameter).data_ptr()
+            if pointer != slot.pointer:
+                slot.work.weight = local(parameter.detach())
                 suspects.append(slot)
-            elif slot.parameter._version != slot.version:
+            elif parameter._version != slot.version:
                 suspects.append(slot)
         for slot in suspects:
             # A swap and back (an average for evaluation) leaves the same numbers: fine.
@@ -402,19 +422,19 @@ class MultiplierOptimizer(Optimizer):
                 raise _written_outside(slot)
         self._remember(suspects)
         # Writes through `.data` leave no trace but their numbers.
-        touched = self._kernels.touched_from_outside([slot.work for slot in owned])
+        touched = self._kernels.touched_from_outside(self._works(slots))
         if self._kernels.decides_on_host:
             if bool(touched.any()):
-                raise _written_outside(owned[int(touched.nonzero()[0])])
+                raise _written_outside(slots[int(touched.nonzero()[0])])
         elif touched.numel():
-            self._touched = (owned, *self._on_its_way(touched))
+            self._touched = (slots, *self._on_its_way(touched))
         return touched
 
     def _on_its_way(self, flags: Tensor) -> tuple[Tensor, Any]:
         """Send flags to the host without waiting; the event tells when they have arrived."""
         if flags.device.type != "cuda":
             return flags, None
-        if torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             # Replays of a captured step do not come back here.
             return torch.zeros(0, dtype=torch.bool), None
         if self._arrived is None or self._arrived.shape != flags.shape:
@@ -426,13 +446,13 @@ class MultiplierOptimizer(Optimizer):
 
     def _raise_late(self) -> None:
         """Raise what the device found in the last step, which it left out for that reason."""
-        if self._touched is None:
+        if self._touched is None or _is_capturing():
             return
-        owned, flags, event = self._touched
+        slots, flags, event = self._touched
         if event is not None:
             event.synchronize()
         if bool(flags.any()):
-            raise _written_outside(owned[int(flags.nonzero()[0])])
+            raise _written_outside(slots[int(flags.nonzero()[0])])
         self._touched = None
 
     @torch.no_grad()
@@ -545,6 +565,10 @@ def _written_outside(slot: Slot) -> RuntimeError:
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
         "opt.sync_from_model_() after it; if not, restore the weights before stepping."
     )
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _full(value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +15,6 @@ from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
-from learnable_multipliers.optim.sharding import is_sharded
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
@@ -82,22 +81,39 @@ class Muon(MultiplierOptimizer):
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
     def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
-        hidden = [slot for slot in slots if is_hidden(slot.matrix)]
-        rest = [slot.work for slot in slots if not is_hidden(slot.matrix)]
+        hidden, rest = self._sides(slots)
         if rest:
-            self._kernels.adamw_(rest, hyper, clip, go)
+            self._kernels.adamw_(self._works(rest), hyper, clip, go)
         if not hidden:
             return
-        for slot in hidden:
-            if is_sharded(slot.parameter):
-                raise NotImplementedError(
-                    f"{slot.name} is sharded: Muon needs whole matrices; use lrm.AdamW with FSDP2"
-                )
-        works = [slot.work for slot in hidden]
-        batches = _Batches(hidden)
-        self._kernels.muon_momentum_(works, batches.updates, clip, self.momentum, self.nesterov, go)
-        batches.orthogonalize_(self.coefficients, self.adjust_lr)
-        self._kernels.muon_apply_(works, batches.updates, hyper, batches.adjust, go)
+        if id(hidden) not in self._batches:
+            self._batches[id(hidden)] = _Batches(hidden, self.adjust_lr)
+        batches = self._batches[id(hidden)]
+        works = self._works(hidden)
+        updates = batches.fresh()
+        self._kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
+        updates = batches.orthogonalize(updates, self.coefficients)
+        self._kernels.muon_apply_(works, updates, hyper, batches.adjust, go)
+
+    def _bind(self) -> None:
+        super()._bind()
+        self._split: dict[int, tuple[list[Slot], list[Slot], list[Slot]]] = {}
+        self._batches: dict[int, _Batches] = {}
+
+    def _sides(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
+        """Return the slots Muon trains and those AdamW does, the same lists for the same slots."""
+        known = self._split.get(id(slots))
+        if known is None or known[0] is not slots:
+            hidden = [slot for slot in slots if is_hidden(slot.matrix)]
+            for slot in hidden:
+                if slot.sharded:
+                    raise NotImplementedError(
+                        f"{slot.name} is sharded: Muon needs whole matrices; use lrm.AdamW with "
+                        "FSDP2"
+                    )
+            rest = [slot for slot in slots if not is_hidden(slot.matrix)]
+            known = self._split[id(slots)] = (slots, hidden, rest)
+        return known[1], known[2]
 
 
 def is_hidden(matrix: Matrix | None) -> bool:
@@ -113,65 +129,80 @@ def lr_factor(rule: AdjustLr, num_out: int, num_in: int) -> float:
 
 
 class _Batches:
-    """Updates of many matrices, those of one shape side by side.
+    """Where the updates of many matrices lie, those of one shape side by side.
 
     A matrix that is one block and no stack has its update right in its batch; the blocks of
     others are copied in and out.
     """
 
-    def __init__(self, slots: list[Slot]):
+    def __init__(self, slots: list[Slot], rule: AdjustLr):
         self._slots = slots
-        shapes: dict[tuple[int, int], int] = {}
-        places: list[list[tuple[tuple[int, int], int, int]]] = []
+        self._counts: dict[tuple[int, int], int] = {}
+        # For each matrix, the shape, first place and number of each of its blocks.
+        self._places: list[list[tuple[tuple[int, int], int, int]]] = []
+        self.adjust: list[float] = []
         for slot in slots:
             matrix = slot.matrix
             assert matrix is not None
-            places.append([])
+            places = []
             for block in matrix.blocks:
-                shape = _stored_shape(matrix, block.size)
-                count = math.prod(matrix.stack)
-                places[-1].append((shape, shapes.get(shape, 0), count))
-                shapes[shape] = shapes.get(shape, 0) + count
-        raw = slots[0].work.raw
+                shape, count = _stored_shape(matrix, block.size), math.prod(matrix.stack)
+                places.append((shape, self._counts.get(shape, 0), count))
+                self._counts[shape] = self._counts.get(shape, 0) + count
+            self._places.append(places)
+            whole = len(places) == 1
+            self.adjust.append(lr_factor(rule, matrix.num_out, matrix.num_in) if whole else 1.0)
+        self._rule: AdjustLr = rule
+
+    def fresh(self) -> list[Tensor]:
+        """Return room for the update of each matrix."""
+        raw = self._slots[0].work.raw
         dtype = _update_dtype(raw)
         self._batches = {
             shape: torch.empty(count, *shape, dtype=dtype, device=raw.device)
-            for shape, count in shapes.items()
+            for shape, count in self._counts.items()
         }
-        self._places = places
-        self.updates: list[Tensor] = []
-        self.adjust: list[float] = []
-        for slot, parts in zip(slots, places, strict=True):
-            if len(parts) == 1:
-                shape, start, count = parts[0]
-                self.updates.append(
-                    self._batches[shape][start : start + count].view_as(slot.work.raw)
-                )
-            else:
-                self.updates.append(torch.empty_like(slot.work.raw, dtype=dtype))
+        apart = [
+            torch.empty_like(slot.work.raw, dtype=dtype) if len(places) > 1 else None
+            for slot, places in zip(self._slots, self._places, strict=True)
+        ]
+        return self._views(self._batches, apart)
 
-    def orthogonalize_(self, coefficients: Coefficients, rule: AdjustLr) -> None:
-        """Replace every update by its orthogonalized form."""
-        for slot, update, parts in zip(self._slots, self.updates, self._places, strict=True):
-            if len(parts) > 1:
-                for block, (shape, start, count) in zip(
-                    _block_views(slot.matrix, update), parts, strict=True
-                ):
-                    self._batches[shape][start : start + count].copy_(block.reshape(count, *shape))
-        done = {shape: orthogonalize(batch, coefficients) for shape, batch in self._batches.items()}
-        for index, (slot, parts) in enumerate(zip(self._slots, self._places, strict=True)):
+    def orthogonalize(self, updates: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
+        """Return every update in its orthogonalized form."""
+        for slot, update, places in zip(self._slots, updates, self._places, strict=True):
+            if len(places) > 1:
+                blocks = _block_views(slot.matrix, update)
+                for block, (shape, start, count) in zip(blocks, places, strict=True):
+                    room = self._batches[shape][start : start + count]
+                    room.copy_(block.reshape(count, *shape))
+        done = {shape: orthogonalize(x, coefficients) for shape, x in self._batches.items()}
+        del self._batches
+        for slot, update, places in zip(self._slots, updates, self._places, strict=True):
             matrix = slot.matrix
             assert matrix is not None
-            if len(parts) == 1:
-                shape, start, count = parts[0]
-                self.updates[index] = done[shape][start : start + count].view_as(slot.work.raw)
-                self.adjust.append(lr_factor(rule, matrix.num_out, matrix.num_in))
-                continue
-            views = _block_views(matrix, self.updates[index])
-            for block, view, (shape, start, count) in zip(matrix.blocks, views, parts, strict=True):
-                factor = lr_factor(rule, block.size * matrix.repeats, matrix.num_in)
-                view.copy_((done[shape][start : start + count] * factor).view(view.shape))
-            self.adjust.append(1.0)
+            if len(places) > 1:
+                blocks = zip(matrix.blocks, _block_views(matrix, update), places, strict=True)
+                for block, view, (shape, start, count) in blocks:
+                    factor = lr_factor(self._rule, block.size * matrix.repeats, matrix.num_in)
+                    view.copy_((done[shape][start : start + count] * factor).view(view.shape))
+        return self._views(done, updates)
+
+    def _views(
+        self, batches: dict[tuple[int, int], Tensor], apart: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Return each matrix's update: its place in a batch, or the tensor it has apart."""
+        units = {shape: batch.unbind(0) for shape, batch in batches.items()}
+        views = []
+        for slot, places, own in zip(self._slots, self._places, apart, strict=True):
+            shape, start, count = places[0]
+            if len(places) > 1 and own is not None:
+                views.append(own)
+            elif slot.work.raw.ndim == 2:
+                views.append(units[shape][start])
+            else:
+                views.append(batches[shape][start : start + count])
+        return views
 
 
 def _stored_shape(matrix: Matrix, block_size: int) -> tuple[int, int]:

@@ -123,6 +123,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for slot in slots:
             if slot.work.owns_raw:
                 write_effective(slot.work)
+        self._remember(slots)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
