@@ -59,7 +59,9 @@ def toy_plan(model, kind):
             lrm.Rule(r"mix", "scalar", **stack),
             lrm.Rule(r"qkv\.weight", split=split, repeats=repeats),
         ]
-        plan = lrm.plan(model, "symmetry-aware", [*rules, lrm.Rule(r"unused|out", "row+col")])
+        plan = lrm.plan(
+            model, "symmetry-aware", [*rules, lrm.Rule(r"unused|out|single", "row+col")]
+        )
         return plan
     given = KINDS[kind]
     return lrm.plan(

@@ -68,49 +68,66 @@ class MultiplierBank:
         device: torch.device,
     ):
         self.matrices = tuple(matrices)
-        self._places: list[_Place] = []
+        locals_ = [
+            local_values(matrix, extent, initial_values(matrix, dtype=dtype))
+            for matrix, extent in zip(matrices, extents, strict=True)
+        ]
+        # Rows of all matrices first, then columns, then scalars: where every matrix carries
+        # rows, the rows' values lie as the factors do.
+        starts: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in matrices]
         values, trained, is_log, owner = [], [], [], []
-        row_slots, scalar_slots, col_slots = [], [], []
-        size, num_out, num_in = 0, 0, 0
-        for index, (matrix, extent) in enumerate(zip(matrices, extents, strict=True)):
-            starts: dict[str, tuple[int, tuple[int, ...]]] = {}
-            local = local_values(matrix, extent, initial_values(matrix, dtype=dtype))
-            for name, value in local.items():
-                starts[name] = (size, tuple(value.shape))
+        size = 0
+        for name in NAMES:
+            for index, (matrix, extent) in enumerate(zip(matrices, extents, strict=True)):
+                if name not in locals_[index]:
+                    continue
+                value = locals_[index][name]
+                starts[index][name] = (size, tuple(value.shape))
+                size += value.numel()
                 values.append(value.flatten())
                 trained.append(_trained(matrix, extent, name).flatten())
-                size += value.numel()
-            count = sum(value.numel() for value in local.values())
-            is_log.append(torch.full((count,), matrix.scale == "log"))
-            owner.append(torch.full((count,), index))
+                is_log.append(torch.full((value.numel(),), matrix.scale == "log"))
+                owner.append(torch.full((value.numel(),), index))
+        self._places: list[_Place] = []
+        row_slots, scalar_slots, col_slots = [], [], []
+        num_out, num_in = 0, 0
+        for matrix, extent, start in zip(matrices, extents, starts, strict=True):
             stack = extent.stack.stop - extent.stack.start
             out = (stack, extent.out.stop - extent.out.start)
             into = (stack, extent.into.stop - extent.into.start)
-            row_slots.append(_slots(starts, "row", out))
-            col_slots.append(_slots(starts, "col", into))
-            scalar_slots.append(_scalar_slots(matrix, extent, starts))
-            self._places.append(_Place(starts, (num_out, out), (num_in, into)))
+            row_slots.append(_slots(start, "row", out))
+            col_slots.append(_slots(start, "col", into))
+            scalar_slots.append(_scalar_slots(matrix, extent, start))
+            self._places.append(_Place(start, (num_out, out), (num_in, into)))
             num_out, num_in = num_out + out[0] * out[1], num_in + into[0] * into[1]
 
         def packed(parts: list[Tensor], empty_dtype: torch.dtype) -> Tensor:
             joined = torch.cat(parts) if parts else torch.empty(0, dtype=empty_dtype)
             return joined.to(device)
 
-        self.values = packed(values, dtype)
+        # The last place stands for "no multiplier": its value is 1 and its gradient is dropped.
+        self._extended_values = torch.cat([packed(values, dtype), torch.ones(1, device=device)])
+        self._extended_values = self._extended_values.to(dtype)
+        self.values = self._extended_values[:-1]
         self.exp_avg = torch.zeros_like(self.values)
         self.exp_avg_sq = torch.zeros_like(self.values)
         self.owner = packed(owner, torch.int64)
         self.trained = packed(trained, torch.bool)
-        self._is_log = packed(is_log, torch.bool)
-        # Slot `size` stands for "no multiplier": its value is 1 and its gradient is dropped.
+        self._all_trained = bool(self.trained.all())
+        is_log_scale = packed(is_log, torch.bool)
+        self._is_log = is_log_scale if bool(is_log_scale.any()) else None
         self._rows = _or_none(packed(row_slots, torch.int64), size)
         self._cols = _or_none(packed(col_slots, torch.int64), size)
         self._scalars = _or_none(packed(scalar_slots, torch.int64), size)
         has_scalars = self._scalars is not None
         self._scalar_runs = _Runs(packed(scalar_slots, torch.int64)) if has_scalars else None
-        if not self._is_log.any():
-            self._is_log = None
-        self.num_out, self.num_in = num_out, num_in
+        self._in_order = (
+            size == num_out + num_in
+            and not has_scalars
+            and self._is_log is None
+            and _counts_up(self._rows, 0)
+            and _counts_up(self._cols, num_out)
+        )
         # Factors before and after the multipliers' update, and the sums that give gradients.
         self.out_factors, self.out_factors_next, self.out_sums = self.values.new_ones(3, num_out)
         self.in_factors, self.in_factors_next, self.in_sums = self.values.new_ones(3, num_in)
@@ -162,6 +179,10 @@ class MultiplierBank:
             if following
             else (self.out_factors, self.in_factors)
         )
+        if self._in_order:
+            out.copy_(self.values[: len(out)])
+            into.copy_(self.values[len(out) :])
+            return
         extended = self._extended()
         if self._rows is not None:
             torch.index_select(extended, 0, self._rows, out=out)
@@ -174,6 +195,9 @@ class MultiplierBank:
 
     def gradients(self) -> Tensor:
         """Return the gradients of all stored values from the row and column sums (eq. 4)."""
+        if self._in_order:
+            grads = torch.cat([self.out_sums, self.in_sums])
+            return grads if self._all_trained else grads * self.trained
         extended = self._extended()
         grads = torch.zeros_like(extended)
         if self._rows is not None:
@@ -194,6 +218,8 @@ class MultiplierBank:
         return torch.where(self.trained, grads, torch.zeros_like(grads))
 
     def _extended(self) -> Tensor:
+        if self._is_log is None:
+            return self._extended_values
         values = self.multipliers()
         return torch.cat([values, values.new_ones(1)])
 
@@ -235,6 +261,12 @@ def _scalar_slots(
         return rows.repeat(stack)
     first = starts["scalar"][0] + matrix.num_scalars * torch.arange(stack)
     return torch.where(rows >= 0, rows + first[:, None], -1).flatten()
+
+
+def _counts_up(slots: Tensor | None, first: int) -> bool:
+    if slots is None:
+        return False
+    return torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device))
 
 
 def _or_none(slots: Tensor, size: int) -> Tensor | None:
