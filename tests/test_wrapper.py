@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from lion_pytorch import Lion
+from prodigyopt import Prodigy
 
 import learnable_multipliers as lrm
 from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, Toy, optimizer_run, toy_plan
@@ -26,25 +28,6 @@ class SignDescent(torch.optim.Optimizer):
                 if p.grad is not None:
                     p.sub_(p.grad.sign(), alpha=group["lr"])
                     self.state[p]["seen"] += 1
-
-
-class Lion(torch.optim.Optimizer):
-    """Another stranger, with a momentum made at its first step."""
-
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                b1, b2 = group["betas"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(m.lerp(p.grad, 1 - b1).sign(), alpha=group["lr"])
-                m.lerp_(p.grad, 1 - b2)
 
 
 def grouped(model, plan):
@@ -92,18 +75,19 @@ STRANGERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "sign": SignDescent,
-    "lion": Lion,
+    "lion-pytorch": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
+    "prodigyopt": lambda p: Prodigy(p, lr=1.0, weight_decay=0.01),
 }
 
 
-def explicit_twin(make, model, plan, steps):
+def explicit_twin(make, model, plan, steps, scale=1.0):
     """The explicit path: the same optimizer on raw weights, AdamW on multipliers."""
     lrm.reparametrize(model, plan)
     groups = lrm.param_groups(model, plan)
     mults = [p for g in groups if g["kind"] == "multiplier" for _, p in g["params"]]
     rest = [p for g in groups if g["kind"] != "multiplier" for _, p in g["params"]]
     inner = make(rest)
-    lr = inner.param_groups[0]["lr"]
+    lr = inner.param_groups[0]["lr"] * scale
     adamw = torch.optim.AdamW(mults, lr=lr, betas=(0.9, 0.95), weight_decay=2e-3)
     for ids in steps:
         loss = model(ids).square().mean()
@@ -122,12 +106,14 @@ def test_around_a_stranger_it_equals_the_explicit_path(name):
     twin = copy.deepcopy(model)
     steps = [torch.randint(0, 13, (2, 7)) for _ in range(8)]
     inner = STRANGERS[name]([p for p in model.parameters() if p.requires_grad])
-    optimizer = lrm.LearnableMultipliers(inner, model, plan)
+    # Prodigy finds its own rate and calls it 1.
+    scale = 1e-3 if name == "prodigyopt" else 1.0
+    optimizer = lrm.LearnableMultipliers(inner, model, plan, multiplier_lr_scale=scale)
     for ids in steps:
         model(ids).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    merged = lrm.merge(explicit_twin(STRANGERS[name], twin, plan, steps))
+    merged = lrm.merge(explicit_twin(STRANGERS[name], twin, plan, steps, scale))
     for key, p in model.named_parameters():
         torch.testing.assert_close(p, merged.get_parameter(key), rtol=1e-9, atol=1e-11)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from learnable_multipliers.kernels.work import Factors, Hyper, Work
+from learnable_multipliers.kernels.work import Factors, Hyper, Rates, Work
 
 decides_on_host = True
 """Whether the optimizer looks at a step's numbers before it goes on; `go` is then always true."""
@@ -38,6 +38,24 @@ def reduce(works: Sequence[Work]) -> Tensor:
             total += factors.rows[e, rows].square() @ (g.square() @ factors.cols[e].square())
         squares.append(total)
     return torch.stack(squares).sum()
+
+
+def tabulate(rates: Rates) -> tuple[Hyper, Hyper]:
+    """Return the hyper-parameters of all raw weights, and those of their multipliers."""
+    columns = rates.table[rates.class_of].unbind(1)
+    lr, decay, multiplier_lr, multiplier_decay, beta1, beta2, eps = columns
+    steps = rates.steps.double()
+    shared = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "bias1": 1 - beta1**steps,
+        "bias2": 1 - beta2**steps,
+    }
+    return (
+        Hyper(lr=lr, weight_decay=decay, **shared),
+        Hyper(lr=multiplier_lr, weight_decay=multiplier_decay, **shared),
+    )
 
 
 def adamw_(works: Sequence[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:

@@ -132,6 +132,28 @@ def squares_kernel(table, programs, squares, grad_type: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def tabulate_kernel(rates, class_of, steps, table, multiplier_table, size, BLOCK: tl.constexpr):
+    """Write the hyper-parameters of raw weights and of multipliers, from float64 arithmetic."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = slot < size
+    row = rates + tl.load(class_of + slot, mask=mask, other=0) * 7
+    step = tl.load(steps + slot, mask=mask, other=1.0).to(tl.float64)
+    beta1, beta2 = tl.load(row + 4), tl.load(row + 5)
+    bias1 = 1.0 - tl.exp(step * tl.log(beta1))
+    root_bias2 = tl.sqrt(1.0 - tl.exp(step * tl.log(beta2)))
+    for kind in tl.static_range(2):
+        out = (table if kind == 0 else multiplier_table) + slot * HYPERS
+        lr = tl.load(row + 2 * kind)
+        tl.store(out + LR, lr.to(tl.float32), mask=mask)
+        tl.store(out + DECAY, tl.load(row + 2 * kind + 1).to(tl.float32), mask=mask)
+        tl.store(out + TOWARDS, (1.0 - beta1).to(tl.float32), mask=mask)
+        tl.store(out + BETA2, beta2.to(tl.float32), mask=mask)
+        tl.store(out + EPS, tl.load(row + 6).to(tl.float32), mask=mask)
+        tl.store(out + STEP_SIZE, (lr / bias1).to(tl.float32), mask=mask)
+        tl.store(out + ROOT_BIAS2, root_bias2.to(tl.float32), mask=mask)
+
+
+@triton.jit
 def _settings(hypers, slot):
     """Return the hyper-parameters of AdamW for one parameter."""
     row = hypers + slot * HYPERS

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnable_multipliers.kernels import triton_kernels as k
-from learnable_multipliers.kernels.work import Hyper, Work
+from learnable_multipliers.kernels.work import Rates, Work
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -185,17 +185,25 @@ class TritonKernels:
             start += count
         return tables.squares.sum()
 
-    def adamw_(self, works: list[Work], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def tabulate(self, rates: Rates) -> tuple[Tensor, Tensor]:
+        """Return the hyper-parameters of all raw weights, and those of their multipliers."""
+        size = len(rates.steps)
+        tables = rates.steps.new_empty(2, size, k.HYPERS.value)
+        k.tabulate_kernel[(triton.cdiv(size, _COLUMNS),)](
+            rates.table, rates.class_of, rates.steps, tables[0], tables[1], size, _COLUMNS
+        )
+        return tables[0], tables[1]
+
+    def adamw_(self, works: list[Work], hyper: Tensor, clip: Tensor, go: Tensor) -> None:
         """Update raw weights by AdamW and write the effective weights."""
         tables = self._tables_for(works)
         tables.refresh(works)
-        hypers = packed(hyper)
         for kind in tables.kinds:
             if kind.factors:
                 k.adamw_kernel[(len(kind.row_blocks),)](
                     tables.addresses,
                     kind.row_blocks,
-                    hypers,
+                    hyper,
                     clip,
                     go,
                     kind.grad_type,
@@ -208,7 +216,7 @@ class TritonKernels:
                 k.adamw_flat_kernel[(len(kind.runs),)](
                     tables.addresses,
                     kind.runs,
-                    hypers,
+                    hyper,
                     clip,
                     go,
                     kind.grad_type,
@@ -250,19 +258,19 @@ class TritonKernels:
         self,
         works: list[Work],
         updates: Sequence[Tensor],
-        hyper: Hyper,
+        hyper: Tensor,
         adjust: Sequence[float],
         go: Tensor,
     ) -> None:
         """Decay raw weights, take the orthogonalized step and write the effective weights."""
         tables = self._tables_for(works)
         tables.refresh(works, [update.contiguous() for update in updates])
-        hypers, factors = packed(hyper), tables.factors(adjust)
+        factors = tables.factors(adjust)
         for kind in tables.kinds:
             k.apply_kernel[(len(kind.row_blocks),)](
                 tables.addresses,
                 kind.row_blocks,
-                hypers,
+                hyper,
                 factors,
                 go,
                 _TYPES[updates[0].dtype],
@@ -281,14 +289,14 @@ class TritonKernels:
         owner: Tensor,
         trained: Tensor,
         active: Tensor,
-        hyper: Hyper,
+        hyper: Tensor,
         clip: Tensor,
         go: Tensor,
     ) -> None:
         """AdamW on all multipliers; `owner` tells each one's row in the hyper-parameters."""
         size = grads.numel()
         k.multiplier_adamw_kernel[(triton.cdiv(size, _BLOCK),)](
-            *state, grads, owner, trained, active, packed(hyper), clip, go, size, _BLOCK
+            *state, grads, owner, trained, active, hyper, clip, go, size, _BLOCK
         )
 
     def touched_from_outside(self, works: list[Work]) -> Tensor:
@@ -313,20 +321,6 @@ class TritonKernels:
         if known is None or known[0] is not works or known[1] != types:
             known = self._tables[id(works)] = (works, types, _Tables(works))
         return known[2]
-
-
-def packed(hyper: Hyper) -> Tensor:
-    """Return the hyper-parameters as the kernels read them, float32 from float64 arithmetic."""
-    columns = (
-        hyper.lr,
-        hyper.weight_decay,
-        1 - hyper.beta1,
-        hyper.beta2,
-        hyper.eps,
-        hyper.lr / hyper.bias1,
-        hyper.bias2.sqrt(),
-    )
-    return torch.stack(columns, 1).float()
 
 
 def _programs(work: Work, starts: range, stop: int, stack: int) -> Tensor:

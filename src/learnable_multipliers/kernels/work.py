@@ -47,6 +47,19 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Hyper-parameters as the groups give them, and how far each parameter has come."""
+
+    table: Tensor
+    """Float64, a row per class of parameters: lr, decay, lr and decay of multipliers, beta1, beta2
+    and eps."""
+    class_of: Tensor
+    """The class of each parameter."""
+    steps: Tensor
+    """Steps each parameter has taken, this one included."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hyper:
     """Hyper-parameters by parameter, float64 tensors of one length on the parameters' device."""
 

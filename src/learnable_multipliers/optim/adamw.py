@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from learnable_multipliers.kernels import Backend
-from learnable_multipliers.kernels.work import Hyper
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
@@ -47,5 +46,5 @@ class AdamW(MultiplierOptimizer):
     def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         self._kernels.adamw_(self._works(slots), hyper, clip, go)

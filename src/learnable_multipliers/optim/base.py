@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from learnable_multipliers.kernels import Backend, choose_kernels
 from learnable_multipliers.kernels.reference import effective_of, write_effective
-from learnable_multipliers.kernels.work import Factors, Hyper, Work
+from learnable_multipliers.kernels.work import Factors, Rates, Work
 from learnable_multipliers.multiplier import Matrix, multiplier
 from learnable_multipliers.optim.bank import NAMES, MultiplierBank
 from learnable_multipliers.optim.sharding import (
@@ -80,7 +80,7 @@ class MultiplierOptimizer(Optimizer):
         """Return the names of the moments kept beside a raw weight."""
         raise NotImplementedError
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         """Update raw weights and write effective weights; where `go` is 0, do nothing."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class MultiplierOptimizer(Optimizer):
         if self.max_grad_norm is not None:
             clip = (self.max_grad_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
         go = go.to(torch.int32)
-        hyper, multiplier_hyper = self._hypers()
+        hyper, multiplier_hyper = self._kernels.tabulate(self._rates())
         for dtype, bank in self._banks.items():
             owner = self._owners[dtype]
             state = (bank.values, bank.exp_avg, bank.exp_avg_sq)
@@ -213,8 +213,8 @@ class MultiplierOptimizer(Optimizer):
         moved[[slot.work.index for slot in active]] = 1.0
         return moved.to(self._steps.device)
 
-    def _hypers(self) -> tuple[Hyper, Hyper]:
-        """Tabulate the hyper-parameters of all raw weights, and those of their multipliers."""
+    def _rates(self) -> Rates:
+        """Gather the hyper-parameters of all classes of parameters."""
         rows = [
             (
                 self._lr(group, matrix),
@@ -225,24 +225,11 @@ class MultiplierOptimizer(Optimizer):
             )
             for group, matrix in self._classes
         ]
-        if rows != self._rates:
+        if rows != self._last_rates:
             # Only what a scheduler has changed travels to the device.
-            self._rates = rows
+            self._last_rates = rows
             self._rate_table = torch.tensor(rows, dtype=torch.float64).to(self._steps.device)
-        columns = self._rate_table[self._class_of].unbind(1)
-        lr, decay, multiplier_lr, multiplier_decay, beta1, beta2, eps = columns
-        steps = self._steps.double()
-        shared = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "bias1": 1 - beta1**steps,
-            "bias2": 1 - beta2**steps,
-        }
-        return (
-            Hyper(lr=lr, weight_decay=decay, **shared),
-            Hyper(lr=multiplier_lr, weight_decay=multiplier_decay, **shared),
-        )
+        return Rates(table=self._rate_table, class_of=self._class_of, steps=self._steps)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -301,7 +288,7 @@ class MultiplierOptimizer(Optimizer):
                 self._classes.append((slot.group, slot.matrix))
             members.append(classes[key])
         self._class_of = torch.tensor(members, device=self._steps.device)
-        self._rates: list[tuple[float, ...]] = []
+        self._last_rates: list[tuple[float, ...]] = []
         self._touched: tuple[list[Slot], Tensor, Any] | None = None
         self._arrived: Tensor | None = None
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers.kernels import Backend
-from learnable_multipliers.kernels.work import Hyper
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
@@ -80,7 +79,7 @@ class Muon(MultiplierOptimizer):
         lr = super()._lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         hidden, rest = self._sides(slots)
         if rest:
             self._kernels.adamw_(self._works(rest), hyper, clip, go)

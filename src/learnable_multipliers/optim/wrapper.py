@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 
 from learnable_multipliers.kernels import Backend
 from learnable_multipliers.kernels.reference import raw_gradient, write_effective
-from learnable_multipliers.kernels.work import Hyper
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.names import named_parameters
 from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
@@ -85,6 +85,8 @@ class LearnableMultipliers(MultiplierOptimizer):
             "multiplier_weight_decay": multiplier_weight_decay,
         }
         super().__init__(groups, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        # What the wrapped optimizer's groups said last.
+        self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
 
     def _adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
         return (*self._betas, self._eps)
@@ -106,12 +108,11 @@ class LearnableMultipliers(MultiplierOptimizer):
                     if held in self.inner.state:
                         self.inner.state[raw] = self.inner.state.pop(held)
 
-    def _update_(self, slots: list[Slot], hyper: Hyper, clip: Tensor, go: Tensor) -> None:
+    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         # The wrapped optimizer cannot be told on the device to hold still.
         if not bool(go):
             return
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in ours.items() if key not in _OURS})
+        self._hand_down()
         for raw in self._raw.values():
             raw.grad = None
         for slot in slots:
@@ -120,10 +121,29 @@ class LearnableMultipliers(MultiplierOptimizer):
             elif self.max_grad_norm is not None:
                 slot.work.grad.mul_(clip.to(slot.work.grad.dtype))
         self.inner.step()
+        self._take_over()
         for slot in slots:
             if slot.work.owns_raw:
                 write_effective(slot.work)
         self._remember(slots)
+
+    def _hand_down(self) -> None:
+        """Pass on what schedulers and users have changed in our groups, and nothing else.
+
+        Some optimizers keep notes of their own in their groups.
+        """
+        for ours, theirs, last in self._paired_groups():
+            changed = {k: v for k, v in ours.items() if k not in _OURS and v is not last.get(k, v)}
+            theirs.update(changed)
+
+    def _take_over(self) -> None:
+        """Show in our groups what the wrapped optimizer has noted in its own."""
+        for ours, theirs, last in self._paired_groups():
+            ours.update({key: value for key, value in theirs.items() if key not in _OURS})
+            last.update({key: value for key, value in theirs.items() if key not in _OURS})
+
+    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        yield from zip(self.param_groups, self.inner.param_groups, self._last, strict=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
@@ -146,3 +166,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._bound()
         groups = self.inner.state_dict()["param_groups"]
         self.inner.load_state_dict({"state": theirs, "param_groups": groups})
+        for ours, inner, last in self._paired_groups():
+            kept = {key: value for key, value in ours.items() if key not in _OURS}
+            inner.update(kept)
+            last.update(kept)
