@@ -111,11 +111,12 @@ class MultiplierOptimizer(Optimizer):
         self._raise_late()
         for bank in self._banks.values():
             bank.write_factors_()
-        touched = self._look_for_outside_writes(slots)
         active = self._with_gradients(slots)
         if not active:
             return
+        # The long pass over all gradients first: a GPU is busy with it while the host goes on.
         grads, norm = self._gradients(active)
+        touched = self._look_for_outside_writes(slots)
         self.grad_norm = norm
         finite = norm.isfinite()
         for grad in grads.values():
@@ -178,10 +179,11 @@ class MultiplierOptimizer(Optimizer):
 
     def _gradients(self, active: list[Slot]) -> tuple[dict[torch.dtype, Tensor], Tensor]:
         """Return the multipliers' gradients by bank, and the norm of all others."""
-        for bank in self._banks.values():
+        if len(active) < len(self._bound()):
             # Matrices without a gradient this time must not bring sums of the last one.
-            bank.out_sums.zero_()
-            bank.in_sums.zero_()
+            for bank in self._banks.values():
+                bank.out_sums.zero_()
+                bank.in_sums.zero_()
         if not any(slot.sharded for slot in active):
             square = self._kernels.reduce(self._works(active))
             return {dtype: bank.gradients() for dtype, bank in self._banks.items()}, square.sqrt()

@@ -29,18 +29,26 @@ _MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
 def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
     """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols), in the batch's dtype."""
     wide = batch.shape[-2] <= batch.shape[-1]
-    # The Frobenius norm bounds the largest singular value.
-    norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=_norm_dtype(batch))
-    x = batch * (1 / (norm * _MARGIN[coefficients]).clamp(min=eps)).to(batch.dtype)
-    for a, b, c in COEFFICIENTS[coefficients]:
+    x = batch
+    for step, (a, b, c) in enumerate(COEFFICIENTS[coefficients]):
         # The smaller of the two Gram matrices; a tall matrix takes the polynomial from the right.
         gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
+        scale = None
+        if step == 0:
+            # The Frobenius norm bounds the largest singular value. Its square is the trace of the
+            # Gram matrix, and dividing there costs less than dividing x.
+            square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide_dtype(gram))
+            norm = (square.sqrt() * _MARGIN[coefficients]).clamp(min=eps)[:, None, None]
+            scale = (1 / norm).to(gram.dtype)
+            gram = gram * (1 / norm**2).to(gram.dtype)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         # The linear term goes onto the diagonal: one product less to add and a copy saved.
         gram.diagonal(dim1=-2, dim2=-1).add_(a)
+        if scale is not None:
+            gram *= scale
         x = torch.bmm(gram, x) if wide else torch.bmm(x, gram)
     return x
 
 
-def _norm_dtype(x: Tensor) -> torch.dtype:
+def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
