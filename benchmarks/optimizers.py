@@ -6,13 +6,15 @@ two repetitions; every ratio is within the run, against a named peer:
     python benchmarks/optimizers.py --out results/optimizers.json
 
 Peers: torch.nn.utils.clip_grad_norm_ + torch.optim.AdamW(fused=True); for bfloat16 parameters the
-same on float32 masters with the casts to and fro; torch.optim.Muon on the hidden matrices.
+same on float32 masters with the casts both ways; torch.optim.Muon on the hidden matrices.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import json
 import statistics
 import time
@@ -234,6 +236,8 @@ def muon(size: Size, options: Any) -> dict[str, Any]:
         "matrices": len(matrices),
         "torch.optim.Muon": {"eager_ms": twice(peer, max(3, options.repeats // 4))},
     }
+    for label, other in other_muons(matrices).items():
+        found[label] = {"eager_ms": twice(other, max(3, options.repeats // 4))}
     del theirs, matrices, peer
     freed()
     steps = {}
@@ -260,6 +264,16 @@ def muon(size: Size, options: Any) -> dict[str, Any]:
             for _ in range(2 * options.repeats)
         ]
         found[f"extra_of_multipliers_{way}_ms"] = round(statistics.median(extra), 4)
+    return found
+
+
+def other_muons(matrices: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
+    """Return steps of other public implementations, where they are installed."""
+    found: dict[str, Callable[[], Any]] = {}
+    for module, name in (("muon", "SingleDeviceMuon"), ("pytorch_optimizer", "Muon")):
+        with contextlib.suppress(ImportError):
+            optimizer = getattr(importlib.import_module(module), name)
+            found[f"{module}.{name}"] = optimizer(matrices, lr=1e-3).step
     return found
 
 

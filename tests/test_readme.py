@@ -23,9 +23,11 @@ def test_readme_code_runs(tmp_path, monkeypatch):
 
 
 def test_files_the_documents_name_exist():
-    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs/limitations.md"):
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert len(documents) >= 4
+    for document in documents:
         text = document.read_text()
         for name in re.findall(r"`((?:tests|src|docs|benchmarks)/[\w/.]+)`", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
-        for name in re.findall(r"`((?:roles/|optim/)?[\w]+\.py)`", text):
+        for name in re.findall(r"`((?:roles/|optim/|kernels/)?[\w]+\.py)`", text):
             assert (ROOT / "src/learnable_multipliers" / name).exists(), name

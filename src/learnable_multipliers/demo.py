@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers.optim import multipliers, param_groups
+from learnable_multipliers.optim import AdamW, multipliers, param_groups
 from learnable_multipliers.plan import plan
-from learnable_multipliers.reparametrize import merge, reparametrize
 
 _WIDTH, _HEADS, _HIDDEN, _LAYERS = 64, 4, 160, 2
 _BATCH, _LENGTH = 16, 64
@@ -100,17 +99,28 @@ def run(steps: int, seed: int = 0) -> None:
 
     full = plan(carrying, "full")
     print(full, "\n")
-    reparametrize(carrying, full)
     print(
         f"Training both on {len(train):,} bytes of Python's standard library: {steps} steps of "
         f"{_BATCH}x{_LENGTH} bytes, AdamW, lr {_LR:g}, weight decay {_WEIGHT_DECAY:g}, seed {seed}."
     )
+    settings = {"lr": _LR, "betas": (0.9, 0.95)}
+    groups = [param_groups(model, full, weight_decay=_WEIGHT_DECAY) for model in (plain, carrying)]
+    optimizer = AdamW(groups[1], **settings)
+    runs = (
+        ("without multipliers", plain, torch.optim.AdamW(groups[0], **settings)),
+        ("with multipliers", carrying, optimizer),
+    )
     print(f"\n{'':24}{'held-out loss':>15}   (nats per byte)")
-    for name, model in (("without multipliers", plain), ("with multipliers", carrying)):
-        _train(model, param_groups(model, full, weight_decay=_WEIGHT_DECAY), train, steps, seed)
+    for name, model, one in runs:
+        _train(model, one, train, steps, seed)
         print(f"{name:24}{_held_out_loss(model, held_out, seed):15.4f}", flush=True)
-    _print_learned(carrying)
-    _print_merge(carrying, held_out)
+    _print_learned(optimizer)
+    same = list(carrying.state_dict()) == list(plain.state_dict())
+    print(
+        f"\nThe model itself is still a plain {type(carrying).__name__} of "
+        f"{len(carrying.state_dict())} tensors under {'their own' if same else 'OTHER'} names: "
+        "nothing to merge."
+    )
 
 
 def standard_library_text() -> Tensor:
@@ -121,10 +131,8 @@ def standard_library_text() -> Tensor:
 
 
 def _train(
-    model: nn.Module, groups: list[dict[str, object]], text: Tensor, steps: int, seed: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int, seed: int
 ) -> None:
-    # Stock AdamW: on a reparametrized model the multipliers are parameters like any other.
-    optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(0.9, 0.95))
     for inputs, targets in _batches(text, steps, seed):
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
@@ -149,24 +157,12 @@ def _held_out_loss(model: nn.Module, text: Tensor, seed: int) -> float:
     return torch.stack(losses).mean().item()
 
 
-def _print_learned(model: nn.Module) -> None:
+def _print_learned(optimizer: AdamW) -> None:
     print(f"\n{'learned multipliers':32}{'smallest':>10}{'median':>10}{'largest':>10}")
-    for name, values in multipliers(model).items():
+    for name, values in multipliers(optimizer).items():
         if "layers.1" not in name and "embedding" not in name:
             continue
         for kind, value in values.items():
             label = f"{name.removesuffix('.weight')} {kind}"
             numbers = (value.min(), value.median(), value.max())
             print(f"{label:32}" + "".join(f"{number.item():10.3f}" for number in numbers))
-
-
-@torch.no_grad()
-def _print_merge(model: nn.Module, text: Tensor) -> None:
-    tokens = text[:_LENGTH][None]
-    before = model(tokens)
-    merged = merge(model)
-    change = (merged(tokens) - before).abs().max().item()
-    print(
-        f"\nMerged back into a plain {type(merged).__name__}: {len(merged.state_dict())} tensors "
-        f"under their own names, logits changed by at most {change:.1e}."
-    )
