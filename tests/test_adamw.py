@@ -410,3 +410,56 @@ def test_wrong_settings_are_refused():
     model.qkv.weight.data = model.qkv.weight.data.flatten()
     with pytest.raises(ValueError, match="flattened parameters"):
         lrm.AdamW(flat).step()
+
+
+@pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
+def test_copy_of_model_and_optimizer_goes_on_by_itself(optimizer_class):
+    def make(model, plan):
+        return optimizer_class(lrm.param_groups(model, plan), lr=1e-2, max_grad_norm=0.3)
+
+    model, optimizer = toy_run(make=make)
+    train(model, optimizer, 2)
+    twin, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2, first=2)
+    train(twin, copied, 2, first=2)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p is not q
+
+
+def test_group_added_later_leaves_the_others_state_alone():
+    model, optimizer = toy_run()
+    train(model, optimizer, 3)
+    before = {k: v.clone() for k, v in optimizer.state[model.qkv.weight].items()}
+    extra = torch.nn.Parameter(torch.zeros(3, device=DEVICE))
+    optimizer.add_param_group({"params": [("extra", extra)]})
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    assert (extra < 0).all()
+    for key, value in optimizer.state[model.qkv.weight].items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_many_sets_of_parameters_with_gradients_keep_their_own_counts():
+    """Mixtures leave parameters without gradients; each counts its own steps."""
+    model, optimizer = toy_run(torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    counts = dict.fromkeys(trained, 0)
+    for _ in range(40):
+        for p in trained:
+            has = torch.rand((), generator=generator) < 0.5
+            p.grad = torch.ones_like(p) if has else None
+            counts[p] += int(has)
+        optimizer.step()
+    for p in trained:
+        assert optimizer.state[p]["step"].item() == counts[p]
+
+
+def test_empty_and_single_numbers_are_trained_like_any_other():
+    empty = torch.nn.Parameter(torch.zeros(0, 3, device=DEVICE))
+    single = torch.nn.Parameter(torch.tensor(2.0, device=DEVICE))
+    optimizer = lrm.AdamW([empty, single], lr=0.1, weight_decay=0.0)
+    empty.grad, single.grad = torch.zeros_like(empty), torch.ones_like(single)
+    optimizer.step()
+    torch.testing.assert_close(single.detach().cpu(), torch.tensor(1.9))

@@ -29,6 +29,8 @@ _COLUMNS = 256
 _FLAT = 16384
 """Numbers per program where nothing is multiplied."""
 _BLOCK = 1024
+_MOST_TABLES = 48
+"""Lists of parameters whose tables are kept; more of them start over."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class _Tables:
         kinds: dict[tuple[Any, ...], _Kind] = {}
         for work in works:
             _check(work)
+            if work.raw.numel() == 0:
+                continue
             addresses[work.index] = torch.tensor(_addresses(work))
             cols = _grid(work)[2]
             tile = _LONG_ROWS if cols >= _LONG_ROWS[1] else _SHORT_ROWS
@@ -146,7 +150,7 @@ class TritonKernels:
     decides_on_host = False
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[list[Work], set[torch.dtype], _Tables]] = {}
+        self._tables: dict[int, tuple[list[Work], list[torch.dtype], _Tables]] = {}
 
     def reduce(self, works: list[Work]) -> Tensor:
         """Write the row and column sums of every matrix; return the gradients' squared norm."""
@@ -317,7 +321,9 @@ class TritonKernels:
     def _tables_for(self, works: list[Work]) -> _Tables:
         """Return the tables of a list of works, made once for each list."""
         known = self._tables.get(id(works))
-        types = {work.grad.dtype for work in works}
+        types = [work.grad.dtype for work in works]
+        if known is None and len(self._tables) >= _MOST_TABLES:
+            self._tables.clear()
         if known is None or known[0] is not works or known[1] != types:
             known = self._tables[id(works)] = (works, types, _Tables(works))
         return known[2]

@@ -129,8 +129,9 @@ class MultiplierBank:
             and _counts_up(self._cols, num_out)
         )
         # Factors before and after the multipliers' update, and the sums that give gradients.
-        self.out_factors, self.out_factors_next, self.out_sums = self.values.new_ones(3, num_out)
-        self.in_factors, self.in_factors_next, self.in_sums = self.values.new_ones(3, num_in)
+        self.out_factors, self.out_factors_next = self.values.new_ones(2, num_out)
+        self.in_factors, self.in_factors_next = self.values.new_ones(2, num_in)
+        self.out_sums, self.in_sums = self.values.new_zeros(num_out), self.values.new_zeros(num_in)
 
     def state_views(self, index: int) -> dict[str, Tensor]:
         """Return a matrix's multipliers and moments, as views."""

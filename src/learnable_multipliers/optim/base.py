@@ -31,6 +31,8 @@ from learnable_multipliers.optim.sharding import (
 )
 from learnable_multipliers.plan import matrix_from
 
+_MOST_SUBSETS = 16
+"""Sets of parameters with gradients whose tables are kept; more of them start over."""
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -54,6 +56,8 @@ class MultiplierOptimizer(Optimizer):
     """Base of the optimizers; not used by itself."""
 
     _slots: list[Slot] | None = None
+    _settings: tuple[str, ...] = ("max_grad_norm", "backend", "grad_norm", "_skipped")
+    """Attributes that travel with a copy of the optimizer; torch's own copy its groups alone."""
 
     def __init__(
         self,
@@ -168,6 +172,9 @@ class MultiplierOptimizer(Optimizer):
             return slots
         # One list for one set of parameters, so that kernels find their tables again.
         key = tuple(slot.work.index for slot in active)
+        if key not in self._subsets and len(self._subsets) >= _MOST_SUBSETS:
+            self._subsets.clear()
+            self._lists.clear()
         return self._subsets.setdefault(key, active)
 
     def _works(self, slots: list[Slot]) -> list[Work]:
@@ -382,6 +389,9 @@ class MultiplierOptimizer(Optimizer):
                     for key, value in state_dict["state"][saved].items()
                 }
         self._slots = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._settings}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -27,6 +27,14 @@ class Muon(MultiplierOptimizer):
     orthogonalized by itself. AdamW's learning rate is `lr * adamw_lr_scale`.
     """
 
+    _settings = (
+        *MultiplierOptimizer._settings,
+        "momentum",
+        "nesterov",
+        "adjust_lr",
+        "coefficients",
+    )
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -101,6 +109,9 @@ class Muon(MultiplierOptimizer):
 
     def _sides(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return the slots Muon trains and those AdamW does, the same lists for the same slots."""
+        if len(self._split) > 16:
+            self._split.clear()
+            self._batches.clear()
         known = self._split.get(id(slots))
         if known is None or known[0] is not slots:
             hidden = [slot for slot in slots if is_hidden(slot.matrix)]

@@ -39,6 +39,8 @@ class LearnableMultipliers(MultiplierOptimizer):
     use this object in its place. It must be fresh: wrap it before its first step.
     """
 
+    _settings = (*MultiplierOptimizer._settings, "inner", "_betas", "_eps", "_last")
+
     def __init__(
         self,
         optimizer: Optimizer,
