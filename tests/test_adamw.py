@@ -1,6 +1,8 @@
 """Both paths are one method: the optimizer path equals autograd and torch's own AdamW."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -463,3 +465,103 @@ def test_empty_and_single_numbers_are_trained_like_any_other():
     empty.grad, single.grad = torch.zeros_like(empty), torch.ones_like(single)
     optimizer.step()
     torch.testing.assert_close(single.detach().cpu(), torch.tensor(1.9))
+
+
+@pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
+def test_every_parameter_goes_on_training_after_its_storage_moved(optimizer_class):
+    def make(model, plan):
+        return optimizer_class(lrm.param_groups(model, plan), lr=1e-2)
+
+    straight, optimizer = toy_run(make=make)
+    train(straight, optimizer, 4)
+    model, optimizer = toy_run(make=make)
+    train(model, optimizer, 2)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    train(model, optimizer, 2, first=2)
+    for p, q in zip(straight.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_parameters_without_multipliers_survive_a_sync():
+    model, optimizer = toy_run()
+    train(model, optimizer, 2)
+    model.norm.weight.data = torch.full_like(model.norm.weight, 2.0)
+    optimizer.sync_from_model_()
+    train(model, optimizer, 1)
+    assert (model.norm.weight != 2.0).any()
+    assert "raw" not in optimizer.state[model.norm.weight]
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_initial_values_that_do_not_divide_exactly(dtype, scale):
+    torch.manual_seed(0)
+    model = Toy().to(DEVICE, dtype)
+    before = model.qkv.weight.detach().clone()
+    plan = lrm.plan(model, "full", [lrm.Rule("qkv.weight", "row", init=0.3, scale=scale)])
+    optimizer = lrm.AdamW(lrm.param_groups(model, plan), lr=0.0)
+    lrm.multipliers(optimizer)
+    torch.testing.assert_close(model.qkv.weight.detach(), before, rtol=1e-2, atol=1e-6)
+    train(model, optimizer, 3)
+
+
+def test_large_master_copies_are_sampled_within_their_bounds():
+    weight = torch.nn.Parameter(torch.zeros(4097, 4096, dtype=torch.bfloat16, device=DEVICE))
+    optimizer = lrm.AdamW([weight], lr=1e-3)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
+def test_no_gradient_outlives_its_step(optimizer_class):
+    def make(model, plan):
+        return optimizer_class(lrm.param_groups(model, plan), lr=1e-2)
+
+    model, optimizer = toy_run(make=make)
+    backward(model, torch.randint(0, 13, (2, 7)))
+    alive = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_state_that_was_replaced_is_taken_up():
+    """Offloading moves state out and in again: other tensors, the same numbers."""
+    straight, optimizer = toy_run()
+    train(straight, optimizer, 4)
+    model, optimizer = toy_run()
+    train(model, optimizer, 2)
+    for state in optimizer.state.values():
+        for key in state:
+            state[key] = state[key].clone()
+    train(model, optimizer, 2, first=2)
+    for p, q in zip(straight.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert optimizer.state[model.qkv.weight]["step"] == 4
+
+
+def test_clipping_by_hand_scales_gradients_of_any_layout():
+    model, optimizer = toy_run()
+    backward(model, torch.randint(0, 13, (2, 7)))
+    model.qkv.weight.grad = model.qkv.weight.grad.t().contiguous().t()
+    lrm.clip_grad_norm_(optimizer, 1e-3)
+    norm = lrm.clip_grad_norm_(optimizer, 1e9)
+    torch.testing.assert_close(norm.cpu(), torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def test_hooks_on_loading_are_heard():
+    model, optimizer = toy_run()
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def later(_, state):
+        state = copy.deepcopy(state)
+        for kept in state["state"].values():
+            kept["step"] = torch.tensor(77.0)
+        return state
+
+    optimizer.register_load_state_dict_pre_hook(later)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[model.qkv.weight]["step"] == 77

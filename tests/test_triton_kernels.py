@@ -152,3 +152,37 @@ def test_float64_is_refused_by_name_and_served_by_auto():
     with pytest.raises(ValueError, match="use backend='torch' for float64"):
         make(lrm.AdamW, "triton")(model, plan).step()
     make(lrm.AdamW, "auto")(model, plan).step()
+
+
+def test_weights_put_back_let_training_go_on():
+    torch.manual_seed(0)
+    model = Toy().to(DEVICE)
+    optimizer = make(lrm.AdamW, "triton")(model, toy_plan(model, "row+col"))
+    backward(model, torch.randint(0, 13, (2, 7)))
+    optimizer.step()
+    kept = model.out.weight.detach().clone()
+    model.out.weight.data[1] = 0.5
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="out.weight was changed"):
+        optimizer.step()
+    model.out.weight.data.copy_(kept)
+    optimizer.step()
+    optimizer.step()
+    assert (model.out.weight != kept).any()
+
+
+def test_gradients_that_start_anywhere_are_as_good_as_any():
+    """A bucket of gradients hands out views at any offset."""
+    runs = []
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(32, 48).to(DEVICE)
+        optimizer = make(lrm.AdamW, backend)(model, lrm.plan(model, "full"))
+        for _ in range(2):
+            bucket = torch.randn(3 + 48 * 32 + 48, generator=torch.Generator().manual_seed(1))
+            bucket = bucket.to(DEVICE)
+            model.weight.grad = bucket[3 : 3 + 48 * 32].view(48, 32)
+            model.bias.grad = bucket[3 + 48 * 32 :]
+            optimizer.step()
+        runs.append((model, optimizer))
+    assert_same(runs, rtol=1e-4, atol=1e-5)

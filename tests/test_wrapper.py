@@ -187,3 +187,22 @@ def test_what_cannot_be_wrapped_is_refused():
     plan = lrm.plan(model, "full", [lrm.Rule("out", lr_scale=2.0), lrm.Rule("mix", role="down")])
     with pytest.raises(ValueError, match="learning rate or decay of its own"):
         lrm.LearnableMultipliers(torch.optim.SGD(model.parameters(), lr=1.0), model, plan)
+
+
+def test_wrapped_optimizer_keeps_its_own_ways():
+    model = Toy()
+    plan = toy_plan(model, "row+col")
+    inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=1e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-1, total_steps=10)
+    model(torch.randint(0, 13, (2, 7))).square().mean().backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    scheduler.step()
+    for name, grad in before.items():
+        assert torch.equal(model.get_parameter(name).grad, grad), name
+    optimizer.sync_from_model_()
+    optimizer.step()
+    assert inner.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+    with pytest.raises(ValueError, match="before wrapping it"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})

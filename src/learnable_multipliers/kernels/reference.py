@@ -178,7 +178,8 @@ def _differs(work: Work) -> Tensor:
     if not work.owns_raw or work.raw.numel() == 0:
         return torch.zeros((), dtype=torch.bool, device=work.raw.device)
     if work.factors is None:
-        flat = torch.linspace(0, work.raw.numel() - 1, min(work.raw.numel(), 4096)).long()
+        count = min(work.raw.numel(), 4096)
+        flat = torch.arange(count) * (work.raw.numel() - 1) // max(count - 1, 1)
         expected, found = work.raw.view(-1)[flat], work.weight.reshape(-1)[flat]
     else:
         raw, weight = (_stacked(t, work.factors) for t in (work.raw, work.weight))

@@ -243,6 +243,7 @@ def adamw_flat_kernel(
     grad_type: tl.constexpr,
     weight_type: tl.constexpr,
     OWNS_RAW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Update a run of numbers without factors by AdamW."""
@@ -253,12 +254,11 @@ def adamw_flat_kernel(
         left = (tl.load(programs + pid * PROGRAM + STOP) - begin).to(tl.int32)
         factor = tl.load(clip)
         keep, towards, beta2, eps, step_size, root_bias2 = _settings(hypers, slot)
-        # Runs start at multiples of their length, and tensors where the allocator puts them.
-        grad = _matrix(table, slot, GRAD, grad_type, begin, True)
-        weight = _matrix(table, slot, WEIGHT, weight_type, begin, True)
-        raw = _matrix(table, slot, RAW, tl.float32, begin, True)
-        moment = _matrix(table, slot, FIRST, tl.float32, begin, True)
-        square = _matrix(table, slot, SECOND, tl.float32, begin, True)
+        grad = _matrix(table, slot, GRAD, grad_type, begin, ALIGNED)
+        weight = _matrix(table, slot, WEIGHT, weight_type, begin, ALIGNED)
+        raw = _matrix(table, slot, RAW, tl.float32, begin, ALIGNED)
+        moment = _matrix(table, slot, FIRST, tl.float32, begin, ALIGNED)
+        square = _matrix(table, slot, SECOND, tl.float32, begin, ALIGNED)
         for start in range(0, left, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             mask = offsets < left

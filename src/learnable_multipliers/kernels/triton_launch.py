@@ -41,8 +41,10 @@ class _Kind:
     weight_type: Any
     factors: bool
     owns_raw: bool
+    even: bool
+    """Tensors start at multiples of 16 bytes."""
     aligned: bool
-    """Rows are multiples of 16 numbers, so that whole vectors can be read."""
+    """So does every row, so that whole vectors can be read."""
     tile: tuple[int, int]
     works: list[Work] = field(default_factory=list)
     row_blocks: Tensor | None = None
@@ -70,7 +72,9 @@ class _Tables:
             addresses[work.index] = torch.tensor(_addresses(work))
             cols = _grid(work)[2]
             tile = _LONG_ROWS if cols >= _LONG_ROWS[1] else _SHORT_ROWS
-            flags = (work.factors is not None, work.owns_raw, cols % 16 == 0, tile)
+            even = all(t.data_ptr() % 16 == 0 for t in (work.weight, work.raw, *work.moments))
+            aligned = even and cols % 16 == 0
+            flags = (work.factors is not None, work.owns_raw, even, aligned, tile)
             key = (work.grad.dtype, work.weight.dtype, *flags)
             types = _TYPES[work.grad.dtype], _TYPES[work.weight.dtype]
             kinds.setdefault(key, _Kind(*types, *flags)).works.append(work)
@@ -157,6 +161,9 @@ class TritonKernels:
         for work in works:
             if not work.grad.is_contiguous():
                 work.grad = work.grad.contiguous()
+            elif work.grad.data_ptr() % 16:
+                # A view into a bucket of gradients can start anywhere.
+                work.grad = work.grad.clone()
         tables = self._tables_for(works)
         tables.refresh(works)
         start = 0
@@ -226,6 +233,7 @@ class TritonKernels:
                     kind.grad_type,
                     kind.weight_type,
                     kind.owns_raw,
+                    kind.even,
                     _BLOCK,
                     num_warps=_WARPS,
                 )

@@ -47,9 +47,19 @@ class Slot:
     matrix: Matrix | None
     share: Share
     work: Work
+    step: Tensor
+    """Its count of steps, as the state holds it."""
     sharded: bool
+    owns_raw: bool
     version: int = -1
     pointer: int = 0
+
+    def lies_elsewhere(self) -> bool:
+        """Tell whether the parameter's storage is another than the last step's."""
+        parameter = local(self.parameter) if self.sharded else self.parameter
+        return (
+            parameter.data_ptr() != self.pointer or self.parameter.dtype != self.work.weight.dtype
+        )
 
 
 class MultiplierOptimizer(Optimizer):
@@ -70,8 +80,9 @@ class MultiplierOptimizer(Optimizer):
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         for name in ("lr", "eps", "weight_decay", "multiplier_weight_decay", "multiplier_lr_scale"):
-            if defaults.get(name, 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {defaults[name]}")
+            value = defaults.get(name, 0)
+            if isinstance(value, int | float | Tensor) and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         self.max_grad_norm = max_grad_norm
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
@@ -107,11 +118,19 @@ class MultiplierOptimizer(Optimizer):
                 loss = closure()
         # Inside a compiled training step this part runs as it is.
         without_compiler: Callable[[], None] = torch.compiler.disable(self._step)  # pyright: ignore[reportAssignmentType]
-        without_compiler()
+        try:
+            without_compiler()
+        finally:
+            self._let_go_of_gradients()
         return loss
 
+    def _let_go_of_gradients(self) -> None:
+        """Keep no gradient alive beyond the step that used it."""
+        for slot in self._slots or ():
+            slot.work.grad = slot.work.weight
+
     def _step(self) -> None:
-        slots = self._bound()
+        slots = self._current()
         self._raise_late()
         for bank in self._banks.values():
             bank.write_factors_()
@@ -175,6 +194,7 @@ class MultiplierOptimizer(Optimizer):
         if key not in self._subsets and len(self._subsets) >= _MOST_SUBSETS:
             self._subsets.clear()
             self._lists.clear()
+            self._classes_of.clear()
         return self._subsets.setdefault(key, active)
 
     def _works(self, slots: list[Slot]) -> list[Work]:
@@ -194,16 +214,11 @@ class MultiplierOptimizer(Optimizer):
         if not any(slot.sharded for slot in active):
             square = self._kernels.reduce(self._works(active))
             return {dtype: bank.gradients() for dtype, bank in self._banks.items()}, square.sqrt()
-        classes: dict[tuple[Any, ...], list[Work]] = {}
-        axes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        for slot in active:
-            over = slot.share.sums["norm"]
-            key = tuple((id(mesh), axis) for mesh, axis in over)
-            classes.setdefault(key, []).append(slot.work)
-            axes[key] = over
-        squares = {key: self._kernels.reduce(works) for key, works in classes.items()}
+        squares = [
+            (self._kernels.reduce(works), over) for works, over in self._norm_classes(active)
+        ]
         grads = {dtype: bank.gradients() for dtype, bank in self._banks.items()}
-        partial = [(square, axes[key]) for key, square in squares.items()]
+        partial = list(squares)
         for slot in self._bound():
             bank, index = self._bank_of.get(slot.work.index, (None, 0))
             if bank is None or not any(slot.share.sums.values()):
@@ -212,7 +227,19 @@ class MultiplierOptimizer(Optimizer):
             partial += [(views[name], slot.share.sums[name]) for name in views]
         if any(over for _, over in partial):
             all_reduce_(partial)
-        return grads, torch.stack(list(squares.values())).sum().sqrt()
+        return grads, torch.stack([square for square, _ in squares]).sum().sqrt()
+
+    def _norm_classes(self, active: list[Slot]) -> list[tuple[list[Work], tuple[Any, ...]]]:
+        """Return works by the mesh axes their norm is partial along, the same lists each time."""
+        known = self._classes_of.get(id(active))
+        if known is None or known[0] is not active:
+            classes: dict[tuple[Any, ...], tuple[list[Work], tuple[Any, ...]]] = {}
+            for slot in active:
+                over = slot.share.sums["norm"]
+                key = tuple((id(mesh), axis) for mesh, axis in over)
+                classes.setdefault(key, ([], over))[0].append(slot.work)
+            known = self._classes_of[id(active)] = (active, list(classes.values()))
+        return known[1]
 
     def _moved(self, slots: list[Slot], active: list[Slot]) -> Tensor:
         """Return 1 for each parameter that has a gradient, 0 for the others."""
@@ -241,6 +268,32 @@ class MultiplierOptimizer(Optimizer):
         return Rates(table=self._rate_table, class_of=self._class_of, steps=self._steps)
 
     # -- state --------------------------------------------------------------------------------
+
+    def _current(self) -> list[Slot]:
+        """Return the slots, bound anew where parameters, their storage or the state changed."""
+        slots = self._bound()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        same = len(parameters) == len(slots) and all(
+            p is slot.parameter and self.state[p].get("step") is slot.step
+            for p, slot in zip(parameters, slots, strict=True)
+        )
+        if same:
+            moved = [slot for slot in slots if slot.lies_elsewhere()]
+            for slot in moved:
+                slot.work.weight = local(slot.parameter.detach())
+                if slot.owns_raw and not self._holds_what_was_written(slot):
+                    raise _written_outside(slot)
+            same = not moved
+        if not same:
+            self._slots = None
+        return self._bound()
+
+    def _holds_what_was_written(self, slot: Slot) -> bool:
+        """Compare all of a parameter with its raw weight and multipliers."""
+        for bank in self._banks.values():
+            bank.write_factors_(following=True)
+        expected = effective_of(slot.work)
+        return torch.equal(expected.to(slot.work.weight.dtype), slot.work.weight)
 
     def _bound(self) -> list[Slot]:
         """Return the slots, made from parameter groups and state when these have changed."""
@@ -276,12 +329,20 @@ class MultiplierOptimizer(Optimizer):
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._make_banks(found, device)
+        new = {parameter for parameter, *_ in found if "raw" not in self.state[parameter]}
         self._slots = [self._slot(index, *one) for index, one in enumerate(found)]
         for bank in self._banks.values():
             bank.write_factors_()
-        self._owned = [slot for slot in self._slots if slot.work.owns_raw]
+            bank.write_factors_(following=True)
+        for slot in self._slots:
+            blocks = slot.matrix.blocks if slot.matrix is not None else ()
+            if slot.parameter in new and any(block.init != 1.0 for block in blocks):
+                # Dividing by an initial value and multiplying again may differ in the last bit.
+                write_effective(slot.work)
+        self._owned = [slot for slot in self._slots if slot.owns_raw]
         self._subsets: dict[tuple[int, ...], list[Slot]] = {}
         self._lists: dict[int, tuple[list[Slot], list[Work]]] = {}
+        self._classes_of: dict[int, tuple[list[Slot], list[Any]]] = {}
         self._classify(self._slots)
         self._remember(self._slots)
 
@@ -347,7 +408,6 @@ class MultiplierOptimizer(Optimizer):
         like_raw = (*(("raw",) if owns_raw else ()), *moments)
         for key in like_raw:
             kept[key] = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-        fresh = "step" not in state
         for key, value in kept.items():
             if key in state:
                 value.copy_(local(state[key]).to(value.device))
@@ -359,10 +419,12 @@ class MultiplierOptimizer(Optimizer):
             moments=tuple(kept[name] for name in moments),
             factors=factors,
         )
-        if owns_raw and fresh:
+        if owns_raw and "raw" not in state:
             _start_raw(work, bank)
         self.state[parameter] = {**state, **as_sharded(kept, parameter, matrix)}
-        return Slot(parameter, name, group, matrix, share, work, is_sharded(parameter))
+        kept_step = self.state[parameter]["step"]
+        sharded = is_sharded(parameter)
+        return Slot(parameter, name, group, matrix, share, work, kept_step, sharded, owns_raw)
 
     def _remember(self, slots: list[Slot]) -> None:
         for slot in slots:
@@ -378,7 +440,14 @@ class MultiplierOptimizer(Optimizer):
 
         The model's parameters are expected to hold the weights of the same moment.
         """
-        super().load_state_dict(state_dict)
+        seen: dict[str, Any] = {}
+        # Registered last, it sees what hooks of others have made of the state.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: seen.update(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        state_dict = seen
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for saved, parameter in zip(ids, parameters, strict=True):
@@ -406,18 +475,10 @@ class MultiplierOptimizer(Optimizer):
 
     def _look_for_outside_writes(self, slots: list[Slot]) -> Tensor:
         """Tell which parameters are no longer what the last step wrote; raise where it shows."""
-        suspects = []
-        for slot in self._owned:
-            parameter = slot.parameter
-            pointer = (local(parameter) if slot.sharded else parameter).data_ptr()
-            if pointer != slot.pointer:
-                slot.work.weight = local(parameter.detach())
-                suspects.append(slot)
-            elif parameter._version != slot.version:
-                suspects.append(slot)
+        suspects = [slot for slot in self._owned if slot.parameter._version != slot.version]
         for slot in suspects:
             # A swap and back (an average for evaluation) leaves the same numbers: fine.
-            if not _same_numbers(slot.work):
+            if not self._holds_what_was_written(slot):
                 raise _written_outside(slot)
         self._remember(suspects)
         # Writes through `.data` leave no trace but their numbers.
@@ -448,11 +509,11 @@ class MultiplierOptimizer(Optimizer):
         if self._touched is None or _is_capturing():
             return
         slots, flags, event = self._touched
+        self._touched = None
         if event is not None:
             event.synchronize()
         if bool(flags.any()):
             raise _written_outside(slots[int(flags.nonzero()[0])])
-        self._touched = None
 
     @torch.no_grad()
     def sync_from_model_(self) -> None:
@@ -461,27 +522,20 @@ class MultiplierOptimizer(Optimizer):
         Where a multiplier is zero no raw weight can follow; there the multipliers start at 1.
         Moments are kept.
         """
+        self._slots = None
         slots = self._bound()
-        self._touched = None
-        for slot in slots:
-            slot.work.weight = local(slot.parameter.detach())
+        for slot in self._owned:
             bank, place = self._bank_of.get(slot.work.index, (None, 0))
-            if not slot.work.owns_raw:
-                slot.work.raw = slot.work.weight
-                continue
-            if bank is not None and slot.matrix is not None:
-                bank.write_factors_()
-                if not _factors_nonzero(slot.work):
-                    start = 0.0 if slot.matrix.scale == "log" else 1.0
-                    for name in NAMES:
-                        if name in (views := bank.state_views(place)):
-                            views[name].fill_(start)
+            if bank is not None and slot.matrix is not None and not _factors_nonzero(slot.work):
+                start = 0.0 if slot.matrix.scale == "log" else 1.0
+                for name, view in bank.state_views(place).items():
+                    if name in NAMES:
+                        view.fill_(start)
             _start_raw(slot.work, bank)
         for bank in self._banks.values():
             bank.write_factors_(following=True)
-        for slot in slots:
-            if slot.work.owns_raw:
-                write_effective(slot.work)
+        for slot in self._owned:
+            write_effective(slot.work)
         self._remember(slots)
 
     @torch.no_grad()
@@ -502,7 +556,7 @@ class MultiplierOptimizer(Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the raw gradients' norm is at most `max_norm`; return it."""
-        slots = self._bound()
+        slots = self._current()
         for bank in self._banks.values():
             bank.write_factors_()
         active = self._with_gradients(slots)
@@ -511,7 +565,10 @@ class MultiplierOptimizer(Optimizer):
         _, norm = self._gradients(active)
         clip = (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
         for slot in active:
-            slot.work.grad.mul_(clip.to(slot.work.grad.dtype))
+            grad = slot.parameter.grad
+            assert grad is not None
+            local(grad).mul_(clip.to(grad.dtype))
+        self._let_go_of_gradients()
         return norm
 
 
@@ -549,13 +606,6 @@ def _start_raw(work: Work, bank: MultiplierBank | None) -> None:
 
 def _factors_nonzero(work: Work) -> bool:
     return work.factors is not None and bool(work.factors.rows.all() & work.factors.cols.all())
-
-
-def _same_numbers(work: Work) -> bool:
-    if work.factors is not None:
-        work.factors.rows_next.copy_(work.factors.rows)
-        work.factors.cols_next.copy_(work.factors.cols)
-    return torch.equal(effective_of(work).to(work.weight.dtype), work.weight)
 
 
 def _written_outside(slot: Slot) -> RuntimeError:

@@ -82,7 +82,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         self.inner = optimizer
         self._betas, self._eps = betas, eps
         defaults = {
-            "lr": optimizer.defaults.get("lr", 1e-3),
+            **optimizer.defaults,
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
@@ -104,7 +104,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for group in self.inner.param_groups:
             for place, held in enumerate(group["params"]):
                 slot = next(slots)
-                if slot.work.owns_raw:
+                if slot.owns_raw:
                     raw = nn.Parameter(slot.work.raw)
                     group["params"][place] = self._raw[slot.work.index] = raw
                     if held in self.inner.state:
@@ -117,17 +117,30 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._hand_down()
         for raw in self._raw.values():
             raw.grad = None
+        kept = []
         for slot in slots:
-            if slot.work.owns_raw:
+            if slot.owns_raw:
                 self._raw[slot.work.index].grad = raw_gradient(slot.work, clip)
-            elif self.max_grad_norm is not None:
-                slot.work.grad.mul_(clip.to(slot.work.grad.dtype))
+            elif self.max_grad_norm is not None and slot.parameter.grad is not None:
+                grad = slot.parameter.grad
+                kept.append((slot.parameter, grad))
+                slot.parameter.grad = grad * clip.to(grad.dtype)
         self.inner.step()
+        for parameter, grad in kept:
+            parameter.grad = grad
+        for raw in self._raw.values():
+            raw.grad = None
         self._take_over()
         for slot in slots:
-            if slot.work.owns_raw:
+            if slot.owns_raw:
                 write_effective(slot.work)
         self._remember(slots)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
+        if hasattr(self, "_last"):
+            raise ValueError("add parameter groups to the optimizer before wrapping it")
+        super().add_param_group(param_group)
 
     def _hand_down(self) -> None:
         """Pass on what schedulers and users have changed in our groups, and nothing else.
