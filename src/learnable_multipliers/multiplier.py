@@ -189,6 +189,11 @@ def split_gradient(
     return raw_grad, grads
 
 
+def raw_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of raw weights, multipliers and moments behind a weight."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
 def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
     """Return the multiplier a stored value stands for."""
     return value.exp() if matrix.scale == "log" else value

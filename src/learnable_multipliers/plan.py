@@ -132,6 +132,14 @@ class Plan:
             )
         return {name: present[name] for name in planned}
 
+    def refuse_pending(self) -> None:
+        """Raise where initial values have not reached the model yet."""
+        if self.folds or any(entry.init_pending for entry in self.entries):
+            raise ValueError(
+                "the plan has initial values that the model does not have yet; call "
+                "plan = lrm.initialize_(model, plan) first"
+            )
+
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` gives back an equal plan."""
         content = {"format": _FORMAT, **dataclasses.asdict(self)}

@@ -21,6 +21,7 @@ from learnable_multipliers.multiplier import (
     effective,
     initial_values,
     multiplier,
+    raw_dtype,
 )
 from learnable_multipliers.names import canonical_name, owner_of, unwrap
 from learnable_multipliers.plan import Plan
@@ -40,7 +41,7 @@ class Multipliers(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.weight_dtype = weight.dtype
-        values = initial_values(matrix, dtype=_raw_dtype(weight), device=weight.device)
+        values = initial_values(matrix, dtype=raw_dtype(weight), device=weight.device)
         if "row" in values:
             # Rows of blocks without multipliers have no parameter: nothing to train or decay.
             values["row"] = carried_rows(matrix, values["row"])
@@ -71,7 +72,7 @@ class Multipliers(nn.Module):
             raise ValueError("a multiplier is zero: no raw weight has the effective weight given")
         log = self.matrix.scale == "log"
         inverse = {name: -value if log else 1 / value for name, value in values.items()}
-        return effective(self.matrix, weight.to(_raw_dtype(weight)), inverse)
+        return effective(self.matrix, weight.to(raw_dtype(weight)), inverse)
 
     def extra_repr(self) -> str:
         """Show the shapes of what is carried."""
@@ -87,11 +88,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
     """
     if is_reparametrized(model):
         raise ValueError("the model carries multipliers already; lrm.merge(model) removes them")
-    if plan.folds or any(entry.init_pending for entry in plan.entries):
-        raise ValueError(
-            "the plan has initial values that the model does not have yet; call "
-            "plan = lrm.initialize_(model, plan) first"
-        )
+    plan.refuse_pending()
     parameters = plan.resolve(model)
     for entry in plan.entries:
         if entry.matrix is None or not entry.matrix.carries:
@@ -164,11 +161,11 @@ def is_reparametrized(model: nn.Module) -> bool:
 
 def _attach(owner: nn.Module, leaf: str, carried: Multipliers) -> None:
     weight = owner.get_parameter(leaf)
-    low_precision = weight.dtype != _raw_dtype(weight)
+    low_precision = weight.dtype != raw_dtype(weight)
     if low_precision:
         # torch keeps the parameter's dtype through a parametrization; ours stores a wider one.
         owner.register_parameter(
-            leaf, nn.Parameter(weight.detach().to(_raw_dtype(weight)), weight.requires_grad)
+            leaf, nn.Parameter(weight.detach().to(raw_dtype(weight)), weight.requires_grad)
         )
     parametrize.register_parametrization(owner, leaf, carried, unsafe=low_precision)
 
@@ -226,10 +223,6 @@ def _copy_class(cls: type) -> type:
     return type(
         cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k not in skipped}
     )
-
-
-def _raw_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def _refuse_to_save(*_args: object, **_kwargs: object) -> NoReturn:

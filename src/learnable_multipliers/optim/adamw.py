@@ -9,8 +9,9 @@ from torch import Tensor
 
 from learnable_multipliers.kernels import Backend
 from learnable_multipliers.multiplier import Matrix
-from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
+from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim.slots import Slot
 
 
 class AdamW(MultiplierOptimizer):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from learnable_multipliers.kernels import Backend, choose_kernels
-from learnable_multipliers.kernels.reference import effective_of, write_effective
-from learnable_multipliers.kernels.work import Factors, Rates, Work
-from learnable_multipliers.multiplier import Matrix, multiplier
+from learnable_multipliers.kernels.reference import write_effective
+from learnable_multipliers.kernels.work import Rates, Work
+from learnable_multipliers.multiplier import Matrix, multiplier, raw_dtype
 from learnable_multipliers.optim.bank import NAMES, MultiplierBank
 from learnable_multipliers.optim.sharding import (
     Share,
@@ -29,37 +28,14 @@ from learnable_multipliers.optim.sharding import (
     local,
     share_of,
 )
+from learnable_multipliers.optim.slots import Slot, can_be_divided, factors_of, start_raw
+from learnable_multipliers.optim.watch import Watch
 from learnable_multipliers.plan import matrix_from
 
-_MOST_SUBSETS = 16
+MOST_SUBSETS = 16
 """Sets of parameters with gradients whose tables are kept; more of them start over."""
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
-
-
-@dataclass
-class Slot:
-    """One parameter, bound to the tensors the optimizer keeps for it."""
-
-    parameter: torch.nn.Parameter
-    name: str
-    group: dict[str, Any]
-    matrix: Matrix | None
-    share: Share
-    work: Work
-    step: Tensor
-    """Its count of steps, as the state holds it."""
-    sharded: bool
-    owns_raw: bool
-    version: int = -1
-    pointer: int = 0
-
-    def lies_elsewhere(self) -> bool:
-        """Tell whether the parameter's storage is another than the last step's."""
-        parameter = local(self.parameter) if self.sharded else self.parameter
-        return (
-            parameter.data_ptr() != self.pointer or self.parameter.dtype != self.work.weight.dtype
-        )
 
 
 class MultiplierOptimizer(Optimizer):
@@ -131,7 +107,7 @@ class MultiplierOptimizer(Optimizer):
 
     def _step(self) -> None:
         slots = self._current()
-        self._raise_late()
+        self._watch.raise_late()
         for bank in self._banks.values():
             bank.write_factors_()
         active = self._with_gradients(slots)
@@ -139,7 +115,7 @@ class MultiplierOptimizer(Optimizer):
             return
         # The long pass over all gradients first: a GPU is busy with it while the host goes on.
         grads, norm = self._gradients(active)
-        touched = self._look_for_outside_writes(slots)
+        touched = self._watch.look(self._works(slots))
         self.grad_norm = norm
         finite = norm.isfinite()
         for grad in grads.values():
@@ -170,7 +146,7 @@ class MultiplierOptimizer(Optimizer):
         self._update_(active, hyper, clip, go)
         if self._kernels.decides_on_host:
             # Triton's writes leave no trace in a tensor's version; torch's do.
-            self._remember(active)
+            self._watch.remember(active)
 
     @property
     def num_skipped(self) -> int:
@@ -191,7 +167,7 @@ class MultiplierOptimizer(Optimizer):
             return slots
         # One list for one set of parameters, so that kernels find their tables again.
         key = tuple(slot.work.index for slot in active)
-        if key not in self._subsets and len(self._subsets) >= _MOST_SUBSETS:
+        if key not in self._subsets and len(self._subsets) >= MOST_SUBSETS:
             self._subsets.clear()
             self._lists.clear()
             self._classes_of.clear()
@@ -277,23 +253,9 @@ class MultiplierOptimizer(Optimizer):
             p is slot.parameter and self.state[p].get("step") is slot.step
             for p, slot in zip(parameters, slots, strict=True)
         )
-        if same:
-            moved = [slot for slot in slots if slot.lies_elsewhere()]
-            for slot in moved:
-                slot.work.weight = local(slot.parameter.detach())
-                if slot.owns_raw and not self._holds_what_was_written(slot):
-                    raise _written_outside(slot)
-            same = not moved
-        if not same:
+        if not same or self._watch.storage_moved():
             self._slots = None
         return self._bound()
-
-    def _holds_what_was_written(self, slot: Slot) -> bool:
-        """Compare all of a parameter with its raw weight and multipliers."""
-        for bank in self._banks.values():
-            bank.write_factors_(following=True)
-        expected = effective_of(slot.work)
-        return torch.equal(expected.to(slot.work.weight.dtype), slot.work.weight)
 
     def _bound(self) -> list[Slot]:
         """Return the slots, made from parameter groups and state when these have changed."""
@@ -335,16 +297,18 @@ class MultiplierOptimizer(Optimizer):
             bank.write_factors_()
             bank.write_factors_(following=True)
         for slot in self._slots:
-            blocks = slot.matrix.blocks if slot.matrix is not None else ()
-            if slot.parameter in new and any(block.init != 1.0 for block in blocks):
-                # Dividing by an initial value and multiplying again may differ in the last bit.
-                write_effective(slot.work)
+            if slot.owns_raw and slot.parameter in new:
+                start_raw(slot.work)
+                blocks = slot.matrix.blocks if slot.matrix is not None else ()
+                if any(block.init != 1.0 for block in blocks):
+                    # Dividing by an initial value and multiplying again may miss the last bit.
+                    write_effective(slot.work)
         self._owned = [slot for slot in self._slots if slot.owns_raw]
         self._subsets: dict[tuple[int, ...], list[Slot]] = {}
         self._lists: dict[int, tuple[list[Slot], list[Work]]] = {}
         self._classes_of: dict[int, tuple[list[Slot], list[Any]]] = {}
         self._classify(self._slots)
-        self._remember(self._slots)
+        self._watch = Watch(self._slots, self._banks.values(), self._kernels)
 
     def _classify(self, slots: list[Slot]) -> None:
         """Find parameters that share all hyper-parameters: few, whatever the model's size."""
@@ -359,8 +323,6 @@ class MultiplierOptimizer(Optimizer):
             members.append(classes[key])
         self._class_of = torch.tensor(members, device=self._steps.device)
         self._last_rates: list[tuple[float, ...]] = []
-        self._touched: tuple[list[Slot], Tensor, Any] | None = None
-        self._arrived: Tensor | None = None
 
     def _make_banks(self, found: list[tuple[Any, ...]], device: torch.device) -> None:
         members: dict[torch.dtype, list[int]] = {}
@@ -402,7 +364,7 @@ class MultiplierOptimizer(Optimizer):
         bank, place = self._bank_of.get(index, (None, 0))
         if bank is not None:
             kept |= bank.state_views(place)
-            factors = _factors(bank, place, bool(matrix and matrix.transposed))
+            factors = factors_of(bank, place, bool(matrix and matrix.transposed))
         owns_raw = bank is not None or weight.dtype != dtype
         moments = self._moment_names(group, matrix)
         like_raw = (*(("raw",) if owns_raw else ()), *moments)
@@ -419,20 +381,10 @@ class MultiplierOptimizer(Optimizer):
             moments=tuple(kept[name] for name in moments),
             factors=factors,
         )
-        if owns_raw and "raw" not in state:
-            _start_raw(work, bank)
         self.state[parameter] = {**state, **as_sharded(kept, parameter, matrix)}
         kept_step = self.state[parameter]["step"]
         sharded = is_sharded(parameter)
         return Slot(parameter, name, group, matrix, share, work, kept_step, sharded, owns_raw)
-
-    def _remember(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            slot.version, slot.pointer = slot.parameter._version, local(slot.parameter).data_ptr()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; raw weights and multipliers are among it."""
-        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -473,48 +425,6 @@ class MultiplierOptimizer(Optimizer):
 
     # -- the model's weights ------------------------------------------------------------------
 
-    def _look_for_outside_writes(self, slots: list[Slot]) -> Tensor:
-        """Tell which parameters are no longer what the last step wrote; raise where it shows."""
-        suspects = [slot for slot in self._owned if slot.parameter._version != slot.version]
-        for slot in suspects:
-            # A swap and back (an average for evaluation) leaves the same numbers: fine.
-            if not self._holds_what_was_written(slot):
-                raise _written_outside(slot)
-        self._remember(suspects)
-        # Writes through `.data` leave no trace but their numbers.
-        touched = self._kernels.touched_from_outside(self._works(slots))
-        if self._kernels.decides_on_host:
-            if bool(touched.any()):
-                raise _written_outside(slots[int(touched.nonzero()[0])])
-        elif touched.numel():
-            self._touched = (slots, *self._on_its_way(touched))
-        return touched
-
-    def _on_its_way(self, flags: Tensor) -> tuple[Tensor, Any]:
-        """Send flags to the host without waiting; the event tells when they have arrived."""
-        if flags.device.type != "cuda":
-            return flags, None
-        if _is_capturing():
-            # Replays of a captured step do not come back here.
-            return torch.zeros(0, dtype=torch.bool), None
-        if self._arrived is None or self._arrived.shape != flags.shape:
-            self._arrived = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-        self._arrived.copy_(flags, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return self._arrived, event
-
-    def _raise_late(self) -> None:
-        """Raise what the device found in the last step, which it left out for that reason."""
-        if self._touched is None or _is_capturing():
-            return
-        slots, flags, event = self._touched
-        self._touched = None
-        if event is not None:
-            event.synchronize()
-        if bool(flags.any()):
-            raise _written_outside(slots[int(flags.nonzero()[0])])
-
     @torch.no_grad()
     def sync_from_model_(self) -> None:
         """Take the model's weights as they are now: raw weights follow, multipliers stay.
@@ -526,17 +436,17 @@ class MultiplierOptimizer(Optimizer):
         slots = self._bound()
         for slot in self._owned:
             bank, place = self._bank_of.get(slot.work.index, (None, 0))
-            if bank is not None and slot.matrix is not None and not _factors_nonzero(slot.work):
+            if bank is not None and slot.matrix is not None and not can_be_divided(slot.work):
                 start = 0.0 if slot.matrix.scale == "log" else 1.0
-                for name, view in bank.state_views(place).items():
-                    if name in NAMES:
-                        view.fill_(start)
-            _start_raw(slot.work, bank)
+                for view in bank.views_of(bank.values, place).values():
+                    view.fill_(start)
         for bank in self._banks.values():
+            bank.write_factors_()
             bank.write_factors_(following=True)
         for slot in self._owned:
+            start_raw(slot.work)
             write_effective(slot.work)
-        self._remember(slots)
+        self._watch.remember(slots)
 
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
@@ -570,54 +480,6 @@ class MultiplierOptimizer(Optimizer):
             local(grad).mul_(clip.to(grad.dtype))
         self._let_go_of_gradients()
         return norm
-
-
-def raw_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of raw weights, multipliers and moments for a parameter."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _factors(bank: MultiplierBank, place: int, transposed: bool) -> Factors:
-    """Return views of the bank along a matrix's stored rows and columns."""
-    out = [
-        bank.out_view(f, place) for f in (bank.out_factors, bank.out_factors_next, bank.out_sums)
-    ]
-    into = [bank.in_view(f, place) for f in (bank.in_factors, bank.in_factors_next, bank.in_sums)]
-    rows, cols = (into, out) if transposed else (out, into)
-    return Factors(
-        rows=rows[0],
-        rows_next=rows[1],
-        row_sums=rows[2],
-        cols=cols[0],
-        cols_next=cols[1],
-        col_sums=cols[2],
-    )
-
-
-def _start_raw(work: Work, bank: MultiplierBank | None) -> None:
-    """Set the raw weight behind the effective one, at the current multipliers."""
-    work.raw.copy_(work.weight)
-    if work.factors is not None and bank is not None:
-        bank.write_factors_()
-        f = work.factors
-        stacked = work.raw.view(f.rows.shape[0], f.rows.shape[1], f.cols.shape[1])
-        stacked.div_(f.rows.unsqueeze(-1)).div_(f.cols.unsqueeze(-2))
-
-
-def _factors_nonzero(work: Work) -> bool:
-    return work.factors is not None and bool(work.factors.rows.all() & work.factors.cols.all())
-
-
-def _written_outside(slot: Slot) -> RuntimeError:
-    return RuntimeError(
-        f"{slot.name} was changed since the last step by something other than this optimizer, "
-        "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
-        "opt.sync_from_model_() after it; if not, restore the weights before stepping."
-    )
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _full(value: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def param_groups(
     trained = {name: p for name, p in present.items() if p.requires_grad}
     if not explicit:
         plan.resolve(model)
-    _refuse_pending(plan)
+    plan.refuse_pending()
     # The plan's entries by the names their weights have in this model.
     entries = {
         _raw_name(entry.name) if explicit and entry.carries else entry.name: entry
@@ -98,14 +98,6 @@ def _refuse_misfit(plan: Plan, names: list[str], has: str) -> None:
         raise ValueError(
             f"this plan, made for {plan.model}, does not fit the model, which {has} "
             f"{', '.join(names[:5])}{more}; make one with lrm.plan(model)"
-        )
-
-
-def _refuse_pending(plan: Plan) -> None:
-    if plan.folds or any(entry.init_pending for entry in plan.entries):
-        raise ValueError(
-            "the plan has initial values that the model does not have yet; call "
-            "plan = lrm.initialize_(model, plan) first"
         )
 
 

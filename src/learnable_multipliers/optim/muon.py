@@ -11,9 +11,10 @@ from torch import Tensor
 
 from learnable_multipliers.kernels import Backend
 from learnable_multipliers.multiplier import Matrix
-from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
+from learnable_multipliers.optim.base import MOST_SUBSETS, MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
+from learnable_multipliers.optim.slots import Slot
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
@@ -109,7 +110,7 @@ class Muon(MultiplierOptimizer):
 
     def _sides(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return the slots Muon trains and those AdamW does, the same lists for the same slots."""
-        if len(self._split) > 16:
+        if len(self._split) > MOST_SUBSETS:
             self._split.clear()
             self._batches.clear()
         known = self._split.get(id(slots))

@@ -15,8 +15,9 @@ from learnable_multipliers.kernels import Backend
 from learnable_multipliers.kernels.reference import raw_gradient, write_effective
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.names import named_parameters
-from learnable_multipliers.optim.base import MultiplierOptimizer, Slot
+from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim.slots import Slot
 from learnable_multipliers.plan import Plan
 
 _OURS = {
@@ -134,7 +135,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for slot in slots:
             if slot.owns_raw:
                 write_effective(slot.work)
-        self._remember(slots)
+        self._watch.remember(slots)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
