@@ -2,13 +2,14 @@
 
 Falcon-H1 multiplies activations by constants from its config. Learned multipliers can start at
 those values and the constants become 1; this module knows where the constants live, which
-matrices each acts on, and how to reset it.
+matrices each acts on, and how to reset it. Another model can tell itself, by a method
+`fixed_multipliers()` that returns them with parameter names relative to its own module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,13 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     """Return the constants of `model` that are known and not 1."""
     found = []
     for name, module in unwrap(model).named_modules():
+        root = f"{canonical_name(name)}." if name else ""
+        own: Callable[[], tuple[FixedMultiplier, ...]] | None
+        own = getattr(module, "fixed_multipliers", None)
         if type(module).__name__ == "FalconH1ForCausalLM":
-            found += _falcon_h1(canonical_name(name), module)
+            found += _falcon_h1(root, module)
+        elif own is not None:
+            found += [_below(root, multiplier) for multiplier in own()]
     return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
 
 
@@ -116,10 +122,14 @@ _FALCON_H1 = (
 )
 
 
-def _falcon_h1(name: str, model: Any) -> Iterator[FixedMultiplier]:
+def _below(root: str, multiplier: FixedMultiplier) -> FixedMultiplier:
+    targets = tuple((f"{root}{name}", role) for name, role in multiplier.targets)
+    return replace(multiplier, targets=targets)
+
+
+def _falcon_h1(root: str, model: Any) -> Iterator[FixedMultiplier]:
     """Read a Hugging Face `FalconH1ForCausalLM`."""
     layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
-    root = f"{name}." if name else ""
     for constant in _FALCON_H1:
         places = layers if constant.per_layer else [""]
         value = getattr(model.config, constant.field)

@@ -3,7 +3,7 @@
 from learnable_multipliers.optim.adamw import AdamW
 from learnable_multipliers.optim.clipping import clip_grad_norm_
 from learnable_multipliers.optim.groups import param_groups
-from learnable_multipliers.optim.learned import multipliers
+from learnable_multipliers.optim.learned import multipliers, raw_weights
 from learnable_multipliers.optim.muon import Muon
 from learnable_multipliers.optim.wrapper import LearnableMultipliers
 
@@ -14,4 +14,5 @@ __all__ = [
     "clip_grad_norm_",
     "multipliers",
     "param_groups",
+    "raw_weights",
 ]

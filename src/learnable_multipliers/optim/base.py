@@ -464,6 +464,14 @@ class MultiplierOptimizer(Optimizer):
         return found
 
     @torch.no_grad()
+    def raw_weights(self) -> dict[str, Tensor]:
+        """Return the raw weights by parameter name, full tensors; not copies where not sharded."""
+        return {
+            slot.name: _full(self.state[slot.parameter].get("raw", slot.parameter.detach()))
+            for slot in self._bound()
+        }
+
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the raw gradients' norm is at most `max_norm`; return it."""
         slots = self._current()

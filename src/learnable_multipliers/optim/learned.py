@@ -1,4 +1,4 @@
-"""What has been learned so far."""
+"""What has been learned so far, and the weights underneath."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def multipliers(source: MultiplierOptimizer | nn.Module) -> dict[str, dict[str, 
     if isinstance(source, MultiplierOptimizer):
         return source.multipliers()
     return explicit_multipliers(source)
+
+
+def raw_weights(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
+    """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
+    return optimizer.raw_weights()

@@ -1,0 +1,178 @@
+"""Plain, scalar and vector multipliers at 20M parameters: every run, whatever comes out.
+
+    lrm data prepare --sources TRAIN... --valid-sources VALID --tokenizer TOKENIZER --out DATA
+    python benchmarks/first_comparison.py --shape 20m-llama --data DATA \
+        --records results/first-comparison.jsonl
+
+Runs that are in the records already are left out, so it can be stopped and started; `--table`
+prints the records as a table for the docs. One seed: differences of a few thousandths are noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learnable_multipliers.pretrain.config import OptimizerConfig, TrainConfig
+from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.train import Trainer
+
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
+MULTIPLIER_LR_SCALES = (1.0, 4.0)
+PLACEMENTS = {"plain": "none", "scalar": "scalar", "vector": "full"}
+
+
+def main() -> None:
+    """Train what is missing, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=("20m-llama", "20m"), default="20m-llama")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--optimizers", nargs="*", default=["adamw", "muon"])
+    parser.add_argument("--tokens", type=int, default=80_000_000)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    known = _read(options.records)
+    if options.table:
+        print(table(known))
+        return
+    start = time.perf_counter()
+    done = {record["command"] for record in known}
+    longest = 0.0
+    for config in runs(options.shape, options.optimizers, options.tokens):
+        command = command_of(options.shape, config)
+        left = options.seconds - (time.perf_counter() - start)
+        if command in done:
+            continue
+        if left < 1.2 * longest:
+            print(f"{left:.0f} s left: stopping before {command}")
+            break
+        begin = time.perf_counter()
+        record = train(config, options.data) | {"shape": options.shape, "command": command}
+        longest = max(longest, time.perf_counter() - begin)
+        with options.records.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(
+            f"{record['valid_loss']:.4f} {record['tokens_per_second']:,.0f} tok/s "
+            f"{record['wall_s']:.0f} s  {command}",
+            flush=True,
+        )
+
+
+def runs(shape: str, optimizers: list[str], tokens: int) -> Iterator[TrainConfig]:
+    """Yield every run of one shape."""
+    base = RECIPES[shape][1]
+    schedule = replace(
+        base.schedule, tokens=tokens, warmup_tokens=tokens // 20, decay_tokens=tokens // 5
+    )
+    # One evaluation, at the end, on all held-out text.
+    log = replace(base.log, every=20, weights_every=0, evaluate_every=0, evaluate_tokens=0)
+    log = replace(log, sample_tokens=0, tensorboard=False)
+    base = replace(base, schedule=schedule, log=log)
+    for kind in optimizers:
+        for lr in LEARNING_RATES:
+            for placement in PLACEMENTS.values():
+                for scale in MULTIPLIER_LR_SCALES if placement != "none" else (1.0,):
+                    optimizer = OptimizerConfig(
+                        kind=kind,  # pyright: ignore[reportArgumentType]
+                        placement=placement,  # pyright: ignore[reportArgumentType]
+                        lr=lr,
+                        multiplier_lr_scale=scale,
+                    )
+                    yield replace(base, optimizer=optimizer)
+
+
+def command_of(shape: str, config: TrainConfig) -> str:
+    """Return the command that makes the same run."""
+    chosen, schedule = config.optimizer, config.schedule
+    return (
+        f"lrm train {shape} --data.path DATA --optimizer.kind {chosen.kind} "
+        f"--optimizer.placement {chosen.placement} --optimizer.lr {chosen.lr:g} "
+        f"--optimizer.multiplier-lr-scale {chosen.multiplier_lr_scale:g} "
+        f"--schedule.tokens {schedule.tokens} --schedule.warmup-tokens {schedule.warmup_tokens} "
+        f"--schedule.decay-tokens {schedule.decay_tokens} --log.evaluate-tokens 0"
+    )
+
+
+def train(config: TrainConfig, data: Path) -> dict[str, Any]:
+    """Train one run in a folder of its own and return what came out."""
+    folder = Path(tempfile.mkdtemp())
+    begin = time.perf_counter()
+    config = replace(config, out=folder / "run", data=replace(config.data, path=data))
+    trainer = Trainer(config)
+    for _ in trainer.going():
+        pass
+    records = read_metrics(config.out)
+    speeds = [r["tokens_per_second"] for r in records if r["kind"] == "train"][1:]
+    last = [r for r in records if r["kind"] == "eval"][-1]
+    losses = [r["loss"] for r in records if r["kind"] == "train"][-5:]
+    shutil.rmtree(folder)
+    return {
+        "optimizer": config.optimizer.kind,
+        "placement": config.optimizer.placement,
+        "lr": config.optimizer.lr,
+        "multiplier_lr_scale": config.optimizer.multiplier_lr_scale,
+        "seed": config.seed,
+        "tokens": trainer.tokens,
+        "parameters": trainer.model.num_parameters,
+        "multipliers": trainer.plan.num_multipliers,
+        "valid_loss": last["loss"],
+        "bits_per_byte": last["bits_per_byte"],
+        "train_loss": statistics.mean(losses),
+        "skipped_steps": trainer.optimizer.num_skipped,
+        "tokens_per_second": statistics.median(speeds),
+        "wall_s": round(time.perf_counter() - begin, 1),
+        "device": trainer.device.name,
+        "torch": torch.__version__,
+    }
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Return the records as Markdown, one table for each shape and optimizer."""
+    names = {placement: name for name, placement in PLACEMENTS.items()}
+    lines = []
+    for shape, kind in sorted({(r["shape"], r["optimizer"]) for r in records}):
+        chosen = [r for r in records if (r["shape"], r["optimizer"]) == (shape, kind)]
+        rates = sorted({r["lr"] for r in chosen})
+        lines += [f"**{shape}, {kind}**", "", "| multipliers | lr scale | "]
+        lines[-1] += " | ".join(f"lr {lr:g}" for lr in rates) + " | best | tokens/s |"
+        lines.append("|---|---|" + "---|" * (len(rates) + 2))
+        for placement, name in names.items():
+            for scale in MULTIPLIER_LR_SCALES:
+                row = {
+                    r["lr"]: r
+                    for r in chosen
+                    if r["placement"] == placement and r["multiplier_lr_scale"] == scale
+                }
+                if row:
+                    losses = [f"{row[lr]['valid_loss']:.4f}" if lr in row else "" for lr in rates]
+                    best = min(r["valid_loss"] for r in row.values())
+                    speed = statistics.median(r["tokens_per_second"] for r in row.values())
+                    shown = "" if placement == "none" else f"{scale:g}"
+                    lines.append(
+                        f"| {name} | {shown} | {' | '.join(losses)} | {best:.4f} | {speed:,.0f} |"
+                    )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()

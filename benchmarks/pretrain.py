@@ -1,0 +1,185 @@
+"""Training speed of the presets on one GPU, beside Hugging Face's own model.
+
+    python benchmarks/pretrain.py --out results/pretrain-h200.json
+
+Whole training steps in bfloat16: forward, backward, clipping, optimizer with multipliers. MFU
+counts 6 floating-point operations per parameter and token against `--peak` TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
+from learnable_multipliers.pretrain.device import choose_device
+from learnable_multipliers.pretrain.models.hugging_face import to_config
+from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.passes import Passes
+
+LENGTH = 2048
+
+
+def main() -> None:
+    """Measure what was asked for, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="*", default=["falcon-h1-0.5b", "llama-0.5b"])
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s")
+    parser.add_argument("--no-graph", action="store_true", help="launch kernels one by one")
+    parser.add_argument("--no-peer", action="store_true", help="leave Hugging Face out")
+    parser.add_argument("--profile", type=Path, help="write a table of kernels here")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for preset in options.presets:
+        rows.append(ours(preset, options))
+        show(rows[-1])
+    if not options.no_peer:
+        rows.append(hugging_face("falcon-h1-0.5b", options))
+        show(rows[-1])
+        first = next(row for row in rows if row["model"] == "falcon-h1-0.5b")
+        if rows[-1].get("tokens_per_second"):
+            ratio = first["tokens_per_second"] / rows[-1]["tokens_per_second"]
+            print(f"ours / Hugging Face: {ratio:.1f}x")
+    if options.out:
+        device = torch.cuda.get_device_name()
+        result = {"device": device, "torch": torch.__version__, "runs": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row."""
+    print({key: value for key, value in row.items() if key != "times_ms"}, flush=True)
+
+
+def ours(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one of the presets."""
+    fresh()
+    start = time.perf_counter()
+    model = build(PRESETS[preset], 0, "cuda")
+    optimizer, _ = make_optimizer(model, OptimizerConfig(kind="adamw", placement="full", lr=1e-4))
+    model.compile_layers_()
+    graph = "off" if options.no_graph else "auto"
+    passes = Passes(model, choose_device(RuntimeConfig(cuda_graph=graph)), z_loss=1e-4)
+    tokens = random_tokens(options.sequences, PRESETS[preset].vocab_size)
+
+    def step() -> None:
+        passes.gradients([tokens], options.sequences)
+        optimizer.step()
+        passes.clear()
+
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    row = {"model": preset, "what": "ours, AdamW with full multipliers, compiled by layer"}
+    row |= timed(step, options, options.sequences, model.num_parameters)
+    if options.profile:
+        options.profile.parent.mkdir(parents=True, exist_ok=True)
+        profile(step, options.profile.with_suffix(f".{preset}.txt"))
+    return row | {"first_step_s": round(first, 1)}
+
+
+def hugging_face(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure transformers' class, with the largest batch that fits, checkpointing if it must."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    settings = to_config(PRESETS[preset])
+    row: dict[str, Any] = {"model": preset, "what": "transformers FalconH1ForCausalLM, eager"}
+    for recompute in (False, True):
+        for sequences in (8, 4, 2, 1):
+            fresh()
+            try:
+                with torch.device("cuda"):
+                    model = FalconH1ForCausalLM(FalconH1Config(**settings)).train()
+                if recompute:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+                tokens = random_tokens(sequences, settings["vocab_size"])[:, :-1]
+
+                def step() -> None:
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = model(tokens, labels=tokens).loss  # noqa: B023
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: B023
+                    optimizer.step()  # noqa: B023
+                    optimizer.zero_grad()  # noqa: B023
+
+                step()
+            except torch.OutOfMemoryError:
+                model = optimizer = None
+                continue
+            options.warmup, options.steps = 1, 5
+            count = sum(parameter.numel() for parameter in model.parameters())
+            found = timed(step, options, sequences, count)
+            return row | {"sequences": sequences, "recomputes": recompute} | found
+    return row | {"what": "transformers FalconH1ForCausalLM: one sequence does not fit"}
+
+
+def timed(step: Any, options: argparse.Namespace, sequences: int, parameters: int) -> Any:
+    """Return the median time of a step and what follows from it."""
+    for _ in range(options.warmup):
+        step()
+    torch.cuda.synchronize()
+    # As in training, the host does not wait for the device between steps.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:], strict=False)]
+    median = statistics.median(times)
+    speed = sequences * LENGTH / median * 1e3
+    return {
+        "parameters": parameters,
+        "ms": round(median, 2),
+        "tokens_per_second": round(speed),
+        "mfu": round(6 * parameters * speed / options.peak / 1e12, 4),
+        # A recorded pass keeps its memory without allocating again, so the start counts too.
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "spread_ms": [round(min(times), 2), round(max(times), 2)],
+        "times_ms": [round(t, 3) for t in times],
+    }
+
+
+def profile(step: Any, path: Path) -> None:
+    """Write which kernels two steps spend their time in."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as found:
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    table = found.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90
+    )
+    path.write_text(table)
+
+
+def random_tokens(sequences: int, vocab_size: int) -> torch.Tensor:
+    """Return a batch of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (sequences, LENGTH + 1), generator=generator).cuda()
+
+
+def fresh() -> None:
+    """Let go of the model before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+    torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Pretraining: models, data, the recipe of the paper and the loop that runs it."""

@@ -1,0 +1,193 @@
+"""Everything a training run can be told, as typed data; the command line is made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.schedule import ScheduleConfig
+
+Placement = Literal["none", "full", "symmetry-aware", "scalar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read."""
+
+    path: Path | None = None
+    """Folder that `lrm data prepare` wrote; none is the Python standard library's own sources,
+    prepared on first use."""
+    sequence_length: int = 2048
+    """Tokens in a sequence."""
+    batch_sequences: int = 512
+    """Sequences in a step, over all micro-batches (paper: about 1M tokens)."""
+    micro_batch_sequences: int = 0
+    """Sequences in one forward and backward pass; 0 is the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How weights and multipliers are trained."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
+    placement: Placement = "full"
+    """Which multipliers matrices carry: none, row and column (full), those free of symmetries
+    (symmetry-aware), or one number each (scalar)."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Of matrices (paper: 0.1); norms, biases and other vectors have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging."""
+    eps: float = 1e-8
+    """AdamW's floor under the second moment."""
+    max_grad_norm: float = 1.0
+    """Clip norm of the raw gradients, multipliers left out (paper: 1); 0 does not clip."""
+    multiplier_lr_scale: float = 1.0
+    """Learning rate of the multipliers over that of the matrices."""
+    multiplier_weight_decay: float = 2e-3
+    """Of multipliers (paper: 2e-3)."""
+    multiplier_init: Literal["one", "fold"] = "one"
+    """Multipliers start at 1, or take over the model's fixed mup_* factors (fold)."""
+    momentum: float = 0.95
+    """Muon's."""
+    adamw_lr_scale: float = 1.0
+    """With Muon: learning rate of what AdamW trains, over that of the matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written down, and how often (in steps; 0 is never)."""
+
+    every: int = 10
+    """Steps between lines of loss, rate and speed."""
+    weights_every: int = 100
+    """Steps between looks at norms and multipliers."""
+    evaluate_every: int = 250
+    """Steps between evaluations on held-out text; there is always one at the end."""
+    evaluate_tokens: int = 500_000
+    """Most held-out tokens an evaluation reads; 0 is all of them."""
+    sample_every: int = 0
+    """Steps between samples; there is always one at the end."""
+    sample_tokens: int = 120
+    """Length of a sample; 0 samples nothing."""
+    prompt: str = "The"
+    """What a sample goes on from."""
+    tensorboard: bool = True
+    """Write scalars for TensorBoard, where it is installed."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well."""
+    trackio: str = ""
+    """Trackio project to log to as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept to go on from."""
+
+    every: int = 1000
+    """Steps between checkpoints; 0 saves at the end and when interrupted alone."""
+    keep: int = 2
+    """Newest checkpoints that are kept, at least 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Where and how it is computed."""
+
+    device: str = "auto"
+    """cuda, mps or cpu; auto takes the first there is."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the matrix products; auto is bfloat16 on a GPU. Weights are float32."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile, layer by layer; auto is on for CUDA."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Record a pass once and replay it, so that the GPU never waits for Python; auto is on for
+    CUDA. Turn it off to debug."""
+    num_threads: int = 0
+    """CPU threads; 0 leaves torch's choice."""
+    peak_tflops: float = 0.0
+    """What the device can do in that precision, for MFU; 0 looks the device up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    out: Path = Path("runs/run")
+    """Folder of the run: config, metrics, checkpoints."""
+    name: str = ""
+    """What the run is called in reports; the folder's name where empty."""
+    seed: int = 0
+    """Of weights and sample order."""
+    z_loss: float = 1e-4
+    """Weight of the squared log normalizer in the loss (paper: 1e-4)."""
+    resume: bool = False
+    """Go on from the newest good checkpoint in the folder."""
+    dry_run: bool = False
+    """Show plan, sizes, memory and the first batch, and train nothing."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def check(self) -> None:
+        """Raise a ValueError for settings that cannot work together."""
+        self.model.check()
+        if self.data.sequence_length < 1 or self.data.batch_sequences < 1:
+            raise ValueError("data.sequence_length and data.batch_sequences must be at least 1")
+        if self.data.micro_batch_sequences < 0:
+            raise ValueError("data.micro_batch_sequences must not be negative")
+        if self.optimizer.lr <= 0:
+            raise ValueError(f"optimizer.lr must be positive, got {self.optimizer.lr:g}")
+        if self.optimizer.max_grad_norm < 0:
+            raise ValueError("optimizer.max_grad_norm must not be negative; 0 does not clip")
+        if self.checkpoint.keep < 2:
+            raise ValueError(
+                "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
+            )
+        for name in ("every", "weights_every", "evaluate_every", "sample_every"):
+            if getattr(self.log, name) < 0:
+                raise ValueError(f"log.{name} must not be negative; 0 is never")
+
+
+def to_dict(config: Any) -> Any:
+    """Return a config as plain data for JSON."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [to_dict(value) for value in config]
+    return str(config) if isinstance(config, Path) else config
+
+
+def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
+    """Return a config from plain data; unknown and missing keys are errors that name the place."""
+    if dataclasses.is_dataclass(kind):
+        made: Any = kind
+        hints = typing.get_type_hints(made)
+        known = {f.name for f in dataclasses.fields(made)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"{where} has unknown keys: {', '.join(unknown)}")
+        return made(
+            **{key: from_dict(hints[key], value, f"{where}.{key}") for key, value in values.items()}
+        )
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if values is None:
+            return None
+        return from_dict(next(arg for arg in args if arg is not type(None)), values, where)
+    if kind is Path:
+        return Path(values)
+    if origin is tuple:
+        return tuple(values)
+    return float(values) if kind is float else values

@@ -1,0 +1,35 @@
+"""The loss on held-out text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from learnable_multipliers.pretrain.config import DataConfig
+from learnable_multipliers.pretrain.device import Device
+from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.training_data import TrainingData
+
+
+@torch.no_grad()
+def evaluate(
+    model: HybridLM, data: TrainingData, config: DataConfig, device: Device, *, max_tokens: int = 0
+) -> dict[str, float]:
+    """Return nats per token and bits per byte of held-out text, the same tokens every time."""
+    model.eval()
+    batch_size = config.micro_batch_sequences or min(config.batch_sequences, 64)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for tokens in data.held_out(batch_size, max_tokens, device.device):
+        with device.autocast():
+            loss = model.loss(tokens).cross_entropy
+        size = tokens.shape[0] * (tokens.shape[1] - 1)
+        total += loss.double().cpu() * size
+        count += size
+    model.train()
+    loss = total.item() / count
+    return {
+        "loss": loss,
+        "bits_per_byte": loss / math.log(2) / data.bytes_per_token,
+        "evaluated_tokens": count,
+    }

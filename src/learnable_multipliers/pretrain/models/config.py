@@ -1,0 +1,159 @@
+"""The shape of a model: one description for hybrids, Llamas and pure state-space models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Falcon-H1 hybrid; without its state-space half a Llama, without attention a Mamba-2.
+
+    The `mup_*` factors are fixed numbers in the forward pass (muP), never learned; all 1 for a
+    Llama.
+    """
+
+    vocab_size: int = 4096
+    """Tokens in the vocabulary; the data's tokenizer decides where 0."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 2
+    """Layers of mixers and MLP."""
+    max_length: int = 2048
+    """Longest sequence the model is meant for, in tokens; goes into exported configs."""
+    num_heads: int = 4
+    """Query heads; 0 leaves attention out."""
+    num_kv_heads: int = 2
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
+    head_dim: int = 32
+    """Features of a head; its product with num_heads need not be hidden_size."""
+    rope_theta: float = 1e4
+    """Base of the rotary frequencies (Falcon-H1: 1e11)."""
+    intermediate_size: int = 384
+    """Width of the gated MLP; 0 leaves it out."""
+    ssm_size: int = 0
+    """Width inside the Mamba-2 mixer (d_ssm); 0 leaves the mixer out."""
+    ssm_head_dim: int = 32
+    """Features of a state-space head."""
+    ssm_state_size: int = 16
+    """States per feature (d_state)."""
+    ssm_groups: int = 1
+    """Groups of heads that share B and C."""
+    ssm_conv_size: int = 4
+    """Taps of the causal convolution over x, B and C."""
+    ssm_chunk_size: int = 128
+    """Tokens in a chunk of the scan: speed alone, the result does not depend on it."""
+    ssm_norm: bool = False
+    """Put the gated RMSNorm on the mixer's output, before its projection."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    freeze_norms: bool = False
+    """Keep the weights of the norms in the blocks at 1 (as the paper's width and MLP runs do)."""
+    tie_embeddings: bool = False
+    """Use one matrix as embedding and head."""
+    init_std: float = 0.02
+    """Standard deviation of matrices at the start."""
+    mup_embedding: float = 1.0
+    """On the embedding's output."""
+    mup_head: float = 1.0
+    """On the logits."""
+    mup_attention_in: float = 1.0
+    """On what goes into attention."""
+    mup_key: float = 1.0
+    """On the keys."""
+    mup_attention_out: float = 1.0
+    """On what comes out of attention."""
+    mup_ssm_in: float = 1.0
+    """On what goes into the state-space mixer."""
+    mup_z: float = 1.0
+    """On the gate of the state-space mixer."""
+    mup_x: float = 1.0
+    """On its values."""
+    mup_B: float = 1.0  # noqa: N815 - the paper's name
+    """On what writes to its state."""
+    mup_C: float = 1.0  # noqa: N815 - the paper's name
+    """On what reads its state."""
+    mup_dt: float = 1.0
+    """On its time steps."""
+    mup_ssm_out: float = 1.0
+    """On what comes out of the state-space mixer."""
+    mup_gate: float = 1.0
+    """On the MLP's gate."""
+    mup_down: float = 1.0
+    """On the MLP's output."""
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether layers attend."""
+        return self.num_heads > 0
+
+    @property
+    def has_ssm(self) -> bool:
+        """Whether layers hold a state-space mixer."""
+        return self.ssm_size > 0
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether layers hold an MLP."""
+        return self.intermediate_size > 0
+
+    @property
+    def num_ssm_heads(self) -> int:
+        """Heads of the state-space mixer."""
+        return self.ssm_size // self.ssm_head_dim
+
+    @property
+    def ssm_block_sizes(self) -> tuple[int, int, int, int, int]:
+        """Rows of z, x, B, C and dt in the mixer's input projection."""
+        states = self.ssm_groups * self.ssm_state_size
+        return self.ssm_size, self.ssm_size, states, states, self.num_ssm_heads
+
+    @property
+    def mup_factors(self) -> dict[str, float]:
+        """The fixed factors by field name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("mup_")}
+
+    def check(self) -> None:
+        """Raise a ValueError for a shape that cannot be built."""
+        for name in ("vocab_size", "hidden_size", "num_layers", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_heads", "intermediate_size", "ssm_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} must not be negative, got {getattr(self, name)}")
+        if not self.has_attention and not self.has_ssm:
+            raise ValueError(
+                "a model needs attention or a state-space mixer: set model.num_heads or "
+                "model.ssm_size above 0"
+            )
+        if self.has_attention:
+            self._check_attention()
+        if self.has_ssm:
+            self._check_ssm()
+
+    def _check_attention(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly: "
+                "model.num_kv_heads must divide model.num_heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim is {self.head_dim}: rotary embeddings turn pairs of features, so "
+                "it must be even and positive"
+            )
+
+    def _check_ssm(self) -> None:
+        if self.ssm_head_dim < 1 or self.ssm_size % self.ssm_head_dim:
+            raise ValueError(
+                f"a state-space mixer of width {self.ssm_size} cannot be cut into heads of "
+                f"{self.ssm_head_dim}: model.ssm_head_dim must divide model.ssm_size"
+            )
+        if self.ssm_groups < 1 or self.num_ssm_heads % self.ssm_groups:
+            raise ValueError(
+                f"{self.num_ssm_heads} state-space heads cannot be shared out to {self.ssm_groups} "
+                "groups: model.ssm_groups must divide model.ssm_size / model.ssm_head_dim"
+            )
+        for name in ("ssm_state_size", "ssm_conv_size", "ssm_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")

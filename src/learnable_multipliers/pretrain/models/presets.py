@@ -1,0 +1,102 @@
+"""Named model shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from learnable_multipliers.pretrain.models.config import ModelConfig
+
+_TINY = ModelConfig(
+    vocab_size=1024,
+    hidden_size=128,
+    num_layers=2,
+    max_length=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=320,
+    ssm_size=192,
+    ssm_head_dim=32,
+    ssm_state_size=16,
+    ssm_chunk_size=64,
+)
+# 20 M parameters; the vocabulary has room for 16k tokens and some special ones.
+_20M = ModelConfig(
+    vocab_size=16448,
+    hidden_size=320,
+    num_layers=8,
+    max_length=2048,
+    num_heads=5,
+    num_kv_heads=1,
+    head_dim=64,
+    intermediate_size=640,
+    ssm_size=448,
+    ssm_head_dim=64,
+    ssm_state_size=64,
+)
+# The shape of Falcon-H1-Tiny-90M, untied: facts about it are public, its vocabulary is 32,768.
+_90M = ModelConfig(
+    vocab_size=32768,
+    hidden_size=512,
+    num_layers=24,
+    max_length=2048,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e11,
+    intermediate_size=768,
+    ssm_size=768,
+    ssm_head_dim=32,
+    ssm_state_size=64,
+    tie_embeddings=True,
+)
+# Falcon-H1-0.5B with its published forward multipliers: 521,411,104 parameters.
+_FALCON_H1 = ModelConfig(
+    vocab_size=32784,
+    hidden_size=1024,
+    num_layers=36,
+    max_length=16384,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e11,
+    intermediate_size=2048,
+    ssm_size=1536,
+    ssm_head_dim=64,
+    ssm_state_size=128,
+    mup_embedding=5.656854249492381,
+    mup_head=0.0390625,
+    mup_key=0.39062499999999994,
+    mup_attention_out=0.9375,
+    mup_ssm_in=1.25,
+    mup_z=0.3535533905932738,
+    mup_x=0.25,
+    mup_B=0.3535533905932738,
+    mup_C=0.5,
+    mup_dt=0.3535533905932738,
+    mup_ssm_out=0.23570226039551587,
+    mup_gate=0.8838834764831844,
+    mup_down=0.5859375,
+)
+# Wide and shallow like the small Llamas: less attention and fewer norms for the same parameters.
+_LLAMA = ModelConfig(
+    vocab_size=32784,
+    hidden_size=1536,
+    num_layers=16,
+    max_length=16384,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=5e5,
+    intermediate_size=4096,
+)
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": _TINY,
+    "tiny-llama": replace(_TINY, ssm_size=0, intermediate_size=512),
+    "20m": _20M,
+    "20m-llama": replace(_20M, ssm_size=0, num_kv_heads=5, intermediate_size=1024),
+    "90m": _90M,
+    "falcon-h1-0.5b": _FALCON_H1,
+    "llama-0.5b": _LLAMA,
+}

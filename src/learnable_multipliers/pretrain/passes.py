@@ -1,0 +1,108 @@
+"""Forward and backward passes of a batch, micro-batch by micro-batch.
+
+On a GPU a pass is hundreds of short kernels, and Python cannot launch them as fast as they run.
+So the pass is recorded as a CUDA graph, after a few passes the usual way, and then replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.pretrain.device import Device
+from learnable_multipliers.pretrain.models.hybrid import HybridLM
+
+_FIRST_PASSES = 3
+"""Passes before recording: compilation and libraries' own choices must be over by then."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a recorded pass is good for."""
+
+    shape: tuple[int, ...]
+    sequences: int
+    """In the whole batch: the loss of a micro-batch counts for its share."""
+
+
+class Passes:
+    """Leaves the gradient of a batch in the parameters."""
+
+    def __init__(self, model: HybridLM, device: Device, z_loss: float):
+        self._model, self._device, self._z_loss = model, device, z_loss
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._key: _Key | None = None
+        self._seen = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tokens = self._loss = torch.empty(0)
+        self._adds_up = False
+
+    def gradients(self, batches: Iterable[Tensor], sequences: int) -> Tensor:
+        """Leave the gradient of a batch of `sequences`; return its cross-entropy per token."""
+        total = torch.zeros((), device=self._device.device)
+        for tokens in batches:
+            share = len(tokens) / sequences
+            total += share * self._one(tokens, _Key(tuple(tokens.shape), sequences))
+        return total
+
+    def clear(self) -> None:
+        """Make ready for the next batch, once the optimizer has taken the gradients."""
+        if self._graph is None:
+            for parameter in self._trained:
+                parameter.grad = None
+        elif self._adds_up:
+            for parameter in self._trained:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+
+    def _one(self, tokens: Tensor, key: _Key) -> Tensor:
+        if not self._device.recorded:
+            return self._compute(tokens, key)
+        if key.sequences % len(tokens):
+            # A last micro-batch of another size would have to be recorded anew in every step.
+            self._forget()
+            return self._compute(tokens, key)
+        if key != self._key:
+            self._forget()
+            self._key, self._seen = key, 0
+        if self._graph is None:
+            self._seen += 1
+            # A batch is one thing: it is not recorded halfway through.
+            at_start = all(p.grad is None for p in self._trained)
+            if self._seen <= _FIRST_PASSES or not at_start:
+                return self._compute(tokens, key)
+            self._record(tokens, key)
+        self._tokens.copy_(tokens, non_blocking=True)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._loss.clone()
+
+    def _compute(self, tokens: Tensor, key: _Key) -> Tensor:
+        with self._device.autocast():
+            losses = self._model.loss(tokens, self._z_loss)
+        (losses.total * (len(tokens) / key.sequences)).backward()
+        return losses.cross_entropy
+
+    def _record(self, tokens: Tensor, key: _Key) -> None:
+        # One pass a batch writes gradients; several add to gradients that start at zero.
+        self._adds_up = len(tokens) < key.sequences
+        self._tokens = tokens.clone()
+        if self._adds_up:
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss = self._compute(self._tokens, key)
+
+    def _forget(self) -> None:
+        """Let go of a recorded pass and of the memory it holds; between batches only."""
+        if self._graph is not None:
+            self._graph, self._key = None, None
+            self._loss = torch.empty(0)
+            for parameter in self._trained:
+                parameter.grad = None

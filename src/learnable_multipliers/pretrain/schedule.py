@@ -1,0 +1,167 @@
+"""Learning rate and batch size over a run, as pure functions of the tokens seen so far.
+
+The recipe of the paper: linear warmup, constant rate, exponential decay; a batch that ramps up
+while the rate follows its square root. Nothing here has state, so a resumed run is on the same
+schedule as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+DecayShape = Literal["exponential", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The length of a run and what its learning rate and batch size do on the way."""
+
+    tokens: int = 30_000_000_000
+    """Length of the whole run, in tokens. Paper: 30e9 (25e9 before the decay); long run 240e9."""
+
+    warmup_tokens: int = 100_000_000
+    """Linear warmup from zero, in tokens. Paper: 0.1e9."""
+
+    decay_tokens: int = 5_000_000_000
+    """Length of the decay, in tokens; 0 is no decay. Paper: 5e9; long run 40e9."""
+
+    decay_factor: float = 8.0
+    """What the learning rate is divided by at the end of the decay. Paper: 8; long run 32."""
+
+    decay_shape: DecayShape = "exponential"
+    """How the rate falls during the decay. Paper: exponential."""
+
+    minimum_tokens: int = 0
+    """Tokens after the decay, at the rate it ended with. Paper: 0; long run 40e9."""
+
+    rampup_tokens: int = 0
+    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: has a ramp, length not given."""
+
+    rampup_start_sequences: int = 64
+    """Batch at the start of the ramp, in sequences. Paper: not given."""
+
+    rampup_increment_sequences: int = 64
+    """What the batch grows by at each step of the ramp, in sequences. Paper: not given."""
+
+    def __post_init__(self) -> None:
+        lengths = ("warmup_tokens", "decay_tokens", "minimum_tokens", "rampup_tokens")
+        for name in lengths:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is a length in tokens, got {getattr(self, name)}")
+        if self.tokens < 1:
+            raise ValueError(f"a run needs at least one token, got tokens={self.tokens}")
+        if self.warmup_tokens > self.decay_start:
+            raise ValueError(
+                f"warmup ({self.warmup_tokens}), decay ({self.decay_tokens}) and the stay at the "
+                f"minimum ({self.minimum_tokens}) are longer than the run ({self.tokens} tokens): "
+                "shorten them or lengthen the run"
+            )
+        if self.rampup_tokens > self.tokens:
+            raise ValueError(
+                f"rampup_tokens={self.rampup_tokens} is longer than the run ({self.tokens} tokens)"
+            )
+        if not 1 <= self.decay_factor < math.inf:
+            raise ValueError(
+                f"decay_factor divides the learning rate and is at least 1, got {self.decay_factor}"
+            )
+        if self.decay_shape not in get_args(DecayShape):
+            raise ValueError(
+                f"unknown decay_shape {self.decay_shape!r}; choose from {get_args(DecayShape)}"
+            )
+        for name in ("rampup_start_sequences", "rampup_increment_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def decay_start(self) -> int:
+        """Tokens seen when the decay begins."""
+        return self.tokens - self.decay_tokens - self.minimum_tokens
+
+
+class Step(NamedTuple):
+    """One optimizer step of the plan of a run."""
+
+    step: int
+    """Number of the step, from 0."""
+    tokens_before: int
+    """Tokens seen before this step."""
+    sequences: int
+    """Sequences in the batch of this step."""
+    lr_factor: float
+    """What the peak learning rate is multiplied by, the rule for small batches included."""
+
+
+def learning_rate_factor(config: ScheduleConfig, tokens: int) -> float:
+    """Return the rate after `tokens` tokens over the peak rate: warmup, constant, decay.
+
+    With the decay's progress p in [0, 1] and factor f: exponential f^-p; linear and cosine go
+    from 1 to 1/f along a line and half a cosine. Past the decay the rate stays at 1/f.
+    """
+    if tokens < config.warmup_tokens:
+        return tokens / config.warmup_tokens
+    past = tokens - config.decay_start
+    if past <= 0 or config.decay_tokens == 0:
+        return 1.0
+    lowest = 1 / config.decay_factor
+    if past >= config.decay_tokens:
+        return lowest
+    progress = past / config.decay_tokens
+    if config.decay_shape == "exponential":
+        return config.decay_factor**-progress
+    if config.decay_shape == "linear":
+        return 1 - (1 - lowest) * progress
+    return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def batch_sequences(config: ScheduleConfig, tokens: int, full_sequences: int) -> int:
+    """Return the batch size after `tokens` tokens, in sequences.
+
+    The ramp has (full - start) / increment stages of equal length in tokens, each larger than
+    the one before by the increment; the full batch begins at `rampup_tokens`.
+    """
+    if tokens >= config.rampup_tokens:
+        return full_sequences
+    stages = _rampup_stages(config, full_sequences)
+    done = tokens * stages // config.rampup_tokens
+    return config.rampup_start_sequences + done * config.rampup_increment_sequences
+
+
+def batch_lr_factor(sequences: int, full_sequences: int) -> float:
+    """Return the square-root rule: a smaller batch trains at sqrt(batch / full batch) the rate."""
+    return math.sqrt(sequences / full_sequences)
+
+
+def steps(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> list[Step]:
+    """Return every step of the run, in order.
+
+    The batch of a step is that of the tokens before it; its rate that of the tokens after it, so
+    that the first step is not lost to a rate of zero and the last one is at 1/decay_factor. The
+    last batch is whole and may pass the end of the run by less than itself.
+    """
+    for name, value in (("full_sequences", full_sequences), ("sequence_length", sequence_length)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if config.rampup_tokens:
+        _rampup_stages(config, full_sequences)
+    plan: list[Step] = []
+    tokens = 0
+    while tokens < config.tokens:
+        sequences = batch_sequences(config, tokens, full_sequences)
+        after = tokens + sequences * sequence_length
+        factor = learning_rate_factor(config, after) * batch_lr_factor(sequences, full_sequences)
+        plan.append(Step(len(plan), tokens, sequences, factor))
+        tokens = after
+    return plan
+
+
+def _rampup_stages(config: ScheduleConfig, full_sequences: int) -> int:
+    start, increment = config.rampup_start_sequences, config.rampup_increment_sequences
+    stages, rest = divmod(full_sequences - start, increment)
+    if stages < 1 or rest:
+        raise ValueError(
+            f"the batch cannot ramp from {start} to {full_sequences} sequences in steps of "
+            f"{increment}: the full batch must be the start plus one or more increments"
+        )
+    return stages

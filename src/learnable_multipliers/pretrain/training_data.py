@@ -1,0 +1,106 @@
+"""What a run reads: batches to train on, held-out text, and the tokenizer of both."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.pretrain.config import DataConfig
+from learnable_multipliers.pretrain.data.loader import BatchLoader, evaluation_batches
+from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE, Manifest, file_sha256
+from learnable_multipliers.pretrain.data.prepare import TRAIN, VALID, PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
+
+
+class TrainingData:
+    """A prepared dataset as a run uses it."""
+
+    def __init__(self, folder: Path, sequence_length: int, seed: int):
+        manifest = Manifest.load(folder)
+        self.folder, self.manifest = folder, manifest
+        self._length = sequence_length
+        self._train = BatchLoader(TokenDataset(folder, manifest, TRAIN), sequence_length, seed)
+        self._valid = TokenDataset(folder, manifest, VALID)
+        # Too little held-out text is better known now than at the first evaluation.
+        BatchLoader(self._valid, sequence_length, seed)
+        self._tokenizer_file = folder / manifest.tokenizer_file
+        self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
+        self.eos = manifest.eos_id
+        self.fingerprint = file_sha256(folder / MANIFEST_FILE)
+        """Changes with any of the data: the manifest holds the checksums of all files."""
+
+    @classmethod
+    def open(cls, config: DataConfig, vocab_size: int, seed: int) -> TrainingData:
+        """Open the data a config names; the default corpus is prepared on first use."""
+        folder = config.path or default_corpus(vocab_size)
+        data = cls(folder, config.sequence_length, seed)
+        if vocab_size and data.manifest.vocab_size > vocab_size:
+            raise ValueError(
+                f"the data at {folder} have a vocabulary of {data.manifest.vocab_size}, the model "
+                f"one of {vocab_size}: set --model.vocab-size to at least "
+                f"{data.manifest.vocab_size}, or prepare the data with a smaller tokenizer"
+            )
+        return data
+
+    def batch(self, start: int, size: int, device: torch.device) -> Tensor:
+        """Return the samples from global index `start` on, (size, sequence_length + 1)."""
+        return _moved(self._train.batch(start, size), device)
+
+    def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield held-out samples from the start, the same ones every time; 0 tokens is all."""
+        most = max(max_tokens, self._length) if max_tokens else None
+        for batch in evaluation_batches(self._valid, self._length, batch_size, most):
+            yield _moved(batch, device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on before one is seen again."""
+        return len(self._train.dataset)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of held-out text that one token stands for, on average."""
+        return self._valid.num_bytes / len(self._valid)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens."""
+        return self._tokenizer.decode([t for t in tokens if t < self.manifest.vocab_size])
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer beside what is trained with it."""
+        shutil.copyfile(self._tokenizer_file, folder / "tokenizer.json")
+
+
+def default_corpus(vocab_size: int) -> Path:
+    """Return the prepared sources of Python's standard library, prepared on first use."""
+    size = vocab_size or 4096
+    folder = cache_folder() / f"python-{platform.python_version()}-{size}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
+    return folder
+
+
+def cache_folder() -> Path:
+    """Return where prepared default data lie: LRM_CACHE, or the user's cache folder."""
+    if own := os.environ.get("LRM_CACHE"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "learnable-multipliers"
+
+
+def _moved(batch: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)

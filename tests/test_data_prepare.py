@@ -1,0 +1,431 @@
+import errno
+import gzip
+import json
+import lzma
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from learnable_multipliers.pretrain.data import (
+    Corpus,
+    DocumentError,
+    Manifest,
+    PrepareConfig,
+    TokenDataset,
+    encoding,
+    prepare,
+    shards,
+)
+
+# The function of that name hides the module.
+PREPARE = sys.modules["learnable_multipliers.pretrain.data.prepare"]
+TEXTS = [
+    f"Document {n}.\r\n\tna\u00efve \u4f60\u597d <|endoftext|> it's {'x' * n}\n" for n in range(40)
+]
+
+
+def json_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return str(path)
+
+
+def read_back(folder, split):
+    """Cut the tokens of a split at the end-of-document token and decode them."""
+    dataset = TokenDataset.open(folder, split)
+    tokens = dataset.tokens(0, len(dataset))
+    ends = np.flatnonzero(tokens == dataset.eos_id)
+    assert ends[-1] == len(tokens) - 1
+    tokenizer = dataset.tokenizer()
+    return [tokenizer.decode(part) for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_sources(folder, kind):
+    joined = "".join(TEXTS).encode()
+    one = [joined.decode()]
+    match kind:
+        case "txt":
+            (folder / "a.txt").write_bytes(joined)
+        case "gz":
+            (folder / "a.txt.gz").write_bytes(gzip.compress(joined))
+        case "xz":
+            (folder / "a.txt.xz").write_bytes(lzma.compress(joined))
+        case "zst":
+            (folder / "a.txt.zst").write_bytes(zstandard.compress(joined))
+        case "jsonl":
+            return json_lines(folder / "a.jsonl", TEXTS), TEXTS
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
+            return str(folder / "a.parquet"), TEXTS
+        case "directory":
+            for number, text in enumerate(TEXTS):
+                (folder / f"{number:03d}.md").write_bytes(text.encode())
+            return str(folder), TEXTS
+    return str(next(folder.iterdir())), one
+
+
+@pytest.mark.parametrize("kind", ["txt", "gz", "xz", "zst", "jsonl", "parquet", "directory"])
+def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
+    (tmp_path / "in").mkdir()
+    source, texts = write_sources(tmp_path / "in", kind)
+    out = tmp_path / "out"
+    manifest = prepare(
+        PrepareConfig(sources=(source,), out=out, vocab_size=300, valid_fraction=0, shard_tokens=97)
+    )
+    assert read_back(out, "train") == texts
+    assert manifest == Manifest.load(out)
+    assert list(manifest.splits) == ["train"]
+    assert manifest.num_documents("train") == len(texts)
+    assert manifest.num_bytes("train") == sum(len(text.encode()) for text in texts)
+    *full, last = manifest.splits["train"]
+    assert {shard.tokens for shard in full} == {97}
+    assert 0 < last.tokens <= 97
+    dataset = TokenDataset.open(out)
+    dataset.verify()
+    counts = dataset.tokenizer().token_bytes()
+    assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.num_bytes
+
+
+def test_tokens_across_shard_borders_equal_the_flat_sequence(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    flat, cut = tmp_path / "flat", tmp_path / "cut"
+    for out, size in ((flat, 10**9), (cut, 7)):
+        prepare(PrepareConfig(sources=(source,), out=out, vocab_size=300, shard_tokens=size))
+    whole = np.fromfile(flat / "train-00000.bin", "<u2")
+    dataset = TokenDataset.open(cut)
+    assert len(dataset) == len(whole)
+    for start, stop in [(0, len(whole)), (6, 8), (7, 14), (7, 7), (3, 40), (len(whole),) * 2]:
+        assert dataset.tokens(start, stop).tolist() == whole[start:stop].tolist()
+    for start, stop in [(-1, 3), (0, len(whole) + 1), (5, 4)]:
+        with pytest.raises(IndexError, match="outside"):
+            dataset.tokens(start, stop)
+
+
+def test_split_is_by_document_and_copies_stay_on_one_side(tmp_path):
+    texts = [f"text number {n}" for n in range(400)]
+    source = json_lines(tmp_path / "a.jsonl", texts + texts[::-1])
+    folders = {}
+    for seed in (0, 1):
+        folders[seed] = tmp_path / f"out{seed}"
+        prepare(
+            PrepareConfig(
+                sources=(source,), out=folders[seed], vocab_size=300, valid_fraction=0.25, seed=seed
+            )
+        )
+    train, valid = (read_back(folders[0], split) for split in ("train", "valid"))
+    assert sorted(train + valid) == sorted(texts * 2)
+    assert not set(train) & set(valid)
+    # Binomial(400, 1/4): 100 +- 4 standard deviations.
+    assert 65 < len(set(valid)) < 135
+    assert train == [text for text in texts + texts[::-1] if text in set(train)]
+    assert set(valid) != set(read_back(folders[1], "valid"))
+
+
+def test_validation_sources_are_kept_out_of_training(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    held_out = json_lines(tmp_path / "b.jsonl", [*TEXTS[5:8], "another"])
+    out = tmp_path / "out"
+    config = PrepareConfig(sources=(source,), out=out, valid_sources=(held_out,), vocab_size=300)
+    manifest = prepare(config)
+    assert read_back(out, "train") == TEXTS[:5] + TEXTS[8:]
+    assert read_back(out, "valid") == [*TEXTS[5:8], "another"]
+    assert manifest.source["dropped_because_in_validation"] == 3
+
+
+def test_tokenizer_never_sees_validation_text(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", ["abab " * 50])
+    held_out = json_lines(tmp_path / "b.jsonl", ["xyxy " * 500])
+    both = json_lines(tmp_path / "c.jsonl", ["abab " * 50, "xyxy " * 500])
+    for name in (source, both):
+        out = tmp_path / "out"
+        config = PrepareConfig(
+            sources=(name,), valid_sources=(held_out,), out=out, overwrite=True, vocab_size=300
+        )
+        prepare(config)
+        vocabulary = TokenDataset.open(out).tokenizer().tokenizer.get_vocab()
+        assert "ab" in vocabulary
+        assert "xy" not in vocabulary
+
+
+def test_shards_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
+    # Many batches of unequal work, so that two workers finish out of order.
+    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 5000)
+    texts = [text * (1 + 37 * n % 50) for n, text in enumerate(TEXTS)]
+    source = json_lines(tmp_path / "a.jsonl", texts)
+    for workers in (1, 2):
+        config = PrepareConfig(
+            sources=(source,),
+            out=tmp_path / f"out{workers}",
+            vocab_size=300,
+            valid_fraction=0.2,
+            num_workers=workers,
+            shard_tokens=3000,
+        )
+        prepare(config)
+    first, second = files_of(tmp_path / "out1"), files_of(tmp_path / "out2")
+    assert first == second
+    assert len(first) > 4
+    everything = read_back(tmp_path / "out2", "train") + read_back(tmp_path / "out2", "valid")
+    assert sorted(everything) == sorted(texts)
+
+
+def test_death_of_a_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "dies.py").write_text("import sys; sys.stdin.buffer.read(9); sys.exit(7)")
+    monkeypatch.setattr(encoding, "__file__", str(tmp_path / "dies.py"))
+    config = PrepareConfig(sources=(source,), out=tmp_path / "out", vocab_size=300, num_workers=2)
+    with pytest.raises(RuntimeError, match=r"process died \(exit status 7\)"):
+        prepare(config)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "dies.py"}
+
+
+def test_max_bytes_ends_with_the_document_that_reaches_it(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", ["0123456789", "", "abcde", "vwxyz", "end"])
+    for limit, count in ((1, 1), (10, 1), (11, 2), (15, 2), (16, 3)):
+        out = tmp_path / f"out{limit}"
+        config = PrepareConfig(
+            sources=(source,), out=out, vocab_size=257, valid_fraction=0, max_bytes=limit
+        )
+        prepare(config)
+        assert read_back(out, "train") == ["0123456789", "abcde", "vwxyz"][:count]
+
+
+def test_progress_counts_what_is_written(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    steps = []
+    config = PrepareConfig(sources=(source,), out=tmp_path / "out", vocab_size=300)
+    manifest = prepare(config, steps.append)
+    assert [step.stage for step in steps] == ["tokenizer", "encode", "encode"]
+    for name, count in zip(
+        ("documents", "bytes", "tokens"),
+        (manifest.num_documents, manifest.num_bytes, manifest.num_tokens),
+        strict=True,
+    ):
+        assert getattr(steps[-1], name) == count("train") + count("valid")
+
+
+def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
+    tokenizer = tmp_path / "words.json"
+    words = {f"w{n}": n for n in range(65_540)} | {"</s>": 65_540}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tokenizer))
+    source = json_lines(tmp_path / "a.jsonl", ["w1 w65539", "w65535 w65536"])
+    out = tmp_path / "out"
+    config = PrepareConfig(sources=(source,), out=out, tokenizer=tokenizer, valid_fraction=0)
+    manifest = prepare(config)
+    assert (manifest.dtype, manifest.vocab_size) == ("<u4", 65_541)
+    assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    found = TokenDataset.open(out).tokens(0, 6).tolist()
+    assert found == [1, 65_539, 65_540, 65_535, 65_536, 65_540]
+
+
+@pytest.fixture
+def dataset_folder(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    config = PrepareConfig(
+        sources=(source,),
+        out=tmp_path / "out",
+        vocab_size=300,
+        shard_tokens=100,
+        valid_fraction=0.3,
+    )
+    prepare(config)
+    return tmp_path / "out"
+
+
+def test_changed_byte_is_found_by_verify_and_named(dataset_folder):
+    for name in ("train-00001.bin", "tokenizer.json"):
+        path = dataset_folder / name
+        good = path.read_bytes()
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            TokenDataset.open(dataset_folder).verify()
+        path.write_bytes(good)
+    TokenDataset.open(dataset_folder).verify()
+
+
+def test_wrong_size_is_found_on_opening_and_named(dataset_folder):
+    path = dataset_folder / "train-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"train-00001\.bin has 198 bytes, the manifest says 200"):
+        TokenDataset.open(dataset_folder)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train-00001\.bin has 0 bytes"):
+        TokenDataset.open(dataset_folder)
+    TokenDataset.open(dataset_folder, "valid")
+
+
+def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json is missing.*lrm data prepare"):
+        TokenDataset.open(tmp_path)
+    with pytest.raises(ValueError, match="no split 'test', only train, valid"):
+        TokenDataset.open(dataset_folder, "test")
+    manifest = dataset_folder / "manifest.json"
+    text = manifest.read_text()
+    for bad, message in [
+        ("{", "Expecting"),
+        ("[]", "list indices"),
+        (text.replace("lrm-tokens-1", "lrm-tokens-9"), "'lrm-tokens-9'"),
+        (text.replace('"eos_id"', '"eos"'), "unexpected keyword"),
+    ]:
+        manifest.write_text(bad)
+        with pytest.raises(ValueError, match=rf"manifest\.json cannot be used \(.*{message}"):
+            TokenDataset.open(dataset_folder)
+
+
+def test_existing_output_is_refused_and_replaced_only_on_demand(dataset_folder, tmp_path):
+    before = files_of(dataset_folder)
+    source = json_lines(tmp_path / "b.jsonl", ["new text"])
+    config = {"sources": (source,), "out": dataset_folder, "vocab_size": 257, "valid_fraction": 0}
+    with pytest.raises(
+        FileExistsError, match="out exists; choose another folder or pass overwrite"
+    ):
+        prepare(PrepareConfig(**config))
+    assert files_of(dataset_folder) == before
+    prepare(PrepareConfig(**config, overwrite=True))
+    assert read_back(dataset_folder, "train") == ["new text"]
+    assert set(files_of(dataset_folder)) == {"manifest.json", "tokenizer.json", "train-00000.bin"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl", "out"}
+
+
+def test_folder_of_something_else_is_never_overwritten(tmp_path):
+    source = json_lines(tmp_path / "b.jsonl", ["new text"])
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("all of it")
+    config = PrepareConfig(sources=(source,), out=precious, overwrite=True, valid_fraction=0)
+    with pytest.raises(FileExistsError, match="precious is not a token dataset"):
+        prepare(config)
+    assert (precious / "thesis.tex").read_text() == "all of it"
+
+
+@pytest.mark.parametrize(
+    ("moment", "workers"),
+    [("write", 1), ("write", 2), ("fsync", 1), ("tokenizer", 1), ("manifest", 1), ("rename", 1)],
+)
+def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
+    dataset_folder, tmp_path, monkeypatch, moment, workers
+):
+    before = files_of(dataset_folder)
+    calls = []
+
+    def full(*arguments):
+        calls.append(arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 500)
+    given = tmp_path / "given.json"
+    shutil.copyfile(dataset_folder / "tokenizer.json", given)
+    match moment:
+        case "write":
+            write = shards.ShardWriter._write
+            monkeypatch.setattr(
+                shards.ShardWriter,
+                "_write",
+                lambda *given: full() if len(calls) or given[0]._shards else write(*given),
+            )
+        case "fsync":
+            monkeypatch.setattr(shards.os, "fsync", full)
+        case "tokenizer":
+            monkeypatch.setattr(shutil, "copyfile", full)
+        case "manifest":
+            monkeypatch.setattr(Manifest, "save", full)
+        case "rename":
+            rename = Path.rename
+            monkeypatch.setattr(
+                Path, "rename", lambda a, b: full() if a.suffix == ".partial" else rename(a, b)
+            )
+    config = PrepareConfig(
+        sources=(str(tmp_path / "a.jsonl"),),
+        out=dataset_folder,
+        overwrite=True,
+        tokenizer=given,
+        shard_tokens=100,
+        num_workers=workers,
+    )
+    with pytest.raises(OSError, match=r"No space left .*; nothing was kept.*out") as caught:
+        prepare(config)
+    assert caught.value.errno == errno.ENOSPC
+    assert calls
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "given.json", "out"}
+    assert files_of(dataset_folder) == before
+
+
+def test_interrupt_leaves_nothing(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+
+    def interrupt(progress):
+        if progress.tokens:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(PrepareConfig(sources=(source,), out=tmp_path / "out"), interrupt)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
+
+
+def test_bad_document_leaves_nothing_and_is_named(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    with open(source, "a", encoding="utf-8") as file:
+        file.write("{}\n")
+    config = PrepareConfig(sources=(source,), out=tmp_path / "out", tokenizer_sample=100)
+    with pytest.raises(DocumentError, match=r"a\.jsonl, line 41: no field 'text'"):
+        prepare(config)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
+
+
+def test_empty_splits_are_errors_that_say_what_to_do(tmp_path):
+    one = json_lines(tmp_path / "a.jsonl", ["only one"])
+    empty = json_lines(tmp_path / "b.jsonl", ["", ""])
+    out = tmp_path / "out"
+    with pytest.raises(DocumentError, match=r"none of the 1 documents .* fell into validation"):
+        prepare(PrepareConfig(sources=(one,), out=out, vocab_size=257, valid_fraction=1e-9))
+    with pytest.raises(DocumentError, match=r"none of the 1 documents .* left to train on"):
+        prepare(PrepareConfig(sources=(one,), out=out, vocab_size=257, valid_sources=(one,)))
+    with pytest.raises(DocumentError, match="no document with any text in"):
+        prepare(PrepareConfig(sources=(empty,), out=out, vocab_size=257))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"valid_fraction": 1.0}, r"valid_fraction is 1\.0"),
+        ({"valid_fraction": -0.1}, "valid_fraction is -0"),
+        ({"shard_tokens": 0}, "shard_tokens is 0"),
+        ({"num_workers": 0}, "num_workers is 0"),
+        ({"max_bytes": 0}, "max_bytes is 0"),
+        ({"eos_token": "</s>"}, "pass tokenizer as well"),
+    ],
+)
+def test_impossible_settings_are_refused_at_once(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        PrepareConfig(out=tmp_path / "out", **wrong)
+
+
+def test_default_corpus_prepares_with_default_settings(tmp_path):
+    manifest = prepare(PrepareConfig(out=tmp_path / "out", vocab_size=300, max_bytes=500_000))
+    texts = [text for text in Corpus() if text]
+    assert read_back(tmp_path / "out", "train")[0] in texts
+    assert 500_000 <= manifest.num_bytes("train") + manifest.num_bytes("valid") < 1_500_000
+    assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
+
+
+def test_bits_per_byte_of_a_uniform_byte_model_is_eight_and_the_ends(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", ["x" * 99, "y" * 99])
+    out = tmp_path / "out"
+    prepare(PrepareConfig(sources=(source,), out=out, vocab_size=257, valid_fraction=0))
+    dataset = TokenDataset.open(out)
+    uniform = torch.tensor(256.0, dtype=torch.float64).log().item()
+    assert dataset.bits_per_byte(uniform) == pytest.approx(8 * 200 / 198, rel=1e-12)

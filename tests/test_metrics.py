@@ -1,0 +1,216 @@
+"""The log of a run: the same numbers everywhere, also after a resume."""
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from learnable_multipliers.pretrain.metrics import FILE_NAME, MetricLog, read_metrics
+
+
+def metrics_of(step):
+    return {
+        "loss": 4 / (step + 1),
+        "raw_rms": {"attention": 0.1 * step, "mlp": torch.tensor(0.5) * step},
+        "note": "fine",
+        "skipped": False,
+    }
+
+
+def write(folder, steps, **settings):
+    with MetricLog(folder, **{"tensorboard": False, **settings}) as log:
+        for step in steps:
+            log.log(step, metrics_of(step))
+
+
+def tensorboard_scalars(folder):
+    """Return {tag: [(step, value)]} as TensorBoard reads it."""
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def recorder(monkeypatch, name):
+    """Put a stand-in for a tracker in place; return the calls it gets."""
+    calls = []
+    functions = {
+        function: lambda *args, _function=function, **kwargs: calls.append(
+            (_function, args, kwargs)
+        )
+        for function in ("init", "log", "finish")
+    }
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
+    return calls
+
+
+def test_a_line_is_a_step(tmp_path):
+    write(tmp_path / "run", range(3))
+    lines = (tmp_path / "run" / FILE_NAME).read_text().splitlines()
+    assert json.loads(lines[2]) == {
+        "step": 2,
+        "loss": 4 / 3,
+        "raw_rms": {"attention": 0.2, "mlp": 1.0},
+        "note": "fine",
+        "skipped": False,
+    }
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path):
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        log.log(0, {"loss": 1.0})
+        assert (tmp_path / FILE_NAME).read_text() == '{"step": 0, "loss": 1.0}\n'
+
+
+def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
+    values = {"nan": math.nan, "high": math.inf, "low": {"x": -math.inf}, "list": [1, math.nan]}
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        log.log(0, values)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    raw = json.loads((tmp_path / FILE_NAME).read_text(), parse_constant=refuse)
+    assert raw == {"step": 0, "nan": "nan", "high": "inf", "low": {"x": "-inf"}, "list": [1, "nan"]}
+    (record,) = read_metrics(tmp_path)
+    assert math.isnan(record["nan"])
+    assert math.isnan(record["list"][1])
+    assert (record["high"], record["low"]) == (math.inf, {"x": -math.inf})
+
+
+def test_tensors_and_arrays_become_numbers(tmp_path):
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        log.log(
+            np.int64(3),
+            {
+                "float32": np.float32(0.5),
+                "float64": np.float64(0.1),
+                "bfloat16": torch.tensor(1.5, dtype=torch.bfloat16),
+                "row": torch.tensor([1.0, 2.0]),
+                "pair": (1, None),
+            },
+        )
+    assert read_metrics(tmp_path) == [
+        {
+            "step": 3,
+            "float32": 0.5,
+            "float64": 0.1,
+            "bfloat16": 1.5,
+            "row": [1.0, 2.0],
+            "pair": [1, None],
+        }
+    ]
+
+
+def test_what_is_not_a_metric_is_refused_and_nothing_is_written(tmp_path):
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        with pytest.raises(TypeError, match=r"metrics\['a'\]\['b'\] is object"):
+            log.log(0, {"a": {"b": object()}})
+        with pytest.raises(ValueError, match="step"):
+            log.log(0, {"step": 1})
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo'])
+def test_resumed_log_equals_the_uninterrupted_one(tmp_path, torn):
+    write(tmp_path / "whole", range(9), tensorboard=True)
+    write(tmp_path / "parts", range(6), tensorboard=True)
+    with (tmp_path / "parts" / FILE_NAME).open("ab") as file:
+        file.write(torn)
+    with MetricLog(tmp_path / "parts", tensorboard=True) as log:
+        log.truncate_after(3)
+        for step in range(4, 9):
+            log.log(step, metrics_of(step))
+    whole, parts = ((tmp_path / name / FILE_NAME).read_bytes() for name in ("whole", "parts"))
+    assert parts == whole
+    assert tensorboard_scalars(tmp_path / "parts") == tensorboard_scalars(tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "parts").glob("*.tmp")] == []
+
+
+def test_truncation_in_the_middle_of_a_run(tmp_path):
+    with MetricLog(tmp_path, tensorboard=True) as log:
+        for step in (0, 1, 2):
+            log.log(step, {"loss": float(step)})
+        log.truncate_after(0)
+        log.log(1, {"loss": 7.0})
+    assert read_metrics(tmp_path) == [{"step": 0, "loss": 0.0}, {"step": 1, "loss": 7.0}]
+    assert tensorboard_scalars(tmp_path) == {"loss": [(0, 0.0), (1, 7.0)]}
+
+
+def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    write(tmp_path, range(4))
+    before = (tmp_path / FILE_NAME).read_bytes()
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            log.truncate_after(1)
+        assert (tmp_path / FILE_NAME).read_bytes() == before
+        log.log(4, metrics_of(4))
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_torn_line_is_not_glued_to_the_next(tmp_path):
+    write(tmp_path, range(2))
+    with (tmp_path / FILE_NAME).open("ab") as file:
+        file.write(b'{"step": 2')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+    write(tmp_path, [2])
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
+
+
+def test_broken_line_is_named(tmp_path):
+    (tmp_path / FILE_NAME).write_text('{"step": 0}\n{"loss": 1}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(tmp_path)
+    with MetricLog(tmp_path, tensorboard=False) as log, pytest.raises(ValueError, match="line 2"):
+        log.truncate_after(0)
+
+
+def test_tensorboard_has_the_numbers_under_kind_and_key(tmp_path):
+    write(tmp_path, range(5), tensorboard=True)
+    scalars = tensorboard_scalars(tmp_path)
+    assert set(scalars) == {"loss", "raw_rms/attention", "raw_rms/mlp"}
+    for tag, pick in (
+        ("loss", lambda record: record["loss"]),
+        ("raw_rms/attention", lambda record: record["raw_rms"]["attention"]),
+        ("raw_rms/mlp", lambda record: record["raw_rms"]["mlp"]),
+    ):
+        expected = [(record["step"], np.float32(pick(record))) for record in read_metrics(tmp_path)]
+        assert scalars[tag] == expected
+
+
+def test_missing_tensorboard_is_told_only_where_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write(tmp_path, [0], tensorboard=None)
+    with pytest.warns(UserWarning, match="pip install tensorboard"):
+        write(tmp_path, [1], tensorboard=True)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_missing_tracker_is_an_error(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        MetricLog(tmp_path, tensorboard=False, **{name: "project"})
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tracker_gets_the_numbers_of_each_step_and_one_run(tmp_path, monkeypatch, name):
+    calls = recorder(monkeypatch, name)
+    write(tmp_path / "run", [0], **{name: "project"})
+    write(tmp_path / "run", [1], **{name: "project"})
+    assert [call[0] for call in calls] == ["init", "log", "finish"] * 2
+    assert calls[0] == calls[3]
+    assert calls[0][2].items() >= {"project": "project", "name": "run", "resume": "allow"}.items()
+    numbers = {"loss": 2.0, "raw_rms/attention": 0.1, "raw_rms/mlp": 0.5}
+    assert calls[4] == ("log", (numbers,), {"step": 1})

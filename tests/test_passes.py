@@ -1,0 +1,69 @@
+"""Passes: micro-batches add up to the batch, and a replayed recording to a computed pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
+from learnable_multipliers.pretrain.device import choose_device
+from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.passes import Passes
+from runs import HYBRID
+
+SHAPE = replace(HYBRID, vocab_size=64)
+
+
+def batches(count, sequences, device):
+    generator = torch.Generator().manual_seed(0)
+    size = (count, sequences, 33)
+    return torch.randint(SHAPE.vocab_size, size, generator=generator).to(device).unbind()
+
+
+def gradients_of(micro, sequences):
+    model = build(SHAPE).double()
+    device = replace(choose_device(RuntimeConfig(device="cpu")), dtype=torch.float32)
+    passes = Passes(model, device, z_loss=1e-3)
+    (tokens,) = batches(1, sequences, "cpu")
+    loss = passes.gradients(tokens.split(micro), sequences)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 6])
+def test_micro_batches_add_up_to_the_batch(micro):
+    loss, found = gradients_of(micro, 6)
+    whole, expected = gradients_of(6, 6)
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+# The compiler has advice to give about float32 products.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("micro", "sequences"), [(4, 4), (2, 4), (3, 4)])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_recorded_passes_train_as_computed_ones(micro, sequences, kind):
+    losses = {}
+    for graph in ("on", "off"):
+        model = build(SHAPE, 0, "cuda")
+        optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
+        model.compile_layers_()
+        device = choose_device(RuntimeConfig(device="cuda", cuda_graph=graph, dtype="float32"))
+        passes = Passes(model, device, z_loss=1e-3)
+        losses[graph] = []
+        # The same few batches again and again, so that the loss falls; a batch of another size
+        # in the middle has to be recorded anew.
+        data = [*batches(2, sequences, "cuda") * 8, *batches(2, 2 * sequences, "cuda") * 8]
+        for tokens in data:
+            loss = passes.gradients(tokens.split(micro), len(tokens))
+            losses[graph].append(loss.item())
+            optimizer.step()
+            passes.clear()
+        assert (passes._graph is not None) == (graph == "on" and sequences % micro == 0)
+    torch.testing.assert_close(
+        torch.tensor(losses["on"]), torch.tensor(losses["off"]), rtol=2e-3, atol=2e-3
+    )
+    assert losses["on"][15] < losses["on"][0] - 0.3

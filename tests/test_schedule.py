@@ -1,0 +1,182 @@
+"""The schedule of a run, against numbers worked out by hand and the laws it keeps."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learnable_multipliers.pretrain.schedule import (
+    ScheduleConfig,
+    batch_sequences,
+    learning_rate_factor,
+    steps,
+)
+
+SMALL = ScheduleConfig(tokens=1000, warmup_tokens=100, decay_tokens=300)
+SHAPES = ("exponential", "linear", "cosine")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor"),
+    [
+        (0, 0.0),
+        (25, 0.25),
+        (100, 1.0),
+        (700, 1.0),
+        (800, 1 / 2),
+        (900, 1 / 4),
+        (1000, 1 / 8),
+        (1100, 1 / 8),
+    ],
+)
+def test_warmup_constant_decay_by_hand(tokens, factor):
+    assert learning_rate_factor(SMALL, tokens) == pytest.approx(factor, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quarter", "half"),
+    # 1/8 + 7/8 * (1 + cos(pi/4)) / 2 = 0.87186...
+    [("linear", 0.78125, 0.5625), ("cosine", 0.8718592167690427, 0.5625)],
+)
+def test_other_shapes_by_hand(shape, quarter, half):
+    config = replace(SMALL, decay_shape=shape)
+    assert learning_rate_factor(config, 775) == pytest.approx(quarter, rel=1e-15)
+    assert learning_rate_factor(config, 850) == pytest.approx(half, rel=1e-15)
+
+
+def test_defaults_are_those_of_the_paper():
+    config = ScheduleConfig()
+    assert config.decay_start == 25e9
+    assert learning_rate_factor(config, 50_000_000) == 0.5
+    assert learning_rate_factor(config, 25_000_000_000) == 1.0
+    assert learning_rate_factor(config, 27_500_000_000) == pytest.approx(8**-0.5)
+
+
+def test_long_run_of_the_paper_ends_at_the_minimum():
+    giga = 10**9
+    config = ScheduleConfig(
+        tokens=240 * giga, decay_tokens=40 * giga, decay_factor=32.0, minimum_tokens=40 * giga
+    )
+    assert learning_rate_factor(config, 160 * giga) == 1.0
+    assert learning_rate_factor(config, 168 * giga) == pytest.approx(0.5)
+    assert learning_rate_factor(config, 200 * giga) == 1 / 32
+    assert learning_rate_factor(config, 220 * giga) == 1 / 32
+    assert learning_rate_factor(config, 240 * giga) == 1 / 32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(factor=st.floats(1.0, 1e4), warmup=st.integers(0, 600), decay=st.integers(0, 400))
+def test_rate_is_continuous_and_rises_then_falls(shape, factor, warmup, decay):
+    config = ScheduleConfig(
+        tokens=1000,
+        warmup_tokens=warmup,
+        decay_tokens=decay,
+        decay_factor=factor,
+        decay_shape=shape,
+    )
+    rates = [learning_rate_factor(config, tokens) for tokens in range(1001)]
+    assert all(a < b for a, b in pairwise(rates[: warmup + 1]))
+    assert rates[warmup] == 1.0
+    assert all(a >= b for a, b in pairwise(rates[warmup:]))
+    assert rates[-1] == (1 / factor if decay else 1.0)
+    # No jump: a token changes the rate by no more than the steepest slope allows.
+    slope = max(1 / max(warmup, 1), max(math.log(factor), math.pi / 2) / max(decay, 1))
+    assert all(abs(a - b) <= slope * (1 + 1e-9) for a, b in pairwise(rates))
+
+
+RAMP = ScheduleConfig(
+    tokens=3000,
+    warmup_tokens=0,
+    decay_tokens=0,
+    rampup_tokens=600,
+    rampup_start_sequences=2,
+    rampup_increment_sequences=2,
+)
+
+
+def test_rampup_by_hand():
+    # 2 -> 8 in three stages of 200 tokens.
+    expected = {0: 2, 199: 2, 200: 4, 399: 4, 400: 6, 599: 6, 600: 8, 5000: 8}
+    assert {tokens: batch_sequences(RAMP, tokens, 8) for tokens in expected} == expected
+
+
+def test_plan_by_hand():
+    # Sequences of 50 tokens: two batches of 100, one of 200, one of 300 passing 600, then 400s.
+    plan = steps(RAMP, 8, 50)
+    assert [step[:3] for step in plan[:7]] == [
+        (0, 0, 2),
+        (1, 100, 2),
+        (2, 200, 4),
+        (3, 400, 6),
+        (4, 700, 8),
+        (5, 1100, 8),
+        (6, 1500, 8),
+    ]
+    assert [step.lr_factor for step in plan[:5]] == [0.5, 0.5, 0.5**0.5, 0.75**0.5, 1.0]
+    assert len(plan) == 10
+    assert plan[-1].tokens_before == 2700
+
+
+def test_rate_over_root_batch_is_constant_on_the_ramp():
+    plan = steps(RAMP, 8, 7)
+    assert {step.sequences for step in plan} == {2, 4, 6, 8}
+    ratios = [step.lr_factor / math.sqrt(step.sequences) for step in plan]
+    assert ratios == pytest.approx([8**-0.5] * len(plan), rel=1e-15)
+
+
+def test_first_step_trains_and_last_step_is_at_the_end_of_the_decay():
+    plan = steps(SMALL, 5, 10)
+    assert len(plan) == 20
+    assert plan[0].lr_factor == 0.5
+    assert plan[-1].lr_factor == 1 / 8
+    assert plan[-2].lr_factor == pytest.approx(8 ** -(250 / 300))
+
+
+@given(full=st.integers(1, 40), length=st.integers(1, 64), stages=st.integers(0, 4))
+def test_plan_accounts_for_every_token(full, length, stages):
+    ramp = {"rampup_tokens": 500, "rampup_start_sequences": full} if stages else {}
+    config = replace(SMALL, **ramp, rampup_increment_sequences=3)
+    full += 3 * stages
+    plan = steps(config, full, length)
+    assert [step.step for step in plan] == list(range(len(plan)))
+    seen = 0
+    for step in plan:
+        assert step.tokens_before == seen
+        assert step.sequences == batch_sequences(config, seen, full)
+        seen += step.sequences * length
+    assert 0 <= seen - config.tokens < plan[-1].sequences * length
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 0}, "at least one token"),
+        ({"warmup_tokens": -1}, "warmup_tokens"),
+        ({"warmup_tokens": 701}, "longer than the run"),
+        ({"minimum_tokens": 601}, "longer than the run"),
+        ({"rampup_tokens": 1001}, "rampup_tokens"),
+        ({"decay_factor": 0.5}, "decay_factor"),
+        ({"decay_factor": math.nan}, "decay_factor"),
+        ({"decay_shape": "step"}, "decay_shape"),
+        ({"rampup_start_sequences": 0}, "rampup_start_sequences"),
+        ({"rampup_increment_sequences": 0}, "rampup_increment_sequences"),
+    ],
+)
+def test_impossible_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("full", [1, 2, 7])
+def test_ramp_that_does_not_divide_is_refused(full):
+    with pytest.raises(ValueError, match="cannot ramp"):
+        steps(RAMP, full, 50)
+
+
+@pytest.mark.parametrize(("full", "length"), [(0, 5), (5, 0)])
+def test_empty_batch_is_refused(full, length):
+    with pytest.raises(ValueError, match="at least 1"):
+        steps(SMALL, full, length)
