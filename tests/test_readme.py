@@ -1,7 +1,10 @@
 """The README's Python runs, top to bottom, in one namespace."""
 
 import re
+import shlex
 from pathlib import Path
+
+from learnable_multipliers.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,6 +25,27 @@ def test_readme_code_runs(tmp_path, monkeypatch):
         assert line in table
 
 
+# A few steps do in a test; the demo has a test of its own.
+SHORT = "--schedule.tokens 6144 --schedule.warmup-tokens 2048 --schedule.decay-tokens 2048"
+
+
+def test_readme_commands_run(tmp_path, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"^```sh\n(lrm .*?)^```", readme, re.M | re.S)[1]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert {command[1] for command in commands} == {name.split()[0] for name in COMMANDS}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
+    for _, *arguments in commands:
+        if arguments[0] == "train":
+            main([*arguments, *SHORT.split()])
+        elif arguments[0] != "demo":
+            main(arguments)
+    assert (tmp_path / "out" / "tiny" / "model.safetensors").is_file()
+    assert "<svg" in (tmp_path / "runs" / "tiny.html").read_text()
+    assert "808,816 numbers beside 521,411,104 parameters" in capsys.readouterr().out
+
+
 def test_files_the_documents_name_exist():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     assert len(documents) >= 4
@@ -29,5 +53,5 @@ def test_files_the_documents_name_exist():
         text = document.read_text()
         for name in re.findall(r"`((?:tests|src|docs|benchmarks)/[\w/.]+)`", text):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
-        for name in re.findall(r"`((?:roles/|optim/|kernels/)?[\w]+\.py)`", text):
+        for name in re.findall(r"`((?:roles/|optim/|kernels/|pretrain/[\w/]*)?[\w]+\.py)`", text):
             assert (ROOT / "src/learnable_multipliers" / name).exists(), name

@@ -20,9 +20,11 @@ def _tiny(shape: str) -> TrainConfig:
         out=Path("runs") / shape,
         model=PRESETS[shape],
         data=DataConfig(sequence_length=128, batch_sequences=16),
-        schedule=ScheduleConfig(tokens=1_228_800, warmup_tokens=40_960, decay_tokens=409_600),
-        optimizer=OptimizerConfig(lr=8e-3, weight_decay=0.1),
-        log=LogConfig(every=5, weights_every=25, evaluate_every=100, prompt="def "),
+        schedule=ScheduleConfig(tokens=1_024_000, warmup_tokens=51_200, decay_tokens=348_160),
+        optimizer=OptimizerConfig(lr=8e-3),
+        log=LogConfig(
+            every=5, weights_every=25, evaluate_every=100, evaluate_tokens=32_768, prompt="def "
+        ),
         checkpoint=CheckpointConfig(every=200),
     )
 

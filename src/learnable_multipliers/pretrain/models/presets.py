@@ -18,7 +18,7 @@ _TINY = ModelConfig(
     ssm_size=192,
     ssm_head_dim=32,
     ssm_state_size=16,
-    ssm_chunk_size=64,
+    ssm_chunk_size=32,
 )
 # 20 M parameters; the vocabulary has room for 16k tokens and some special ones.
 _20M = ModelConfig(
