@@ -67,7 +67,7 @@ def run(config: TrainConfig | None = None, out: Path = Path("demo")) -> Path:
         if interrupt.received:
             raise KeyboardInterrupt
     with console.status(f"fitting a {NGRAM_ORDER}-gram model to the same text"):
-        reference = (f"{NGRAM_ORDER}-gram Kneser-Ney", kneser_ney_loss(data, NGRAM_ORDER))
+        reference = (f"byte {NGRAM_ORDER}-gram model", kneser_ney_loss(data, NGRAM_ORDER))
     return write_page(
         out / "report.html",
         [Run.load(folder) for folder in folders.values()],

@@ -40,7 +40,7 @@ class Display:
         )
         self._names, self._tasks = list(names), {}
         self._numbers: dict[str, dict[str, float]] = {name: {} for name in names}
-        self._plain_at = 0
+        self._shown_at: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         if self._live:
@@ -84,9 +84,9 @@ class Display:
         # A log file wants some forty lines of a run, not a line for each record.
         every = max(1, self._total // 40)
         step = record["step"]
-        if record["kind"] == "train" and step // every == self._plain_at and step > 1:
+        if record["kind"] == "train" and self._shown_at.get(name) == step // every:
             return
-        self._plain_at = step // every
+        self._shown_at[name] = step // every
         shown = summary(self._numbers[name])
         self.console.print(f"{name} step {step:,}/{self._total:,}  {shown}", highlight=False)
 

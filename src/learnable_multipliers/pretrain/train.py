@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.passes import Passes
 from learnable_multipliers.pretrain.sampling import generate
 from learnable_multipliers.pretrain.schedule import Step, steps
+from learnable_multipliers.pretrain.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.training_data import TrainingData
 from learnable_multipliers.pretrain.weights import Prediction, describe_weights
 
@@ -47,7 +47,8 @@ class Trainer:
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
         self.prediction = Prediction(self.optimizer, self.plan)
-        self.step, self.samples, self.seconds = 0, 0, 0.0
+        self.step, self.samples = 0, 0
+        self._watch = Stopwatch()
         self._losses: list[Tensor] = []
         if config.resume:
             self._resume()
@@ -64,7 +65,7 @@ class Trainer:
         if self.device.compiled:
             self.model.compile_layers_()
         self._passes = Passes(self.model, self.device, config.z_loss)
-        self._mark = (time.perf_counter(), self.tokens)
+        self._mark = (self.seconds, self.tokens)
 
     # -- a run --------------------------------------------------------------------------------
 
@@ -80,7 +81,8 @@ class Trainer:
     def going(self) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then close the run."""
         while self.step < len(self.steps):
-            self._take_step()
+            with self._watch:
+                self._take_step()
             yield self.step
         self._finish()
 
@@ -142,8 +144,7 @@ class Trainer:
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
-        now = time.perf_counter()
-        speed = (self.tokens - tokens) / (now - then)
+        speed = (self.tokens - tokens) / (self.seconds - then)
         self._restart_clock()
         peak = self.device.peak_tflops
         self._record(
@@ -157,11 +158,14 @@ class Trainer:
             seconds=self.seconds,
         )
 
+    @property
+    def seconds(self) -> float:
+        """Time the run has taken, whatever else went on between its steps."""
+        return self._watch.seconds
+
     def _restart_clock(self) -> None:
-        """Let the time since the last mark count for the run, and the next speed start here."""
-        now = time.perf_counter()
-        self.seconds += now - self._mark[0]
-        self._mark = (now, self.tokens)
+        """Let the next speed be measured from here."""
+        self._mark = (self.seconds, self.tokens)
 
     def evaluate(self) -> dict[str, float]:
         """Return loss and bits per byte on held-out text."""
@@ -270,7 +274,7 @@ class Trainer:
             }
         )
         self.step, self.samples = kept.step, kept.state["samples"]
-        self.seconds = kept.state["seconds"]
+        self._watch = Stopwatch(kept.state["seconds"])
         self.prediction.load(kept.state["prediction"])
         self._losses = [
             torch.tensor(loss, device=self.device.device) for loss in kept.state["losses"]

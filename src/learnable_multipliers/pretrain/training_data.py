@@ -8,14 +8,17 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.loader import BatchLoader, evaluation_batches
 from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE, Manifest, file_sha256
-from learnable_multipliers.pretrain.data.prepare import TRAIN, VALID, PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 
@@ -58,6 +61,18 @@ class TrainingData:
         most = max(max_tokens, self._length) if max_tokens else None
         for batch in evaluation_batches(self._valid, self._length, batch_size, most):
             yield _moved(batch, device)
+
+    def tokens(self, split: str) -> NDArray[np.unsignedinteger]:
+        """Return all tokens of a split."""
+        dataset = TokenDataset(self.folder, self.manifest, split)
+        return dataset.tokens(0, len(dataset))
+
+    def text(self, split: str) -> bytes:
+        """Return the text of a split as UTF-8, its documents one after another."""
+        tokens = self.tokens(split)
+        ends = np.flatnonzero(tokens == self.eos)
+        documents = (part[part != self.eos] for part in np.split(tokens, ends))
+        return "".join(self._tokenizer.decode(part.tolist()) for part in documents).encode()
 
     @property
     def num_tokens(self) -> int:
