@@ -27,7 +27,10 @@ def head_loss(
     logits = scaled(F.linear(features, head), mup_head)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     normalizer = logits.logsumexp(-1)
-    cross_entropy = (normalizer - logits.gather(-1, targets[..., None]).squeeze(-1)).mean()
+    # A masked sum, not a gather: compiled, it rides along with the normalizer's pass over the
+    # logits, where a gather's gradient would be a tensor of zeros as large as they are.
+    others = torch.arange(logits.shape[-1], device=logits.device) != targets[..., None]
+    cross_entropy = (normalizer - logits.masked_fill(others, 0.0).sum(-1)).mean()
     total = cross_entropy
     if z_loss:
         total = total + z_loss * normalizer.square().mean()
