@@ -20,7 +20,7 @@ demo: venv
 test: venv
 	$(BIN)/pytest -n 2
 	TRITON_INTERPRET=1 $(BIN)/pytest tests/test_triton_kernels.py tests/test_ssd_kernels.py \
-		tests/test_convolution.py -n 2
+		tests/test_convolution.py tests/test_rotation.py -n 2
 
 check: venv
 	$(BIN)/ruff check .

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers.forward_multipliers import FixedMultiplier
-from learnable_multipliers.pretrain.models.attention import Attention, Rotation, rotation
+from learnable_multipliers.pretrain.models.attention import Attention
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.factors import targets
 from learnable_multipliers.pretrain.models.loss import Losses, head_loss
 from learnable_multipliers.pretrain.models.mamba import Mamba
 from learnable_multipliers.pretrain.models.projections import project, project_sum, scaled
+from learnable_multipliers.pretrain.models.rotation import Angles, angles
 
 # Gradients of joined projections are written to their places by kernels of their own: one kernel
 # for all, which the compiler prefers, computes every part everywhere and takes thrice as long.
@@ -44,7 +45,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream."""
-        gate, up = project(x, (self.gate_proj, self.up_proj))
+        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
         return scaled(self.down_proj(up * F.silu(scaled(gate, self.mup_gate))), self.mup_down)
 
 
@@ -65,22 +66,22 @@ class Layer(nn.Module):
                 if norm is not None:
                     norm.requires_grad_(False)
 
-    def forward(self, h: Tensor, by: Rotation) -> Tensor:
+    def forward(self, h: Tensor, by: Angles) -> Tensor:
         """Return the residual stream behind this layer."""
         h = h + self._mix(self.input_layernorm(h), by)
         if self.feed_forward is not None and self.pre_ff_layernorm is not None:
             h = h + self.feed_forward(self.pre_ff_layernorm(h))
         return h
 
-    def _mix(self, x: Tensor, by: Rotation) -> Tensor:
+    def _mix(self, x: Tensor, by: Angles) -> Tensor:
         mamba, attention = self.mamba, self.self_attn
         if mamba is None and attention is not None:
-            return attention.output(attention(project(x, attention.inputs), by))
+            return attention.output(attention(*project(x, attention.inputs), by))
         assert mamba is not None
         if attention is None:
-            return mamba.output(mamba(project(x, mamba.inputs)))
-        projected = project(x, (*mamba.inputs, *attention.inputs))
-        inner = mamba(projected[:1]), attention(projected[1:], by)
+            return mamba.output(mamba(*project(x, mamba.inputs)))
+        to_mamba, to_attention = project(x, mamba.inputs, attention.inputs)
+        inner = mamba(to_mamba), attention(to_attention, by)
         return project_sum(inner, (mamba.output, attention.output))
 
 
@@ -97,7 +98,8 @@ class Backbone(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the features the head reads, (batch, length, hidden_size)."""
-        by = rotation(tokens.shape[1], self.config, tokens.device)
+        config = self.config
+        by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
         h = scaled(self.embed_tokens(tokens), self.mup_embedding)
         for layer in self.layers:
             h = layer(h, by)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,10 +61,9 @@ class Mamba(nn.Module):
         """The projection of what `forward` returns."""
         return self.out_proj
 
-    def forward(self, projected: Sequence[Tensor]) -> Tensor:
+    def forward(self, projected: Tensor) -> Tensor:
         """Return the gated heads side by side, (batch, length, ssm_size)."""
-        (zxBCdt,) = projected  # noqa: N806 - the paper's names
-        z, *convolved, dt = zxBCdt.split(self.block_sizes, -1)
+        z, *convolved, dt = projected.split(self.block_sizes, -1)
         # Each with its own filters, so that no one has to cut or join them again.
         bias = self.conv1d.bias
         assert bias is not None

@@ -20,12 +20,13 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def project(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Apply each of `linears` to the same features."""
+def project(x: Tensor, *groups: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Apply linears to the same features; return one tensor for each group, its outputs joined."""
+    linears = [linear for group in groups for linear in group]
     if len(linears) == 1:
         return (linears[0](x),)
-    weight = torch.cat([linear.weight for linear in linears])
-    return F.linear(x, weight).split([linear.out_features for linear in linears], -1)
+    joined = F.linear(x, torch.cat([linear.weight for linear in linears]))
+    return joined.split([sum(linear.out_features for linear in group) for group in groups], -1)
 
 
 def project_sum(xs: Sequence[Tensor], linears: Sequence[nn.Linear]) -> Tensor:

@@ -1,0 +1,169 @@
+"""Triton kernel of the rotary positions, as an operator that torch.compile does not look into.
+
+Each pass reads and writes every number once. The gradient is written to one tensor, as the
+projection was: joined by the compiler, it takes several times as long.
+"""
+
+# Triton's constants are upper case.
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+"""Pairs of features in one program."""
+_WARPS = 4
+_VECTOR = 8
+
+
+@triton.jit
+def turn_kernel(
+    x,
+    y,
+    cos,
+    sin,
+    scale,
+    length,
+    x_batch,
+    x_time,
+    x_head,
+    y_batch,
+    y_time,
+    y_head,
+    TURN: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_TIME: tl.constexpr,
+):
+    """Turn one head over BLOCK_TIME positions: forward for TURN 1, back for -1, not for 0."""
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    time = tl.program_id(0) * BLOCK_TIME + tl.arange(0, BLOCK_TIME)
+    pair = tl.arange(0, HALF)
+    inside = (time < length)[:, None]
+    # Starts and strides are multiples of ALIGN, which a product does not show by itself.
+    x_row = tl.multiple_of(batch * x_batch + head * x_head + time.to(tl.int64) * x_time, ALIGN)
+    y_row = tl.multiple_of(batch * y_batch + head * y_head + time.to(tl.int64) * y_time, ALIGN)
+    from_ = x + x_row[:, None] + pair[None, :]
+    to = y + y_row[:, None] + pair[None, :]
+    first = tl.load(from_, mask=inside, other=0.0).to(tl.float32) * scale
+    second = tl.load(from_ + HALF, mask=inside, other=0.0).to(tl.float32) * scale
+    if TURN != 0:
+        angle = time[:, None] * HALF + pair[None, :]
+        b_cos = tl.load(cos + angle, mask=inside, other=0.0)
+        b_sin = tl.load(sin + angle, mask=inside, other=0.0) * TURN
+        turned = first * b_cos - second * b_sin
+        second = second * b_cos + first * b_sin
+        first = turned
+    tl.store(to, first.to(y.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, second.to(y.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op("learnable_multipliers::split_and_turn", mutates_args=())
+def split_and_turn(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scales: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, (batch, length, heads, head_dim), queries and keys turned.
+
+    `projected` may be a strided view with its features side by side.
+    """
+    if projected.stride(-1) != 1:
+        projected = projected.contiguous()
+    counts = (num_heads, num_kv_heads, num_kv_heads)
+    parts = _parts(projected, counts)
+    made = [part.new_empty(part.shape) for part in parts]
+    for part, out, scale, turned in zip(parts, made, scales, (1, 1, 0), strict=True):
+        _launch(part, out, cos, sin, scale, turned)
+    return made[0], made[1], made[2]
+
+
+@split_and_turn.register_fake
+def _(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scales: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, _ = projected.shape
+    dim = 2 * cos.shape[1]
+    queries = projected.new_empty(batch, length, num_heads, dim)
+    keys = projected.new_empty(batch, length, num_kv_heads, dim)
+    return queries, keys, torch.empty_like(keys)
+
+
+@torch.library.custom_op("learnable_multipliers::split_and_turn_backward", mutates_args=())
+def split_and_turn_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list[float]
+) -> Tensor:
+    """Return the gradient of the projection."""
+    grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (dq, dk, dv)]
+    counts = tuple(grad.shape[2] for grad in grads)
+    made = dq.new_empty(*dq.shape[:2], sum(counts) * dq.shape[3])
+    for grad, out, scale, turned in zip(
+        grads, _parts(made, counts), scales, (-1, -1, 0), strict=True
+    ):
+        _launch(grad, out, cos, sin, scale, turned)
+    return made
+
+
+@split_and_turn_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list[float]) -> Tensor:
+    features = (dq.shape[2] + dk.shape[2] + dv.shape[2]) * dq.shape[3]
+    return dq.new_empty(dq.shape[0], dq.shape[1], features)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, cos, sin, _, _, ctx.scales = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    grad = split_and_turn_backward(dq, dk, dv, *ctx.saved_tensors, ctx.scales)
+    return grad, None, None, None, None, None
+
+
+split_and_turn.register_autograd(_backward, setup_context=_keep)
+
+
+def _parts(joined: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return views of a joined tensor: (batch, length, heads, head_dim) each."""
+    return joined.unflatten(-1, (sum(counts), -1)).split(counts, 2)
+
+
+def _launch(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, scale: float, turned: int) -> None:
+    batch, length, heads, dim = x.shape
+    if not x.numel():
+        return
+    aligned = all(
+        tensor.stride(axis) % _VECTOR == 0 and tensor.storage_offset() % _VECTOR == 0
+        for tensor in (x, y)
+        for axis in range(3)
+    )
+    block = max(1, _BLOCK // (dim // 2))
+    turn_kernel[(triton.cdiv(length, block), heads, batch)](
+        x,
+        y,
+        cos,
+        sin,
+        scale,
+        length,
+        *x.stride()[:3],
+        *y.stride()[:3],
+        TURN=turned,
+        ALIGN=_VECTOR if aligned else 1,
+        HALF=dim // 2,
+        BLOCK_TIME=block,
+        num_warps=_WARPS,
+    )
