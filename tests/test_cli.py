@@ -1,31 +1,435 @@
-"""The command `lrm`."""
+"""The command `lrm`, as a user meets it: what it says, what it does, and how it ends."""
 
+import json
+import os
 import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import typing
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from learnable_multipliers.cli import main
+import learnable_multipliers as lrm
+from learnable_multipliers import cli, demo
+from learnable_multipliers.cli import COMMANDS, main
+from learnable_multipliers.cli.arguments import option_names
+from learnable_multipliers.cli.train import configure
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.recipes import RECIPES
+from runs import prepared, small_run
+
+RECIPE = RECIPES["tiny"][1]
+LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
 
 
-def test_demo_trains_both_models_from_one_start(capsys):
-    main(["demo", "--steps", "3"])
-    text = capsys.readouterr().out
-    losses = [float(number) for number in re.findall(r"multipliers +(\d\.\d{4})", text)]
-    assert len(losses) == 2
-    assert all(4.0 < loss < 5.6 for loss in losses)  # three steps from a uniform guess, ln 256
-    assert "16 of 17 matrices carry multipliers: 2,816 numbers" in text
-    assert "22 tensors under their own names: nothing to merge" in text
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Work in an empty folder, with a cache of its own and a terminal of 80 columns."""
+    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--steps", "0"], ["dance"]])
-def test_wrong_arguments_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert "usage: lrm" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert re.fullmatch(r"lrm \d+\.\d+\.\d+\n", capsys.readouterr().out)
+@pytest.fixture
+def ask(capsys):
+    """Return a function that runs the command and returns exit code, output and complaints."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code: object = 0
+        try:
+            main([str(word) for word in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        # Python prints what is no number and exits with 1.
+        return (code, out, err) if isinstance(code, int) else (1, out, err + str(code))
+
+    return run
+
+
+def in_one_line(text: str) -> str:
+    """Undo the boxes of tyro and the line breaks inside of them."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
+
+
+def leaves(config, prefix=""):
+    """Yield the dotted path, type and value of every setting."""
+    hints = typing.get_type_hints(type(config))
+    for field in fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if is_dataclass(value):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, hints[field.name], value
+
+
+def another(kind, value, index):
+    """Return a value of a type that differs from a given one, and from that of other indices."""
+    choices = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in choices if choice != value)
+    if kind is Path or Path in choices:
+        return Path(f"some/where else {index}")
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return tuple(number / 2 + index / 256 for number in value)
+    if isinstance(value, str):
+        return f"{value}other {index}"
+    return value + 1 + index if isinstance(value, int) else value * 2 + (index + 1) / 16
+
+
+def with_value(config, path, value):
+    name, _, rest = path.partition(".")
+    inner = with_value(getattr(config, name), rest, value) if rest else value
+    return replace(config, **{name: inner})
+
+
+def at(config, path):
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def as_arguments(path, value, default) -> list[str]:
+    """Return how a setting is given on the command line; nothing where it is the default."""
+    section, dot, name = path.replace("_", "-").rpartition(".")
+    if value == default:
+        return []
+    if isinstance(value, bool):
+        return [f"--{section}{dot}{name}" if value else f"--{section}{dot}no-{name}"]
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"--{section}{dot}{name}", *map(str, values)]
+
+
+def command_of(config: TrainConfig) -> list[str]:
+    """Return `train tiny` with every setting in which a config differs from the recipe."""
+    told = (as_arguments(path, value, at(RECIPE, path)) for path, _, value in leaves(config))
+    return ["train", "tiny", *(word for words in told for word in words)]
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+# Each takes a parse of all options: a few settings at a time, so that none leans on its neighbour.
+@pytest.mark.parametrize("part", [*range(8), None])
+def test_every_setting_can_be_given_by_its_name_and_arrives(part):
+    paths = list(leaves(RECIPE))
+    assert len(paths) > 80
+    assert [f"--{path.replace('_', '-')}" for path, *_ in paths] == option_names(TrainConfig)
+    expected = RECIPE
+    for index, (path, kind, value) in enumerate(paths):
+        if part is None or index % 8 == part:
+            assert another(kind, value, index) != value
+            expected = with_value(expected, path, another(kind, value, index))
+    config = configure(command_of(expected)[1:])
+    for path, *_ in paths:
+        assert at(config, path) == at(expected, path), path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_settings_a_recipe_is_what_it_says(name):
+    assert configure([name]) == RECIPES[name][1]
+
+
+def test_names_may_be_written_with_underscores_and_equals_signs():
+    config = configure(["tiny", "--optimizer.weight_decay=0.2", "--data.batch_sequences", "4"])
+    optimizer = replace(RECIPE.optimizer, weight_decay=0.2)
+    assert config == replace(
+        RECIPE, optimizer=optimizer, data=replace(RECIPE.data, batch_sequences=4)
+    )
+
+
+# -- help -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["data", "--help"]])
+def test_help_lists_every_command_in_one_line_each(ask, arguments):
+    code, text, complaints = ask(*arguments)
+    assert (code, complaints) == (0, "")
+    lines = text.splitlines()
+    for name, what in COMMANDS.items():
+        assert sum(line.split("  ")[1:2] == [f"lrm {name}"] and what in line for line in lines) == 1
+    assert max(map(len, lines)) <= 80
+
+
+def test_version(ask):
+    code, text, _ = ask("--version")
+    assert code == 0
+    assert re.fullmatch(r"lrm \d+\.\d+\.\d+\n", text)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [*COMMANDS, "train tiny", "train falcon-h1-0.5b"])
+def test_each_command_explains_itself_within_the_terminal(ask, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, text, complaints = ask(*command.split(), "--help")
+    assert (code, complaints) == (0, "")
+    assert text.startswith(f"usage: lrm {command}")
+    # The first line is the usage, which tyro leaves to the terminal to break.
+    assert max(map(len, text.splitlines()[1:])) <= columns
+    # A placeholder tells what goes there, not how it is typed inside.
+    assert "{None}" not in text
+    assert "--no-resume" not in text
+
+
+def test_train_alone_lists_the_recipes(ask):
+    code, text, _ = ask("train")
+    assert code == 2
+    told = " ".join(text.split())
+    for name, (what, _) in RECIPES.items():
+        assert f" {name} {what} " in told
+    assert ask("train", "--help") == (0, text, "")
+
+
+@pytest.mark.parametrize("name", ["tiny", "falcon-h1-0.5b"])
+def test_help_of_a_recipe_shows_its_own_values(ask, name):
+    text = in_one_line(ask("train", name, "--help")[1])
+    for path, _, value in leaves(RECIPES[name][1]):
+        option = "--" + path.replace("_", "-")
+        if value is True:
+            option = re.sub(r"([\w-]+)$", r"no-\1", option)
+        told = re.search(rf"{re.escape(option)} .*?\(default: (.*?)\)", text)
+        assert told, path
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        assert told[1].strip("'") == shown, path
+
+
+# -- mistakes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("dance", "there is no command 'dance'; lrm --help lists them"),
+        ("trai", "did you mean lrm train?"),
+        ("data", "lrm data prepare"),
+        ("train nope", "there is no recipe 'nope'. lrm train --help lists the recipes."),
+        ("train 20-m", "Did you mean lrm train 20m?"),
+        ("train --resume tiny", "the recipe comes first"),
+        ("train tiny 20m", "cannot make sense of '20m'"),
+        ("train tiny --optimizer.learning-rate 3", "Did you mean --optimizer.lr?"),
+        ("train tiny --optimizer.learning_rate=3", "no option --optimizer.learning-rate."),
+        ("train tiny --lr 3", "Did you mean --optimizer.lr?"),
+        ("train tiny --batch-size 3", "Did you mean --data.batch-sequences?"),
+        ("train tiny --every 3", "Did you mean --log.every or --checkpoint.every?"),
+        ("train tiny --optimizer.wieght-decay 3", "Did you mean --optimizer.weight-decay?"),
+        ("train tiny --dryrun", "Did you mean --dry-run?"),
+        ("train tiny --xyz 3", "no option --xyz. All options: lrm train tiny --help"),
+        ("train tiny --optimizer.kind sgd", "('adamw', 'muon')"),
+        ("train tiny --optimizer.lr fast", "--optimizer.lr"),
+        ("train tiny --optimizer.betas 0.9", "Expected 2 values"),
+        ("train tiny --schedule.tokens 100", "shorten them or lengthen"),
+        ("plan", "MODEL"),
+        ("plan tiny --placement ful", "'symmetry-aware'"),
+        ("export run", "OUT"),
+        ("report", "name one or several folders of runs"),
+        ("data prepare", "--out PATH"),
+        ("demo --steps 3", "no option --steps."),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, says):
+    code, out, complaints = ask(*line.split())
+    assert (code, out) == (2, "")
+    assert says in in_one_line(complaints)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("train tiny --data.path nowhere", "no token dataset at nowhere"),
+        ("train tiny --runtime.device warp", "runtime.device=warp cannot be used here"),
+        ("plan tinny", "'tinny' is neither a preset (tiny, "),
+        ("export nowhere out", "nowhere is neither a run nor a checkpoint"),
+        ("report nowhere", "no run folder 'nowhere'"),
+        ("data prepare nowhere --out data", "no file or folder 'nowhere'"),
+        ("demo --tokens 0", "at least one token"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(ask, line, says):
+    code, out, complaints = ask(*line.split())
+    assert (code, out) == (1, "")
+    command = next(name for name in COMMANDS if line.startswith(name))
+    assert complaints.startswith(f"lrm {command}: ")
+    assert says in complaints
+    assert complaints.count("\n") <= 1
+    assert list(Path().iterdir()) == []
+
+
+def test_a_traceback_is_shown_to_those_who_ask(monkeypatch):
+    monkeypatch.setenv("LRM_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError):
+        main(["report", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [("tyro", "train"), ("tyro", "plan"), ("rich", "train"), ("rich", "data prepare")],
+)
+def test_what_is_not_installed_is_named_with_the_way_to_get_it(ask, monkeypatch, missing, command):
+    for name in list(sys.modules):
+        ours = name.startswith(f"{cli.__name__}.") or name.endswith(".pretrain.progress")
+        if ours or name.partition(".")[0] == missing:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, out, complaints = ask(*command.split(), "--help")
+    assert (code, out) == (1, "")
+    assert complaints == (
+        f"lrm {command}: needs {missing}, which is not installed: "
+        "pip install 'learnable-multipliers[pretrain]'"
+    )
+    assert ask("--help")[0] == 0
+
+
+def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    told = "lrm demo: stopped: no report was written; lrm demo starts afresh\n"
+    assert ask("demo") == (130, "", told)
+    monkeypatch.setattr("learnable_multipliers.cli.report.write_page", interrupted)
+    monkeypatch.setattr("learnable_multipliers.cli.report.Run.load", lambda folder: folder)
+    assert ask("report", "runs") == (130, "", "lrm report: stopped\n")
+
+
+# -- what commands do -------------------------------------------------------------------------
+
+
+def test_plan_prints_the_plan_of_a_preset_and_writes_it(ask):
+    code, text, complaints = ask("plan", "tiny", "--placement", "scalar", "--json", "plan.json")
+    assert (code, complaints) == (0, "")
+    expected = lrm.plan(build(PRESETS["tiny"]), "scalar")
+    assert text == f"{expected}\n"
+    assert lrm.Plan.from_json(Path("plan.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+def test_plan_reads_a_hugging_face_folder(ask, kind):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    config.save_pretrained("model")
+    code, text, _ = ask("plan", "model")
+    assert code == 0
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert text == f"{lrm.plan(model)}\n"
+
+
+def test_from_text_to_report_and_export(ask, data):
+    text = data.parent / "text"
+    code, out, _ = ask(
+        *("data", "prepare", text, "--out", "data", "--vocab-size", "257"),
+        *("--valid-fraction", "0.2"),
+    )
+    assert code == 0
+    assert re.search(r"^train: \d+ documents, [\d,]+ tokens, [\d.]+kB$", out, re.M)
+    suggested = shlex.split(re.search(r"lrm (train tiny .*)", out)[1])
+    assert suggested[2:] == ["--data.path", "data", "--model.vocab-size", "257"]
+    config = small_run(Path("data"), Path("runs/one"), steps=3)
+    code, out, _ = ask(*command_of(config))
+    assert code == 0
+    assert out.startswith(
+        "one: 40.9k parameters, 1,605 multipliers (full), adamw, on cpu in float32"
+    )
+    assert "sample at step 3:\nThe" in out
+    assert "Next: lrm report runs/one; lrm export runs/one OUT" in out
+    written = json.loads(Path("runs/one/config.json").read_text())
+    assert written["schedule"]["tokens"] == config.schedule.tokens
+    assert written["optimizer"]["lr"] == 4e-3
+    code, out, _ = ask("report", "runs/one", "--out", "page.html", "--title", "A title")
+    assert (code, out) == (0, "Report: page.html\n")
+    assert "<h1>A title</h1>" in Path("page.html").read_text()
+    code, out, complaints = ask("export", "runs/one", "exported")
+    assert (code, complaints) == (0, "")
+    assert out.startswith("exported: FalconH1ForCausalLM of 40,940 parameters, step 3\n")
+    assert (Path("exported") / "model.safetensors").is_file()
+    code, out, complaints = ask(*command_of(config))
+    assert code == 1
+    assert "runs/one holds a run already" in complaints
+
+
+def test_a_dry_run_shows_and_writes_nothing(ask, data):
+    code, out, complaints = ask(*command_of(small_run(data, Path("run"), steps=3)), "--dry-run")
+    assert (code, complaints) == (0, "")
+    for part in ("full placement for HybridLM", "Run: 3 steps", "Memory on cpu", "First batch: 4"):
+        assert part in out
+    assert list(Path().iterdir()) == []
+
+
+def test_too_little_memory_is_said_with_what_helps(ask, data, monkeypatch):
+    import torch
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAnd more.")
+
+    monkeypatch.setattr("learnable_multipliers.pretrain.train.Passes.gradients", full)
+    code, _, complaints = ask(*command_of(small_run(data, Path("run"), steps=3)))
+    assert code == 1
+    assert "CUDA out of memory. Tried to allocate 1 GiB. Give --data.micro-batch-seq" in complaints
+
+
+# -- signals and pipes ------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_enough_is_no_error(monkeypatch):
+    # Held back to the end, output fails when nobody looks any more.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    read, write = os.pipe()
+    os.close(read)
+    line = [*LRM, "train", "--help"]
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_resume_ends_where_the_whole_run_ends(ask, data):
+    config = small_run(data, Path("whole"), steps=40, name="run")
+    config = replace(config, runtime=replace(config.runtime, num_threads=1))
+    assert ask(*command_of(config))[0] == 0
+    process = subprocess.Popen(
+        [*LRM, *command_of(replace(config, out=Path("a part")))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = Path("a part/metrics.jsonl")
+    until = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 6:
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, complaints = process.communicate(timeout=60)
+    assert (process.returncode, complaints) == (128 + signal.SIGINT, "")
+    step = int(re.search(r"^SIGINT: saving step (\d+)$", out, re.M)[1])
+    assert 1 < step < 40
+    kept = sorted(path.name for path in Path("a part/checkpoints").iterdir())
+    assert kept[-1] == f"step-{step:08d}"
+    again = shlex.split(re.search(r"^Go on with: lrm (.*)$", out, re.M)[1])
+    assert again[-1] == "--resume"
+    code, out, complaints = ask(*again)
+    assert (code, complaints) == (0, "")
+    assert f"going on from step {step}" in out
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        last = Path("checkpoints/step-00000040") / file
+        assert ("a part" / last).read_bytes() == ("whole" / last).read_bytes()

@@ -8,6 +8,8 @@ worth: minutes of training on one seed prove nothing.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,54 +29,64 @@ from learnable_multipliers.report.records import Run
 
 RUNS: dict[str, Placement] = {"plain": "none", "multipliers": "full"}
 NGRAM_ORDER = 5
-_NOTE = (
-    "Both runs train the same model on the sources of the Python standard library of this "
-    "machine, from the same start and on the same batches. This shows what the library does to a "
-    "model, not what multipliers are worth: minutes of training are far from the equilibrium they "
-    "are made for, and one seed proves nothing."
-)
+_MARK = ".lrm-demo"
+_TEXT = "the sources of the Python standard library of this machine"
 
 
-def run(config: TrainConfig | None = None, out: Path = Path("demo")) -> Path:
-    """Train both, write the report and return its path."""
+def run(
+    config: TrainConfig | None = None, out: Path = Path("demo"), console: Console | None = None
+) -> Path:
+    """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
     base = config or RECIPES["tiny"][1]
-    console = Console()
+    console = console or Console()
     folders = {name: out / name for name in RUNS}
-    _clear(folders.values())
-    with console.status("preparing the sources of Python's standard library"):
+    with console.status(f"reading {base.data.path or _TEXT}"):
         data = TrainingData.open(base.data, base.model.vocab_size, base.seed)
-    shown: list[Display] = []
-
-    def observe(name: str, record: dict[str, Any]) -> None:
-        if shown and record["kind"] in ("train", "eval"):
-            shown[0].record(name, record)
-
-    trainers = {
-        name: Trainer(_variant(base, name, folders[name]), partial(observe, name)) for name in RUNS
-    }
-    with Interrupt() as interrupt:
-        with Display(list(RUNS), trainers["plain"].total_steps, console) as display:
-            shown.append(display)
-            # Step by step in turn: the curves grow together, and both meet the same machine.
-            going = {name: trainer.going() for name, trainer in trainers.items()}
-            while going and not interrupt.received:
-                for name in list(going):
-                    step = next(going[name], None)
-                    if step is None:
-                        del going[name]
-                    else:
-                        display.advance(name, step)
-        if interrupt.received:
-            raise KeyboardInterrupt
+    _make_room(out)
+    _train({name: _variant(base, name, folders[name]) for name in RUNS}, console)
     with console.status(f"fitting a {NGRAM_ORDER}-gram model to the same text"):
         reference = (f"byte {NGRAM_ORDER}-gram model", kneser_ney_loss(data, NGRAM_ORDER))
     return write_page(
         out / "report.html",
         [Run.load(folder) for folder in folders.values()],
         title="Learnable multipliers: a first look",
-        notes=[_NOTE],
+        notes=[
+            f"Both runs train the same model on {base.data.path or _TEXT}, from the same start and "
+            "on the same batches. This shows what the library does to a model, not what "
+            "multipliers are worth: minutes of training are far from the equilibrium they are made "
+            "for, and one seed proves nothing."
+        ],
         reference=reference,
     )
+
+
+def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
+    """Train step by step in turn: the curves grow together, and all meet the same machine."""
+    shown: list[Display] = []
+
+    def observe(name: str, record: dict[str, Any]) -> None:
+        if shown:
+            shown[0].record(name, record)
+
+    with ExitStack() as stack:
+        trainers: dict[str, Trainer] = {}
+        for name, config in configs.items():
+            trainers[name] = Trainer(config, partial(observe, name))
+            stack.callback(trainers[name].close)
+        total = max(trainer.total_steps for trainer in trainers.values())
+        interrupt = stack.enter_context(Interrupt())
+        display = stack.enter_context(Display(list(trainers), total, console))
+        shown.append(display)
+        going = {name: trainer.going() for name, trainer in trainers.items()}
+        while going:
+            for name in list(going):
+                step = next(going[name], None)
+                if step is None:
+                    del going[name]
+                else:
+                    display.advance(name, step)
+                if interrupt.received:
+                    raise KeyboardInterrupt
 
 
 def _variant(base: TrainConfig, name: str, folder: Path) -> TrainConfig:
@@ -82,8 +94,15 @@ def _variant(base: TrainConfig, name: str, folder: Path) -> TrainConfig:
     return replace(base, out=folder, name=name, optimizer=optimizer)
 
 
-def _clear(folders: Any) -> None:
-    """Make room: a demo can be run again. Only folders that a run wrote are removed."""
-    for folder in folders:
-        if (folder / "metrics.jsonl").is_file():
-            shutil.rmtree(folder)
+def _make_room(out: Path) -> None:
+    """Remove what an earlier demo left, and nothing that anybody else wrote."""
+    mark = out / _MARK
+    for folder in (out / name for name in RUNS):
+        if not folder.exists():
+            continue
+        if not mark.is_file():
+            raise ValueError(f"{folder} is not from an earlier demo: choose another folder (--out)")
+        shutil.rmtree(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    mark.write_text("Made by lrm demo, which replaces its runs when it is run again.\n")
+    (out / "report.html").unlink(missing_ok=True)

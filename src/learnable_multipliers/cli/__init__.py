@@ -1,4 +1,8 @@
-"""The command `lrm`: a table of commands, each in a file of its own."""
+"""The command `lrm`: a table of commands, each in a file of its own.
+
+Exit codes: 0 done, 1 failed (the message says why), 2 the command line makes no sense, 128 + n
+ended by signal n, as shells have it.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,45 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import NoReturn
 
 # Command -> what it does, in the order a newcomer meets them.
 COMMANDS = {
-    "demo": "train a tiny model without and with multipliers, and open a report on both",
+    "demo": "train a tiny model without and with multipliers, and compare",
     "data prepare": "turn text into token shards to train on",
     "train": "train a language model: lrm train 20m --data.path DATA",
-    "plan": "show which multipliers each matrix of a model would carry, and why",
+    "plan": "show which multipliers each matrix would carry, and why",
     "export": "turn a trained model into a Hugging Face folder",
     "report": "make one page about one or several runs",
 }
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
+_BROKEN_PIPE = 128 + 13
+_INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--version"]:
+    try:
+        try:
+            _run(given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has gone, as `head` goes when it has enough. What is still buffered goes
+        # nowhere, or Python would complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
+
+
+def _run(given: list[str]) -> None:
+    if given[:1] in (["--version"], ["version"]):
         print(f"lrm {version('learnable-multipliers')}")
         return
-    if not given or given[0] in ("-h", "--help", "help"):
+    # "data" is no command by itself: its help is the list.
+    asked = given[1:] if given[:1] == ["data"] else given
+    if not given or asked[:1] in (["-h"], ["--help"], ["help"]):
         print(_help())
         return
     command = next((name for name in COMMANDS if given[: len(name.split())] == name.split()), None)
@@ -36,16 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _refuse(given)
     rest = given[len(command.split()) :]
     try:
-        module = importlib.import_module(f"{__name__}.{command.replace(' ', '_')}")
-    except ModuleNotFoundError as error:
-        sys.exit(f"lrm {command} needs {error.name}, which is not installed: {_INSTALL}")
-    try:
-        module.run(rest)
+        _load(command).run(rest)
+    except KeyboardInterrupt as interrupt:
+        print(
+            f"lrm {command}: {': '.join(['stopped', *map(str, interrupt.args)])}", file=sys.stderr
+        )
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        raise
     # What users can cause is said in one line; LRM_TRACEBACK=1 shows where it comes from.
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("LRM_TRACEBACK"):
             raise
         sys.exit(f"lrm {command}: {error}")
+
+
+def _load(command: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"{__name__}.{command.replace(' ', '_')}")
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise ModuleNotFoundError(f"needs {package}, which is not installed: {_INSTALL}") from error
 
 
 def _help() -> str:
@@ -64,9 +97,12 @@ def _help() -> str:
 
 def _refuse(given: Sequence[str]) -> NoReturn:
     words = [name.split()[0] for name in COMMANDS]
-    if given[0] == "data":
-        sys.exit("lrm data: there is one command, lrm data prepare")
     close = difflib.get_close_matches(given[0], words, n=1)
-    hint = f"did you mean lrm {close[0]}?" if close else "lrm --help lists the commands"
-    print(f"lrm: unknown command {given[0]!r}; {hint}", file=sys.stderr)
+    if given[0] == "data":
+        told = "there is one command about data: lrm data prepare"
+    elif close:
+        told = f"there is no command {given[0]!r}; did you mean lrm {close[0]}?"
+    else:
+        told = f"there is no command {given[0]!r}; lrm --help lists them"
+    print(f"lrm: {told}", file=sys.stderr)
     sys.exit(2)

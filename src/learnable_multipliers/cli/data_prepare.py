@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 
-import tyro
 from rich.console import Console
 
+from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
 from learnable_multipliers.pretrain.progress import in_short
 
 
 def run(arguments: Sequence[str]) -> None:
     """Turn text into token shards."""
-    config = tyro.cli(
+    # Sources may come first without their option, as files do in most commands.
+    sources = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    if sources:
+        arguments = [*arguments[len(sources) :], "--sources", *sources]
+    config = read(
         PrepareConfig,
-        prog="lrm data prepare",
-        description="Turn text (plain, JSON Lines, parquet; also .xz, .gz, .zst), folders of it, "
-        "or a Hugging Face dataset into token shards to train on. With no sources: Python's own "
-        "standard library.",
-        args=arguments,
+        "data prepare",
+        arguments,
+        description="lrm data prepare SOURCES --out DATA: turn text (plain, JSON Lines, parquet; "
+        "also .xz, .gz, .zst), folders of it, or a Hugging Face dataset into token shards to train "
+        "on. With no sources: the sources of Python's own standard library.",
+        elsewhere={"source": "--sources", "input": "--sources", "output": "--out"},
     )
     console = Console()
     start = time.perf_counter()
@@ -39,13 +46,12 @@ def run(arguments: Sequence[str]) -> None:
     seconds = time.perf_counter() - start
     size = sum(manifest.num_bytes(split) for split in manifest.splits)
     for split in manifest.splits:
-        console.print(
+        print(
             f"{split}: {manifest.num_documents(split):,} documents, "
-            f"{manifest.num_tokens(split):,} tokens, {in_short(manifest.num_bytes(split))}B",
-            highlight=False,
+            f"{manifest.num_tokens(split):,} tokens, {in_short(manifest.num_bytes(split))}B"
         )
-    console.print(
-        f"Vocabulary {manifest.vocab_size:,}. {size / 1e6 / seconds:.1f} MB/s. "
-        f"Train on it: lrm train 20m --data.path {config.out}",
-        highlight=False,
+    print(f"vocabulary: {manifest.vocab_size:,} tokens; read at {size / 1e6 / seconds:.1f} MB/s")
+    print(
+        f"Train on it: lrm train tiny --data.path {shlex.quote(str(config.out))} "
+        f"--model.vocab-size {manifest.vocab_size}"
     )

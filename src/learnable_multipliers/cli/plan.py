@@ -11,6 +11,7 @@ import torch
 import tyro
 from torch import nn
 
+from learnable_multipliers.cli.arguments import closest, read
 from learnable_multipliers.placement import Placement
 from learnable_multipliers.plan import plan
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
@@ -19,9 +20,9 @@ from learnable_multipliers.pretrain.models.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Show which multipliers each matrix of a model would carry, and why."""
+    """What to plan for."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
     placement: Placement = "full"
     """Row and column everywhere (full), those free of symmetries, or one number each (scalar)."""
@@ -31,7 +32,13 @@ class PlanConfig:
 
 def run(arguments: Sequence[str]) -> None:
     """Print the plan of a model."""
-    config = tyro.cli(PlanConfig, prog="lrm plan", args=arguments)
+    config = read(
+        PlanConfig,
+        "plan",
+        arguments,
+        description="Show which multipliers each matrix of a model would carry, and why. Reads "
+        "names and shapes alone: no weights are loaded.",
+    )
     planned = plan(_without_weights(config.model), config.placement)
     print(planned)
     if config.json is not None:
@@ -45,14 +52,20 @@ def _without_weights(name: str) -> nn.Module:
             return HybridLM(PRESETS[name])
     folder = Path(name)
     if not (folder / "config.json").is_file():
+        near = closest(name, list(PRESETS))
         raise ValueError(
             f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
+            + (f"; did you mean {near}?" if near else "")
         )
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "reading a Hugging Face folder needs transformers: pip install transformers"
+            "reading a Hugging Face folder needs transformers: "
+            "pip install 'learnable-multipliers[transformers]'"
         ) from error
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return kind.from_config(config)

@@ -9,16 +9,21 @@ from typing import Annotated
 
 import tyro
 
+from learnable_multipliers.cli.arguments import read, refuse
 from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Make one self-contained page about one or several runs; the first is the baseline."""
+    """What to report on."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders of runs."""
+    runs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)"),
+    ]
+    """Folders of runs; the first is the baseline."""
     out: Path = Path("report.html")
     """File to write."""
     title: str = "Training runs"
@@ -27,5 +32,14 @@ class ReportConfig:
 
 def run(arguments: Sequence[str]) -> None:
     """Write the page."""
-    config = tyro.cli(ReportConfig, prog="lrm report", args=arguments)
-    print(write_page(config.out, [Run.load(run) for run in config.runs], title=config.title))
+    config = read(
+        ReportConfig,
+        "report",
+        arguments,
+        description="Make one self-contained page about one or several runs: losses, norms "
+        "against the noise prediction, multipliers, samples.",
+    )
+    if not config.runs:
+        refuse("lrm report: name one or several folders of runs: lrm report runs/tiny")
+    page = write_page(config.out, [Run.load(run) for run in config.runs], title=config.title)
+    print(f"Report: {page}")

@@ -2,68 +2,141 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
+import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
-import tyro
+import torch
 from rich.console import Console
 from rich.markup import escape
 
+from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
 from learnable_multipliers.pretrain import dry_run
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.interrupt import Interrupt
-from learnable_multipliers.pretrain.progress import Display, duration, in_short
+from learnable_multipliers.pretrain.progress import Display, duration, in_short, printable
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
+
+_ELSEWHERE = {
+    "learning-rate": "--optimizer.lr",
+    "batch-size": "--data.batch-sequences",
+    "seq-len": "--data.sequence-length",
+    "steps": "--schedule.tokens",
+    "max-steps": "--schedule.tokens",
+    "epochs": "--schedule.tokens",
+    "warmup-steps": "--schedule.warmup-tokens",
+    "output-dir": "--out",
+}
 
 
 def run(arguments: Sequence[str]) -> None:
     """Train a model by a named recipe, any of its settings overridden."""
-    config = tyro.extras.overridable_config_cli(
-        RECIPES,
-        prog="lrm train",
-        description="Train a language model. Choose a recipe; every setting of it can be "
-        "overridden: lrm train 20m --data.path DATA --optimizer.lr 2e-3. "
-        "lrm train RECIPE --help lists the settings with the recipe's values.",
-        args=arguments,
-    )
+    config = configure(arguments)
     if config.dry_run:
         print(dry_run.describe(config))
         return
-    train(config, Console())
+    train(config, Console(), arguments)
 
 
-def train(config: TrainConfig, console: Console) -> None:
-    """Train with a live line on the terminal; Ctrl-C saves and ends."""
+def configure(arguments: Sequence[str]) -> TrainConfig:
+    """Return the config of `lrm train` with these arguments."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_recipes())
+        # Nothing was asked for and nothing was done: scripts should notice.
+        sys.exit(0 if arguments else 2)
+    name, *settings = arguments
+    if name.startswith("-"):
+        refuse(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
+    if name not in RECIPES:
+        near = closest(name, list(RECIPES))
+        hint = f"Did you mean lrm train {near}? {_LIST}" if near else _LIST
+        refuse(f"lrm train: there is no recipe {name!r}. {hint}")
+    what, default = RECIPES[name]
+    return read(
+        TrainConfig,
+        f"train {name}",
+        settings,
+        description=f"Train a {what}. These are the settings, with the values of this recipe; each "
+        "can be given another.",
+        default=default,
+        elsewhere=_ELSEWHERE,
+    )
+
+
+_LIST = "lrm train --help lists the recipes."
+
+
+def _recipes() -> str:
+    width = max(map(len, RECIPES))
+    return "\n".join(
+        [
+            "usage: lrm train RECIPE [--help] [SETTINGS]",
+            "",
+            wrapped(
+                "Train a language model. A recipe sets everything; any setting can be given "
+                "another value."
+            ),
+            "",
+            *(wrapped(what, first=f"  {name:<{width}}  ") for name, (what, _) in RECIPES.items()),
+            "",
+            "For instance:",
+            "  lrm train tiny                        train; Ctrl-C saves, --resume goes on",
+            "  lrm train 20m --data.path DATA        on text that lrm data prepare made",
+            "  lrm train 20m --optimizer.lr 2e-3     with another learning rate",
+            "  lrm train 20m --dry-run               show plan, sizes and memory alone",
+            "  lrm train 20m --help                  list all settings with their values",
+        ]
+    )
+
+
+def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> None:
+    """Train with a live table on the terminal; Ctrl-C saves and ends."""
     shown: list[Display] = []
 
     def observe(record: dict[str, Any]) -> None:
         if record["kind"] == "warning":
-            console.print(f"[yellow]{record['text']}[/]")
+            _say(console, f"[yellow]{escape(record['text'])}[/]")
         elif record["kind"] == "sample":
-            text = escape(record["prompt"] + record["text"])
-            shown[0].say(f"[dim]sample at step {record['step']:,}:[/]\n{text}")
+            text = escape(printable(record["prompt"] + record["text"]))
+            _say(console, f"[dim]sample at step {record['step']:,}:[/]\n{text}")
         elif shown:
             shown[0].record(name, record)
 
-    trainer = Trainer(config, observe)
+    with console.status("getting ready"):
+        trainer = Trainer(config, observe)
     name = trainer.config.name
     _announce(trainer, console)
-    with Interrupt() as interrupt, Display([name], trainer.total_steps, console) as display:
+    stopped_by = None
+    with (
+        closing(trainer),
+        Interrupt() as interrupt,
+        Display([name], trainer.total_steps, console) as display,
+    ):
         shown.append(display)
-        for step in trainer.going():
-            display.advance(name, step)
-            if interrupt.received:
-                path = trainer.save()
-                break
-        else:
-            path = None
-    if path is not None:
-        console.print(f"{interrupt.received}: saved step {trainer.step:,} to {path}")
-        console.print("Go on with the same command and --resume")
-        return
-    console.print(f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {config.out}")
-    console.print(f"Next: lrm report {config.out}; lrm export {config.out} OUT")
+        try:
+            for step in trainer.going():
+                display.advance(name, step)
+                if interrupt.received:
+                    stopped_by = interrupt.received
+                    _say(console, f"{stopped_by}: saving step {step:,}")
+                    trainer.save()
+                    break
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{str(error).splitlines()[0]} Give --data.micro-batch-sequences a smaller number; "
+                "--dry-run shows what takes how much"
+            ) from error
+    if stopped_by is not None:
+        more = [] if config.resume else ["--resume"]
+        _say(console, f"Go on with: {escape(shlex.join(['lrm', 'train', *arguments, *more]))}")
+        sys.exit(128 + signal.Signals[stopped_by])
+    out = escape(str(config.out))
+    _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
+    _say(console, f"Next: lrm report {out}; lrm export {out} OUT")
 
 
 def _announce(trainer: Trainer, console: Console) -> None:
@@ -74,10 +147,15 @@ def _announce(trainer: Trainer, console: Console) -> None:
         if trainer.plan.num_multipliers
         else "no multipliers"
     )
-    console.print(
-        f"{config.name}: {in_short(trainer.model.num_parameters)} parameters, {carried}, "
+    _say(
+        console,
+        f"{escape(config.name)}: {in_short(trainer.model.num_parameters)} parameters, {carried}, "
         f"{config.optimizer.kind}, on {device.name} in {precision}"
         f"{', compiled' if device.compiled else ''}"
         f"{f', going on from step {trainer.step:,}' if trainer.step else ''}",
-        highlight=False,
     )
+
+
+def _say(console: Console, text: str) -> None:
+    # A line is a line, also in a file: the terminal wraps what it must.
+    console.print(text, highlight=False, soft_wrap=True)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from learnable_multipliers.multiplier import initial_values
 from learnable_multipliers.optim.muon import is_hidden
 from learnable_multipliers.plan import Plan
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import Device, choose_device
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.optimizer import make_plan
-from learnable_multipliers.pretrain.progress import in_short
+from learnable_multipliers.pretrain.progress import in_short, printable
 from learnable_multipliers.pretrain.schedule import Step, steps
 from learnable_multipliers.pretrain.train import resolved
 from learnable_multipliers.pretrain.training_data import TrainingData
+
+# Weights, raw weights, multipliers and all moments are float32.
+_FLOAT = 4
+# Of the first batch, what is shown.
+_TOKENS, _LINES = 48, 8
 
 
 def describe(config: TrainConfig) -> str:
@@ -54,36 +59,44 @@ def _run(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str
 
 
 def _memory(config: TrainConfig, model: HybridLM, plan: Plan, device: Device) -> list[str]:
-    parameters = model.num_parameters
-    carrying = sum(math.prod(entry.shape) for entry in plan.entries if entry.carries)
-    hidden = 0
-    if config.optimizer.kind == "muon":
-        # Muon keeps one moment of a hidden matrix, AdamW two.
-        hidden = sum(math.prod(entry.shape) for entry in plan.entries if is_hidden(entry.matrix))
-    rows = [
-        ("weights", 4 * parameters),
-        ("gradients", 4 * parameters),
-        ("raw weights", 4 * carrying),
-        ("moments", 8 * (parameters - hidden) + 4 * hidden),
-        ("multipliers and moments", 12 * plan.num_multipliers),
-        ("activations, before the compiler saves some", _activations(config, model, device)),
-    ]
-    total = sum(size for _, size in rows)
-    width = max(len(name) for name, _ in rows)
+    rows = state_bytes(config, model, plan)
+    saves = ", before the compiler saves some" if device.compiled else ""
+    rows[f"activations of a micro-batch{saves}"] = activation_bytes(config, device)
+    rows["together"] = sum(rows.values())
+    width = max(map(len, rows))
     return [
         f"Memory on {device.name} ({str(device.dtype).removeprefix('torch.')}"
         f"{', compiled' if device.compiled else ''}):",
-        *(f"  {name:<{width}}  {_gib(size):>10}" for name, size in rows),
-        f"  {'together':<{width}}  {_gib(total):>10}",
+        *(f"  {name:<{width}}  {_in_words(size):>10}" for name, size in rows.items()),
     ]
 
 
-def _activations(config: TrainConfig, model: HybridLM, device: Device) -> int:
+def state_bytes(config: TrainConfig, model: HybridLM, plan: Plan) -> dict[str, int]:
+    """Return the bytes of everything that lasts from step to step, and of the gradients."""
+    matrices = {entry.name: entry.matrix for entry in plan.entries}
+    sizes = dict.fromkeys(("raw weights", "moments", "multipliers and their moments"), 0)
+    gradients = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        size, matrix = _FLOAT * parameter.numel(), matrices[name]
+        gradients += size
+        # Muon keeps one moment of a hidden matrix, AdamW two; both count steps.
+        one = config.optimizer.kind == "muon" and is_hidden(matrix)
+        sizes["moments"] += (1 if one else 2) * size + _FLOAT
+        if matrix is not None and matrix.carries:
+            carried = sum(value.numel() for value in initial_values(matrix).values())
+            sizes["raw weights"] += size
+            sizes["multipliers and their moments"] += 3 * _FLOAT * carried
+    return {"weights": _FLOAT * model.num_parameters, "gradients": gradients, **sizes}
+
+
+def activation_bytes(config: TrainConfig, device: Device) -> int:
     """Return the bytes autograd keeps for one micro-batch, from a pass without numbers."""
     data = config.data
     sequences = data.micro_batch_sequences or data.batch_sequences
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, int] = {}
+    alive: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -93,22 +106,25 @@ def _activations(config: TrainConfig, model: HybridLM, device: Device) -> int:
             alive.append(tensor)
         return tensor
 
-    alive: list[Tensor] = []
-    model = model.to(device.dtype)
-    tokens = torch.zeros(1, data.sequence_length + 1, dtype=torch.long, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        model.loss(tokens, config.z_loss)
-    return sequences * sum(kept.values())
+    # Fake tensors know their device, so autocast and kernels choose as they would in training.
+    with FakeTensorMode(), device.device:
+        model = HybridLM(config.model)
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        tokens = torch.zeros(sequences, data.sequence_length + 1, dtype=torch.long)
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with device.autocast(), hooks:
+            model.loss(tokens, config.z_loss)
+    return sum(kept.values())
 
 
 def _first_batch(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
     batch = data.batch(0, taken[0].sequences, torch.device("cpu"))
-    text = data.decode(batch[0, :48].tolist())
+    text = printable(data.decode(batch[0, :_TOKENS].tolist()))
     return [
         f"First batch: {batch.shape[0]} sequences of {batch.shape[1] - 1} tokens; it begins",
-        *(f"  | {line}" for line in text.splitlines()[:8]),
+        *(f"  | {line}" for line in text.splitlines()[:_LINES]),
     ]
 
 
-def _gib(size: int) -> str:
+def _in_words(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learnable_multipliers.optim.bank import NAMES
 from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import from_dict
-from learnable_multipliers.pretrain.data.tokenizer import EOS_TOKEN, load_tokenizer
+from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
+from learnable_multipliers.pretrain.metrics import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.models import hugging_face
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
@@ -31,19 +35,26 @@ class Exported:
     step: int
     architecture: str
     num_parameters: int
+    notes: tuple[str, ...] = ()
+    """What a reader should know: a damaged checkpoint passed over, no tokenizer found."""
 
 
-def load_model(source: Path) -> tuple[HybridLM, checkpoints.Checkpoint]:
-    """Return the model of a run (its newest good checkpoint) or of one checkpoint."""
+def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
+    """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
     if (source / checkpoints.MANIFEST).is_file():
-        kept = checkpoints.load(source)
-    elif (source / "checkpoints").is_dir():
-        kept, _ = checkpoints.load_newest(source / "checkpoints")
-    else:
+        return checkpoints.load(source), []
+    if not (source / METRICS).is_file() and not (source / "checkpoints").is_dir():
         raise ValueError(
-            f"{source} is neither a run nor a checkpoint: it holds no checkpoints folder and no "
-            f"{checkpoints.MANIFEST}"
+            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
+            "(--out), or one of those in its checkpoints folder"
         )
+    if not checkpoints.steps(source / "checkpoints"):
+        raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
+    return checkpoints.load_newest(source / "checkpoints")
+
+
+def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
+    """Return the model that a checkpoint holds, with its effective weights."""
     config: ModelConfig = from_dict(ModelConfig, kept.state["model"], "model")
     with torch.device("meta"):
         model = HybridLM(config)
@@ -53,7 +64,7 @@ def load_model(source: Path) -> tuple[HybridLM, checkpoints.Checkpoint]:
     if config.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
-    return model, kept
+    return model
 
 
 def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
@@ -64,50 +75,63 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     """
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
-    model, kept = load_model(source)
-    tokenizer = _tokenizer_of(source)
-    eos = None
+    kept, notes = load_checkpoint(source)
+    model = load_model(kept)
+    tokenizer, eos = _tokenizer_of(source), None
     if tokenizer is not None:
-        eos = load_tokenizer(tokenizer, kept.state.get("eos_token")).eos_id
+        eos = load_tokenizer(tokenizer, kept.state["eos_token"]).eos_id
+    else:
+        notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
     config = hugging_face.to_config(model.config, eos_token_id=eos) | {"dtype": dtype}
-    state = hugging_face.to_state_dict(model)
-    aside = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
-    aside.mkdir(parents=True)
-    try:
-        _write(aside / "config.json", config)
-        weights = {
-            name: value.to(getattr(torch, dtype)).contiguous() for name, value in state.items()
-        }
+    weights = {
+        name: value.to(getattr(torch, dtype)).contiguous()
+        for name, value in hugging_face.to_state_dict(model).items()
+    }
+    multipliers = _multipliers(kept.tensors["optimizer"])
+    with _new_folder(out) as folder:
+        _write(folder / "config.json", config)
+        _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         # Loaders look for this mark.
-        save_file(weights, aside / "model.safetensors", {"format": "pt"})
-        multipliers = _multipliers(kept.tensors["optimizer"])
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
         if multipliers:
-            save_file(multipliers, aside / "multipliers.safetensors")
+            save_file(multipliers, folder / "multipliers.safetensors")
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, aside / "tokenizer.json")
-            _write(
-                aside / "tokenizer_config.json",
-                {
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                    "eos_token": kept.state.get("eos_token", EOS_TOKEN),
-                    "model_max_length": model.config.max_length,
-                },
-            )
-        _write(aside / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+            described = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": kept.state["eos_token"],
+                "model_max_length": model.config.max_length,
+            }
+            _write(folder / "tokenizer_config.json", described)
+    architecture = config["architectures"][0]
+    return Exported(out, kept.step, architecture, model.num_parameters, tuple(notes))
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `out` when all went well, and vanishes otherwise."""
+    parents = [parent for parent in out.absolute().parents if not parent.exists()]
+    aside = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        aside.mkdir(parents=True)
+        yield aside
         aside.rename(out)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()
         raise
-    return Exported(out, kept.step, config["architectures"][0], model.num_parameters)
 
 
 def _multipliers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    kinds = ("row", "col", "scalar")
-    return {key: value for key, value in state.items() if key.rpartition("/")[2] in kinds}
+    """Return the multipliers by matrix and kind: `model.layers.0.mlp.up_proj.weight/row`."""
+    return {key: value for key, value in state.items() if key.rpartition("/")[2] in NAMES}
 
 
 def _tokenizer_of(source: Path) -> Path | None:
     """Find the tokenizer of a run, from the run's folder or from one of its checkpoints."""
+    source = source.resolve()
     for folder in (source, source.parent.parent):
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"

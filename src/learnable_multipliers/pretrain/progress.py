@@ -1,110 +1,176 @@
-"""What a user sees while a run is going on: a live line on a terminal, plain lines elsewhere."""
+"""What a user sees while runs go on: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
+_COLUMNS = ("step", "loss", "held-out", "grad", "tok/s", "MFU", "left")
+# What a narrow terminal does without, the first one first; the bar goes before them all.
+_LESS = ("grad", "MFU", "tok/s", "held-out")
+_BAR = range(8, 41)
+_LONGEST_NAME = 24
+_GAP = 2
+# A log file wants some forty lines of a run, not a line for each record.
+_PLAIN_LINES = 40
+_UNKNOWN = "-"
 
-class _Remaining(ProgressColumn):
-    """The time left, from the speed of the run so far."""
 
-    def render(self, task: Task) -> Text:
-        if task.finished or not task.time_remaining:
-            return Text(f"{duration(task.elapsed or 0)} taken", style="dim")
-        return Text(f"{duration(task.time_remaining)} left", style="dim")
+@dataclass
+class _Line:
+    """One run, as far as it is known."""
+
+    step: int = 0
+    shown_at: int = -1
+    numbers: dict[str, float] = field(default_factory=dict)
+    began: tuple[int, float] | None = None
+    """Step and time of the first news: a resumed run begins late, a compiled one slowly."""
+    heard: float = 0.0
+    """Time of the last step."""
+
+    def advance(self, step: int, now: float) -> None:
+        self.step, self.heard = step, now
+        self.began = self.began or (step, now)
+
+    def left(self, total: int, now: float) -> float | None:
+        """Return the seconds to go at the pace so far; None before there is a pace."""
+        if self.began is None or self.step <= self.began[0]:
+            return None
+        pace = (self.heard - self.began[1]) / (self.step - self.began[0])
+        return max((total - self.step) * pace - (now - self.heard), 0.0)
+
+    def cells(self, total: int, now: float) -> dict[str, str]:
+        left = self.left(total, now)
+        cells = {"step": f"{self.step:,}/{total:,}"}
+        for key, show in _SHOWN.items():
+            cells[key] = show(self.numbers[key]) if key in self.numbers else _UNKNOWN
+        if self.step >= total:
+            cells["left"] = "done"
+        else:
+            cells["left"] = _UNKNOWN if left is None else duration(left)
+        return cells
 
 
 class Display:
-    """Shows one or several runs; hand it each record of their metrics."""
+    """Shows one or several runs of as many steps; hand it each record of their metrics."""
 
-    def __init__(self, names: Sequence[str], total: int, console: Console | None = None):
+    def __init__(
+        self,
+        names: Sequence[str],
+        total: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.console = console or Console()
-        self._total = total
-        self._live = self.console.is_terminal
-        width = max(map(len, names))
-        self._progress = Progress(
-            TextColumn(f"{{task.description:<{width}}}", style="bold"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TextColumn("{task.fields[shown]}"),
-            _Remaining(),
-            console=self.console,
-            # Speed over the whole run, not the last seconds: evaluations come in bursts.
-            speed_estimate_period=300.0,
+        self._total, self._clock = total, clock
+        self._lines = {name: _Line() for name in names}
+        self._live = (
+            Live(get_renderable=self.frame, console=self.console, refresh_per_second=4)
+            # A dumb terminal cannot draw in place.
+            if self.console.is_terminal and not self.console.is_dumb_terminal
+            else None
         )
-        self._names, self._tasks = list(names), {}
-        self._numbers: dict[str, dict[str, float]] = {name: {} for name in names}
-        self._shown_at: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._tasks: dict[str, TaskID] = {
-                name: self._progress.add_task(name, total=self._total, shown="starting")
-                for name in self._names
-            }
-            self._progress.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def advance(self, name: str, step: int) -> None:
         """Tell that a run has finished a step."""
-        if self._live:
-            self._progress.update(self._tasks[name], completed=step)
+        self._lines[name].advance(step, self._clock())
 
     def record(self, name: str, record: Mapping[str, Any]) -> None:
         """Show the numbers of a record."""
-        numbers = self._numbers[name]
-        if record["kind"] == "train":
-            for key in ("loss", "tokens_per_second", "mfu", "grad_norm"):
-                if record.get(key) is not None:
-                    numbers[key] = record[key]
-        elif record["kind"] == "eval":
-            numbers["held_out"] = record["loss"]
-        else:
+        line = self._lines[name]
+        known = _KEYS.get(record["kind"])
+        if known is None:
             return
-        if self._live:
-            self._progress.update(self._tasks[name], shown=summary(numbers))
-        else:
-            self._plain_line(name, record)
+        for key, shown in known.items():
+            if record.get(key) is not None:
+                line.numbers[shown] = record[key]
+        if self._live is None:
+            self._plain_line(name, line, record)
 
-    def say(self, text: str) -> None:
-        """Print a line above the live ones."""
-        self.console.print(text, highlight=False)
+    def say(self, text: RenderableType) -> None:
+        """Print something above the live table."""
+        self.console.print(text, highlight=False, soft_wrap=True)
 
-    def _plain_line(self, name: str, record: Mapping[str, Any]) -> None:
-        # A log file wants some forty lines of a run, not a line for each record.
-        every = max(1, self._total // 40)
+    def frame(self) -> Table:
+        """Return the table as it is now, no wider than the terminal."""
+        now = self._clock()
+        rows = {name: line.cells(self._total, now) for name, line in self._lines.items()}
+        known = [c for c in _COLUMNS if c != "MFU" or any(r[c] != _UNKNOWN for r in rows.values())]
+        widths = {c: max(len(c), *(len(row[c]) for row in rows.values())) for c in known}
+        # As wide as it will ever be: nothing moves when a digit is added.
+        widths["step"] = max(4, len(f"{self._total:,}/{self._total:,}"))
+        name_width = min(max(map(len, rows)), _LONGEST_NAME)
+        columns, bar = _fit(widths, self.console.width - name_width)
+        table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+        table.add_column(width=name_width, no_wrap=True)
+        if bar:
+            table.add_column(width=bar)
+        for column in columns:
+            table.add_column(width=widths[column], no_wrap=True, justify="right")
+        heads = (Text(column, style="dim") for column in columns)
+        table.add_row(*[""] * (2 if bar else 1), *heads)
+        for name, line in self._lines.items():
+            shown: list[RenderableType] = [Text(name, style="bold", overflow="ellipsis")]
+            if bar:
+                shown.append(ProgressBar(self._total, line.step, width=bar))
+            table.add_row(*shown, *(rows[name][column] for column in columns))
+        return table
+
+    def _plain_line(self, name: str, line: _Line, record: Mapping[str, Any]) -> None:
         step = record["step"]
-        if record["kind"] == "train" and self._shown_at.get(name) == step // every:
+        at = step * _PLAIN_LINES // self._total
+        if record["kind"] == "train" and line.shown_at == at:
             return
-        self._shown_at[name] = step // every
-        shown = summary(self._numbers[name])
-        self.console.print(f"{name} step {step:,}/{self._total:,}  {shown}", highlight=False)
+        line.shown_at = at
+        left = line.left(self._total, self._clock())
+        told = [
+            name.ljust(max(map(len, self._lines))),
+            f"step {step:,}/{self._total:,}",
+            summary(line.numbers),
+        ]
+        if left is not None and step < self._total:
+            told.append(f"{duration(left)} left")
+        self.console.print("  ".join(told), highlight=False, markup=False, soft_wrap=True)
 
 
-def summary(numbers: Mapping[str, float]) -> str:
-    """Return the numbers of a run in one line."""
-    shown = []
-    if "loss" in numbers:
-        shown.append(f"loss {numbers['loss']:.3f}")
-    if "held_out" in numbers:
-        shown.append(f"held-out {numbers['held_out']:.3f}")
-    if "grad_norm" in numbers:
-        shown.append(f"grad {numbers['grad_norm']:.2f}")
-    if "tokens_per_second" in numbers:
-        shown.append(f"{in_short(numbers['tokens_per_second'])} tok/s")
-    if "mfu" in numbers:
-        shown.append(f"MFU {numbers['mfu']:.0%}")
-    return "  ".join(shown)
+def _fit(widths: Mapping[str, int], width: int) -> tuple[list[str], int]:
+    """Return the columns that go into a width, and the width of the bar; 0 is no bar."""
+    columns = list(widths)
+
+    def room() -> int:
+        return width - sum(_GAP + widths[column] for column in columns)
+
+    if room() >= _GAP + _BAR.start:
+        return columns, min(room() - _GAP, _BAR.stop - 1)
+    for less in _LESS:
+        if room() < 0 and less in columns:
+            columns.remove(less)
+    return columns, 0
+
+
+# Of each kind of record, the numbers that are shown and the column of each.
+_KEYS = {
+    "train": {"loss": "loss", "grad_norm": "grad", "tokens_per_second": "tok/s", "mfu": "MFU"},
+    "eval": {"loss": "held-out"},
+}
 
 
 def in_short(number: float) -> str:
@@ -112,9 +178,27 @@ def in_short(number: float) -> str:
     if not math.isfinite(number):
         return str(number)
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= size:
+        # What rounds up to the letter has it: 999,700 is 1M, not 1e+03k.
+        if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": "{:.3f}".format,
+    "held-out": "{:.3f}".format,
+    "grad": "{:.2f}".format,
+    "tok/s": in_short,
+    "MFU": "{:.0%}".format,
+}
+
+
+def summary(numbers: Mapping[str, float]) -> str:
+    """Return the numbers of a run, by column, in one line."""
+    told = {key: show(numbers[key]) for key, show in _SHOWN.items() if key in numbers}
+    return "  ".join(
+        f"{shown} {key}" if key == "tok/s" else f"{key} {shown}" for key, shown in told.items()
+    )
 
 
 def duration(seconds: float) -> str:
@@ -124,3 +208,10 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def printable(text: str) -> str:
+    """Return text that a terminal shows and never obeys: no escape sequences, no bells."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -1,0 +1,166 @@
+"""The demo compares like with like: one start, one order of batches, one page about both."""
+
+import io
+import os
+import shutil
+import signal
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from learnable_multipliers import demo
+from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.train import Trainer
+from runs import BATCH, LENGTH, prepared, small_run
+from test_report import PROBE, open_in_browser
+
+STEPS = 6
+
+
+class Watched(Trainer):
+    """A trainer whose start and batches are written down."""
+
+    seen: dict[str, "Watched"] = {}
+    kill_at: int | None = None
+
+    def __init__(self, config, observer=None):
+        super().__init__(config, observer)
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.batches: list[torch.Tensor] = []
+        read = self.data.batch
+
+        def batch(*arguments):
+            self.batches.append(read(*arguments))
+            return self.batches[-1]
+
+        self.data.batch = batch
+        self.seen[config.name] = self
+
+    def going(self):
+        for step in super().going():
+            yield step
+            if step == self.kill_at and self.config.name == "plain":
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def config(data):
+    return small_run(data, Path("unused"), steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def made(config, tmp_path_factory):
+    """Run a demo; return its folder, its trainers and what was on the screen."""
+    out = tmp_path_factory.mktemp("made") / "demo"
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, record=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "Trainer", Watched)
+        patch.setattr(Watched, "seen", {})
+        assert demo.run(config, out, console) == out / "report.html"
+        return out, Watched.seen, console.export_text()
+
+
+def last_loss(folder: Path) -> float:
+    return [record for record in read_metrics(folder) if record["kind"] == "eval"][-1]["loss"]
+
+
+def test_both_runs_start_alike_and_see_the_same_batches(made):
+    out, trainers, _ = made
+    plain, multiplied = trainers["plain"], trainers["multipliers"]
+    assert plain.start.keys() == multiplied.start.keys()
+    for name, value in plain.start.items():
+        assert torch.equal(value, multiplied.start[name]), name
+    assert len(plain.batches) == len(multiplied.batches) == STEPS
+    for first, second in zip(plain.batches, multiplied.batches, strict=True):
+        assert first.shape == (BATCH, LENGTH + 1)
+        assert torch.equal(first, second)
+    assert plain.plan.num_multipliers == 0
+    assert multiplied.plan.num_multipliers > 0
+    # Multipliers of 1 change nothing: the first step finds the same loss.
+    losses = [
+        next(r["loss"] for r in read_metrics(out / name) if r["kind"] == "train")
+        for name in demo.RUNS
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_page_tells_both_losses_and_what_the_text_was(made, data):
+    out, _, _ = made
+    text = unescape((out / "report.html").read_text())
+    for name in demo.RUNS:
+        assert f"{last_loss(out / name):.4f}" in text
+    assert "byte 5-gram model" in text
+    assert f"train the same model on {data}, from the same start" in text
+
+
+def test_both_runs_share_the_screen(made):
+    out, _, screen = made
+    for name in demo.RUNS:
+        last = [row for row in screen.splitlines() if row.startswith(name)][-1]
+        assert f"{STEPS}/{STEPS}" in last
+        assert f"{last_loss(out / name):.3f}" in last
+        assert last.endswith("done")
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_without_errors(made, tmp_path):
+    page = (made[0] / "report.html").read_text()
+    probed = page.replace("default-src 'none';", "default-src 'none'; script-src 'unsafe-inline';")
+    path = tmp_path / "probed.html"
+    path.write_text(probed.replace("<title>", PROBE + "<title>", 1))
+    seen = open_in_browser(path, tmp_path / "profile")
+    assert seen["errors"] == []
+    assert seen["requests"] == 0
+    # Losses and their gap, rms against the prediction and over steps, multipliers, learning rate.
+    assert len(seen["plots"]) == page.count("<svg") >= 6
+    assert all(width > 300 and height > 100 for width, height in seen["plots"])
+    assert seen["width"] <= 500
+
+
+def test_a_demo_can_be_run_again(made, config, tmp_path):
+    out = tmp_path / "demo"
+    shutil.copytree(made[0], out)
+    (out / "note.txt").write_text("mine")
+    before = [last_loss(out / name) for name in demo.RUNS]
+    assert demo.run(replace(config, seed=1), out).is_file()
+    assert (out / "note.txt").read_text() == "mine"
+    after = [last_loss(out / name) for name in demo.RUNS]
+    assert all(abs(first - second) > 1e-3 for first, second in zip(before, after, strict=True))
+
+
+def test_ctrl_c_ends_without_a_report_and_the_next_demo_starts_afresh(
+    made, config, tmp_path, monkeypatch
+):
+    out = tmp_path / "demo"
+    shutil.copytree(made[0], out)
+    monkeypatch.setattr(demo, "Trainer", Watched)
+    monkeypatch.setattr(Watched, "kill_at", 3)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run(config, out)
+    assert signal.getsignal(signal.SIGINT) is handler
+    # A page about runs that are no longer there would be a lie.
+    assert not (out / "report.html").exists()
+    monkeypatch.setattr(Watched, "kill_at", None)
+    assert demo.run(config, out).is_file()
+    assert [last_loss(out / name) for name in demo.RUNS] == [
+        last_loss(made[0] / name) for name in demo.RUNS
+    ]
+
+
+def test_runs_of_somebody_else_are_not_replaced(config, tmp_path):
+    Trainer(replace(config, out=tmp_path / "runs" / "plain")).train()
+    before = (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="is not from an earlier demo: choose another folder"):
+        demo.run(config, tmp_path / "runs")
+    assert (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]

@@ -1,0 +1,149 @@
+"""What a dry run foretells is what a run does: counts, bytes, rates and the first batch."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.pretrain.device import choose_device
+from learnable_multipliers.pretrain.dry_run import activation_bytes, describe, state_bytes
+from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.train import Trainer
+from runs import HYBRID, LLAMA, prepared, small_run
+
+SIZED = replace(HYBRID, vocab_size=257)
+MODELS = {
+    "hybrid": SIZED,
+    "llama": replace(LLAMA, vocab_size=257),
+    "tied": replace(SIZED, tie_embeddings=True),
+    "frozen norms": replace(SIZED, freeze_norms=True, ssm_norm=True),
+    "state space alone": replace(SIZED, num_heads=0, intermediate_size=0),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("placement", ["none", "full", "symmetry-aware", "scalar"])
+@pytest.mark.parametrize("name", MODELS)
+def test_lasting_bytes_are_those_of_a_step_taken(data, tmp_path, name, placement, kind):
+    config = small_run(data, tmp_path / "run", model=MODELS[name])
+    settings = replace(config.optimizer, kind=kind, placement=placement)
+    config = replace(config, optimizer=settings)
+    model = build(config.model)
+    optimizer, plan = make_optimizer(model, settings)
+    told = state_bytes(config, model, plan)
+    model.loss(torch.zeros(1, 9, dtype=torch.long)).total.backward()
+    optimizer.step()
+    found = dict.fromkeys(told, 0)
+    found["weights"] = sum(p.nbytes for p in model.parameters())
+    found["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if key == "raw":
+                found["raw weights"] += value.nbytes
+            elif key.partition("_")[0] in ("row", "col", "scalar"):
+                found["multipliers and their moments"] += value.nbytes
+            else:
+                found["moments"] += value.nbytes
+    assert told == found
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_the_bytes_autograd_keeps(data, tmp_path, name, dtype, where):
+    config = small_run(data, tmp_path / "run", model=MODELS[name])
+    config = replace(config, data=replace(config.data, micro_batch_sequences=3))
+    device = choose_device(RuntimeConfig(device=where, dtype=dtype))
+    model = build(config.model, device=device.device)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.randint(257, (3, config.data.sequence_length + 1), device=device.device)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), device.autocast():
+        model.loss(tokens, config.z_loss)
+    expected = sum(storage.nbytes() for at, storage in kept.items() if at not in weights)
+    assert activation_bytes(config, device) == expected
+
+
+def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=12)
+    ramp = replace(
+        config.schedule,
+        rampup_tokens=512,
+        rampup_start_sequences=2,
+        rampup_increment_sequences=1,
+    )
+    config = replace(config, schedule=ramp)
+    text = describe(config)
+    trainer = Trainer(config)
+    trainer.train()
+    assert f"{trainer.plan.num_multipliers:,} numbers beside" in text
+    assert f"{trainer.model.num_parameters:,} parameters" in text
+    run = re.search(r"Run: (\d+) steps, ([\d.]+)k tokens, ([\d.]+) epochs of ([\d.]+)k", text)
+    assert int(run[1]) == trainer.step
+    assert float(run[2]) == pytest.approx(trainer.tokens / 1e3, abs=0.005)
+    assert float(run[3]) == pytest.approx(trainer.tokens / trainer.data.num_tokens, abs=0.005)
+    assert float(run[4]) == pytest.approx(trainer.data.num_tokens / 1e3, rel=0.005)
+    rates = [float(rate) for rate in re.search(r"rate (\S+) -> (\S+) -> (\S+)", text).groups()]
+    used = [4e-3 * step.lr_factor for step in trainer.steps]
+    assert rates == pytest.approx([used[0], max(used), used[-1]], rel=5e-3)
+    assert "batch 2 -> 4 sequences of 32" in text
+
+
+def test_the_table_of_memory_adds_up(data, tmp_path):
+    config = small_run(data, tmp_path / "run", model=SIZED)
+    text = describe(config)
+    table = text.partition("Memory on cpu (float32):\n")[2].partition("\n\n")[0]
+    sizes = {
+        name.strip(): float(size)
+        for name, size in re.findall(r"^ (.+?)  +([\d.]+) MiB$", table, re.M)
+    }
+    model = build(config.model)
+    told = state_bytes(config, model, make_optimizer(model, config.optimizer)[1])
+    told["activations of a micro-batch"] = activation_bytes(config, choose_device(config.runtime))
+    told["together"] = sum(told.values())
+    assert sizes == {name: round(size / 2**20, 1) for name, size in told.items()}
+    assert sizes["activations of a micro-batch"] > 1
+
+
+def test_the_first_batch_is_the_text_the_run_begins_with(data, tmp_path):
+    text = describe(small_run(data, tmp_path / "run"))
+    head, _, shown = text.partition("First batch: ")[2].partition("\n")
+    assert head == "4 sequences of 32 tokens; it begins"
+    trainer = Trainer(small_run(data, tmp_path / "run"))
+    batch = trainer.data.batch(0, 4, torch.device("cpu"))
+    trainer.close()
+    lines = [line.removeprefix("  | ") for line in shown.splitlines()]
+    assert "\n".join(lines) == trainer.data.decode(batch[0].tolist())
+    assert any("\n".join(lines) in path.read_text() for path in (data.parent / "text").iterdir())
+
+
+def test_nothing_is_written(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
+    describe(small_run(data, Path("run")))
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
+
+
+def test_settings_that_cannot_work_are_refused_as_in_a_run(data, tmp_path):
+    config = small_run(data, tmp_path / "run", model=replace(HYBRID, vocab_size=100))
+    with pytest.raises(ValueError, match=r"vocabulary of 257, the model one of 100"):
+        describe(config)
+    config = small_run(data, tmp_path / "run", model=replace(HYBRID, num_kv_heads=3))
+    with pytest.raises(ValueError, match="num_kv_heads must divide"):
+        describe(config)
