@@ -1,8 +1,13 @@
 """Small data and small runs for tests of the trainer."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -12,8 +17,11 @@ from learnable_multipliers.pretrain.config import (
     TrainConfig,
 )
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.run_state import tensors_of
 from learnable_multipliers.pretrain.schedule import ScheduleConfig
+from learnable_multipliers.pretrain.train import Trainer
 
 HYBRID = ModelConfig(
     vocab_size=0,
@@ -70,3 +78,58 @@ def small_run(data: Path, out: Path, steps: int = 12, **changes: object) -> Trai
         runtime=RuntimeConfig(device="cpu"),
     )
     return replace(config, **changes)
+
+
+def trained(config: TrainConfig) -> Trainer:
+    """Train a run to its end."""
+    trainer = Trainer(config)
+    assert trainer.train() == "finished"
+    return trainer
+
+
+def killed_after(config: TrainConfig, step: int) -> Trainer:
+    """Train a run up to a step and leave it there, as if the process were gone."""
+    trainer = Trainer(config)
+    for done in trainer.going():
+        if done == step:
+            break
+    trainer.close()
+    return trainer
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return weights, raw weights, multipliers and moments."""
+    kept = tensors_of(trainer.model, trainer.optimizer)
+    return {f"{file}/{name}": value for file in kept for name, value in kept[file].items()}
+
+
+def assert_same(first: Trainer, second: Trainer) -> None:
+    """Compare two runs bit for bit."""
+    mine, other = everything(first), everything(second)
+    assert mine.keys() == other.keys()
+    for name in mine:
+        assert torch.equal(mine[name], other[name]), name
+
+
+def without_clock(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, but for what a clock says."""
+    timed = ("seconds", "tokens_per_second", "mfu")
+    return [
+        {key: value for key, value in record.items() if key not in timed}
+        for record in read_metrics(folder)
+    ]
+
+
+def damage(path: Path) -> None:
+    """Turn one bit of a file."""
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(changed)
+
+
+def rewritten(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint and make the manifest agree, as one with bad intent would."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / checkpoints.MANIFEST).read_text())
+    manifest["files"][name] = checkpoints._fingerprint(path / name)
+    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,3 +215,23 @@ def test_tracker_gets_the_numbers_of_each_step_and_one_run(tmp_path, monkeypatch
     assert calls[0][2].items() >= {"project": "project", "name": "run", "resume": "allow"}.items()
     numbers = {"loss": 2.0, "raw_rms/attention": 0.1, "raw_rms/mlp": 0.5}
     assert calls[4] == ("log", (numbers,), {"step": 1})
+
+
+def test_truncation_tells_what_it_left(tmp_path):
+    with MetricLog(tmp_path, tensorboard=False) as log:
+        assert log.truncate_after(5) is None
+        for step in (0, 1, 2):
+            log.log(step, {"kind": "train", "loss": float(step)})
+        assert log.truncate_after(1) == {"step": 1, "kind": "train", "loss": 1.0}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_told_with_the_file_and_the_way_out(tmp_path):
+    write(tmp_path, range(2))
+    log = MetricLog(tmp_path, tensorboard=False)
+    log._file.close()
+    log._file = open("/dev/full", "ab")  # noqa: SIM115
+    for call in (lambda: log.log(2, metrics_of(2)), log.close):
+        with pytest.raises(OSError, match=r"metrics.jsonl could not be written: No space left"):
+            call()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 MANIFEST = "manifest.json"
 _STATE = "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
 _FORMAT = 1
 
 
@@ -43,15 +43,20 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint and return its folder; then remove all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step-{checkpoint.step:08d}"
-    if target.exists():
-        if problem(target) is None:
-            return target
-        shutil.rmtree(target)
+    """Write a checkpoint and return its folder; then remove all but the newest `keep`.
+
+    One process at a time writes to a folder of checkpoints. One that is there already and good is
+    left as it is: the same step of the same run.
+    """
+    target = folder / _name(checkpoint.step)
     aside = folder / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            if problem(target) is None:
+                return target
+            set_aside(target)
+        _clear_leftovers(folder)
         aside.mkdir()
         for name, tensors in checkpoint.tensors.items():
             save_file(
@@ -74,7 +79,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
             "then go on with --resume"
         ) from error
-    _prune(folder, keep)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _prune(folder, checkpoint.step, keep)
     return target
 
 
@@ -83,7 +91,8 @@ def steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    # Each step has one name; a folder called otherwise is none of ours.
+    return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
 def load(path: Path) -> Checkpoint:
@@ -91,24 +100,34 @@ def load(path: Path) -> Checkpoint:
     wrong = problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
-    state = json.loads((path / _STATE).read_text(encoding="utf8"))
     tensors: dict[str, dict[str, Tensor]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            tensors[file.stem] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    state.pop("format")
-    return Checkpoint(state.pop("step"), state, tensors)
+    # The files are as they were written; that need not have been by this release.
+    try:
+        state = _read(path / _STATE)
+        step, form = state.pop("step", None), state.pop("format", None)
+        if type(step) is not int or form != _FORMAT:
+            raise ValueError(f"{_STATE} tells no step, or is not of format {_FORMAT}")
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                tensors[file.stem] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+    return Checkpoint(step, state, tensors)
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     """Return the newest good checkpoint, and what is wrong with newer ones."""
     wrong: list[str] = []
     for step in reversed(steps(folder)):
-        path = folder / f"step-{step:08d}"
-        trouble = problem(path)
-        if trouble is None:
-            return load(path), wrong
-        wrong.append(f"{path}: {trouble}")
+        path = folder / _name(step)
+        try:
+            found = load(path)
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
+        if found.step == step:
+            return found, wrong
+        wrong.append(f"{path} cannot be used: it holds step {found.step}")
     if wrong:
         raise CheckpointError("no checkpoint is good: " + "; ".join(wrong))
     raise CheckpointError(f"{folder} holds no checkpoint to go on from")
@@ -117,7 +136,7 @@ def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
 def problem(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if every file is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf8"))
+        manifest = _read(path / MANIFEST)
         files = manifest["files"]
         expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except FileNotFoundError:
@@ -128,6 +147,32 @@ def problem(path: Path) -> str | None:
         return f"{MANIFEST} is of format {manifest.get('format')!r}, this release reads {_FORMAT}"
     if _STATE not in expected:
         return f"{MANIFEST} does not name {_STATE}"
+    try:
+        return _mismatch(path, expected)
+    # A disk that fails to read is damage like any other.
+    except OSError as error:
+        return f"it cannot be read: {error}"
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that cannot be used, so that it does not count as one; nothing is lost.
+
+    Else it would be among the newest that are kept, and a good one would go in its place.
+    """
+    return path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"))
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Set aside all checkpoints after a step: those passed over when a run goes on from it."""
+    return [set_aside(folder / _name(later)) for later in steps(folder) if later > step]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _mismatch(path: Path, expected: dict[str, tuple[Any, Any]]) -> str | None:
+    """Say where the files of a checkpoint differ from the sizes and checksums expected."""
     present = {file.name for file in path.iterdir()} - {MANIFEST}
     if present != set(expected):
         odd = sorted(present ^ set(expected))
@@ -143,13 +188,30 @@ def problem(path: Path) -> str | None:
     return None
 
 
-def _prune(folder: Path, keep: int) -> None:
-    for step in steps(folder)[:-keep]:
-        old = folder / f"step-{step:08d}"
+def _prune(folder: Path, newest: int, keep: int) -> None:
+    for step in [step for step in steps(folder) if step <= newest][:-keep]:
+        old = folder / _name(step)
         # Out of sight first: a half-removed folder must not look like a checkpoint.
         gone = folder / f".{old.name}.{uuid.uuid4().hex[:8]}"
         old.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what a killed process was writing or removing: each is as large as a checkpoint."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a ValueError for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return found
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.schedule import ScheduleConfig
 
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
@@ -63,12 +62,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written down, and how often (in steps; 0 is never)."""
+    """What is written down, and how often (in steps)."""
 
     every: int = 10
-    """Steps between lines of loss, rate and speed."""
+    """Steps between lines of loss, rate and speed; 0 is the first step alone."""
     weights_every: int = 100
-    """Steps between looks at norms and multipliers."""
+    """Steps between looks at norms and multipliers; there is always one at either end."""
     evaluate_every: int = 250
     """Steps between evaluations on held-out text; there is always one at the end."""
     evaluate_tokens: int = 500_000
@@ -141,53 +140,74 @@ class TrainConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def check(self) -> None:
-        """Raise a ValueError for settings that cannot work together."""
+        """Raise a ValueError for settings that are none, or cannot work together."""
+        # The command line knows the types; a config made in Python may hold anything.
+        from_dict(TrainConfig, to_dict(self))
         self.model.check()
         if self.data.sequence_length < 1 or self.data.batch_sequences < 1:
             raise ValueError("data.sequence_length and data.batch_sequences must be at least 1")
-        if self.data.micro_batch_sequences < 0:
-            raise ValueError("data.micro_batch_sequences must not be negative")
-        if self.optimizer.lr <= 0:
-            raise ValueError(f"optimizer.lr must be positive, got {self.optimizer.lr:g}")
-        if self.optimizer.max_grad_norm < 0:
-            raise ValueError("optimizer.max_grad_norm must not be negative; 0 does not clip")
+        if self.data.sequence_length > self.model.max_length:
+            raise ValueError(
+                f"data.sequence_length is {self.data.sequence_length}, but model.max_length, which "
+                f"goes into exported models, is {self.model.max_length}: raise it as well"
+            )
+        self._check_optimizer()
         if self.checkpoint.keep < 2:
             raise ValueError(
                 "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
             )
-        for name in ("every", "weights_every", "evaluate_every", "sample_every"):
-            if getattr(self.log, name) < 0:
-                raise ValueError(f"log.{name} must not be negative; 0 is never")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+        _refuse_negative("z_loss", self.z_loss)
+        for section, names in _NOT_NEGATIVE.items():
+            for name in names:
+                _refuse_negative(f"{section}.{name}", getattr(getattr(self, section), name))
+
+    def _check_optimizer(self) -> None:
+        optimizer = self.optimizer
+        if not 0 < optimizer.lr < math.inf:
+            raise ValueError(f"optimizer.lr must be a positive number, got {optimizer.lr:g}")
+        for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
+            if not 0 <= value < 1:
+                raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
+        scale = max(1.0, optimizer.adamw_lr_scale) if optimizer.kind == "muon" else 1.0
+        decay = optimizer.lr * scale * optimizer.weight_decay
+        if decay >= 1:
+            raise ValueError(
+                f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
+                "weight to nothing or beyond; lower one of them"
+            )
+        if optimizer.multiplier_init == "fold" and optimizer.placement == "none":
+            raise ValueError(
+                "optimizer.multiplier_init=fold lets multipliers take over fixed factors, but "
+                "optimizer.placement=none has no multipliers: set one of them otherwise"
+            )
 
 
-def to_dict(config: Any) -> Any:
-    """Return a config as plain data for JSON."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    if isinstance(config, tuple | list):
-        return [to_dict(value) for value in config]
-    return str(config) if isinstance(config, Path) else config
+# Settings of which 0 means none of it, and less than that nothing.
+_NOT_NEGATIVE = {
+    "data": ("micro_batch_sequences",),
+    "optimizer": (
+        "weight_decay",
+        "eps",
+        "max_grad_norm",
+        "multiplier_lr_scale",
+        "multiplier_weight_decay",
+        "adamw_lr_scale",
+    ),
+    "log": (
+        "every",
+        "weights_every",
+        "evaluate_every",
+        "evaluate_tokens",
+        "sample_every",
+        "sample_tokens",
+    ),
+    "checkpoint": ("every",),
+    "runtime": ("num_threads", "peak_tflops"),
+}
 
 
-def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
-    """Return a config from plain data; unknown and missing keys are errors that name the place."""
-    if dataclasses.is_dataclass(kind):
-        made: Any = kind
-        hints = typing.get_type_hints(made)
-        known = {f.name for f in dataclasses.fields(made)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"{where} has unknown keys: {', '.join(unknown)}")
-        return made(
-            **{key: from_dict(hints[key], value, f"{where}.{key}") for key, value in values.items()}
-        )
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if values is None:
-            return None
-        return from_dict(next(arg for arg in args if arg is not type(None)), values, where)
-    if kind is Path:
-        return Path(values)
-    if origin is tuple:
-        return tuple(values)
-    return float(values) if kind is float else values
+def _refuse_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, got {value:g}")

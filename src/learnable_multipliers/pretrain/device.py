@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 
-PEAK_TFLOPS = {"H200": 790.0, "H100": 790.0}
+KINDS = ("cuda", "mps", "cpu")
+PEAK_TFLOPS = {"H200": 790.0, "H100 80GB HBM3": 790.0}
 """What large bfloat16 matrix products reach, measured on an H200: less than the data sheet's 989.
-An H100 has the same matrix units."""
+An H100 of the SXM form has the same matrix units; the PCIe and NVL forms have fewer."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Device:
 
 def choose_device(config: RuntimeConfig) -> Device:
     """Return the device a config asks for."""
+    from_dict(RuntimeConfig, to_dict(config), "runtime")
+    if config.num_threads < 0:
+        raise ValueError(f"runtime.num_threads must not be negative, got {config.num_threads}")
     kind = config.device
     if kind == "auto":
         kind = "cpu"
@@ -63,6 +68,10 @@ def choose_device(config: RuntimeConfig) -> Device:
         raise ValueError(
             f"runtime.device={config.device} cannot be used here: {str(error).splitlines()[0]}"
         ) from error
+    if device.type not in KINDS:
+        raise ValueError(
+            f"runtime.device={config.device} cannot be used: choose from {', '.join(KINDS)}"
+        )
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"

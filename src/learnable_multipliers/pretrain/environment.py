@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -18,7 +19,8 @@ _PACKAGES = ("learnable-multipliers", "torch", "triton", "tokenizers", "transfor
 def environment(device: str) -> dict[str, Any]:
     """Return command, commit, versions and device."""
     return {
-        "command": shlex.join(["lrm", *sys.argv[1:]]),
+        # The name alone of the program: where it lies is nobody's business.
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
         "device": device,
         "threads": torch.get_num_threads(),
@@ -33,7 +35,14 @@ def commit() -> str | None:
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
+            ["git", *arguments],
+            cwd=here,
+            # Run by a git hook, GIT_DIR points at the repository of that hook.
+            env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
         return done.stdout.strip()
 
@@ -41,7 +50,9 @@ def commit() -> str | None:
         # An installed copy may lie inside somebody else's repository: ours knows this file.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("-changed" if changed else "")
+        # A new file changes what runs as much as an edited one, if it is part of the package.
+        new = git("ls-files", "--others", "--exclude-standard", str(here.parent))
+        return git("rev-parse", "HEAD") + ("-changed" if changed or new else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

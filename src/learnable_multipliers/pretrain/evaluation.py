@@ -17,6 +17,7 @@ def evaluate(
     model: HybridLM, data: TrainingData, config: DataConfig, device: Device, *, max_tokens: int = 0
 ) -> dict[str, float]:
     """Return nats per token and bits per byte of held-out text, the same tokens every time."""
+    was_training = model.training
     model.eval()
     batch_size = config.micro_batch_sequences or min(config.batch_sequences, 64)
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -26,10 +27,10 @@ def evaluate(
         size = tokens.shape[0] * (tokens.shape[1] - 1)
         total += loss.double().cpu() * size
         count += size
-    model.train()
-    loss = total.item() / count
+    model.train(was_training)
     return {
-        "loss": loss,
-        "bits_per_byte": loss / math.log(2) / data.bytes_per_token,
+        "loss": total.item() / count,
+        # Bytes of these very tokens: some text has longer tokens than the rest.
+        "bits_per_byte": total.item() / math.log(2) / data.held_out_bytes(count),
         "evaluated_tokens": count,
     }

@@ -13,6 +13,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,8 +72,9 @@ class MetricLog:
             raise ValueError('"step" is given to log apart from the metrics')
         step, plain = int(step), _plain(metrics, "metrics")
         line = json.dumps(_valid_json({"step": step, **plain}), allow_nan=False) + "\n"
-        self._file.write(line.encode())
-        self._file.flush()
+        with self._told():
+            self._file.write(line.encode())
+            self._file.flush()
         # A loss in training and one on held-out text are two curves.
         kind = plain.get("kind")
         numbers = dict(_numbers(plain, f"{kind}/" if isinstance(kind, str) else ""))
@@ -83,12 +85,16 @@ class MetricLog:
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> dict[str, Any] | None:
         """Drop what was written after a step: a run that resumes from there writes it again.
 
-        The file is replaced in one go; lines that stay are not touched.
+        The file is replaced in one go; lines that stay are not touched. Returns the last of them.
         """
-        kept = [line for line, record in _lines(self.path) if record["step"] <= step]
+        kept, last = [], None
+        for line, record in _lines(self.path):
+            if record["step"] <= step:
+                kept.append(line)
+                last = record
         temporary = self.path.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -105,14 +111,17 @@ class MetricLog:
         if self._writer_class is not None:
             # Event files cannot be cut; this tells readers what to forget.
             self._writer = self._new_writer(purge_step=step + 1)
+        return last
 
     def flush(self) -> None:
         """Bring every line to disk; before a checkpoint is published, which may not be ahead."""
-        os.fsync(self._file.fileno())
+        with self._told():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Write out what is pending and let go of all files."""
-        self._file.close()
+        with self._told():
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -130,6 +139,17 @@ class MetricLog:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let an error of the system say which file it met, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self.path} could not be written: {error.strerror or error}. Make room, then go "
+                "on with --resume from the newest checkpoint"
+            ) from error
 
     def _new_writer(self, purge_step: int | None = None) -> Any:
         return self._writer_class(str(self.folder / "tensorboard"), purge_step=purge_step)

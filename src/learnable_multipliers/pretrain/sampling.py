@@ -25,10 +25,14 @@ def generate(
     Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
     samples in passing. Generate for real from an exported model.
     """
+    if not len(prompt):
+        raise ValueError("a sample goes on from something: give a prompt of one token or more")
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(num_tokens):
-        logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        # Not compiled: every length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(tokens[None, -context:])[0, -1].float().cpu()
         if temperature == 0:
             chosen = logits.argmax(keepdim=True)
         else:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.config import TrainConfig, to_dict
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import choose_device
 from learnable_multipliers.pretrain.environment import environment
 from learnable_multipliers.pretrain.evaluation import evaluate
@@ -21,6 +19,15 @@ from learnable_multipliers.pretrain.metrics import MetricLog
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.passes import Passes
+from learnable_multipliers.pretrain.plain_data import to_dict
+from learnable_multipliers.pretrain.run_folder import RunFolder
+from learnable_multipliers.pretrain.run_state import (
+    RunState,
+    refuse_other_settings,
+    restore_,
+    state_of,
+    tensors_of,
+)
 from learnable_multipliers.pretrain.sampling import generate
 from learnable_multipliers.pretrain.schedule import Step, steps
 from learnable_multipliers.pretrain.stopwatch import Stopwatch
@@ -40,7 +47,14 @@ class Trainer:
         self.config = config = resolved(config, self.data)
         config.check()
         self._observer = observer or (lambda record: None)
-        _refuse_another_run(config)
+        self._folder = RunFolder(config.out, resume=config.resume)
+        try:
+            self._set_up(config)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def _set_up(self, config: TrainConfig) -> None:
         self.model = build(config.model, config.seed, self.device.device)
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         self.steps: list[Step] = steps(
@@ -48,20 +62,16 @@ class Trainer:
         )
         self.prediction = Prediction(self.optimizer, self.plan)
         self.step, self.samples = 0, 0
+        self._skipped_before = 0
         self._watch = Stopwatch()
-        self._losses: list[Tensor] = []
+        self._loss_sum, self._loss_steps = torch.zeros((), device=self.device.device), 0
+        if not self._folder.is_held:
+            self._warn(f"{config.out} cannot be locked: see that no other process trains in it")
         if config.resume:
             self._resume()
-        else:
-            self._start_folder()
-        self.log = MetricLog(
-            config.out,
-            tensorboard=None if config.log.tensorboard else False,
-            wandb=config.log.wandb or None,
-            trackio=config.log.trackio or None,
-        )
-        if config.resume:
-            self.log.truncate_after(self.step)
+        self.log, self._ended = self._open_log()
+        if not self._ended:
+            self._describe()
         if self.device.compiled:
             self.model.compile_layers_()
         self._passes = Passes(self.model, self.device, config.z_loss)
@@ -107,7 +117,8 @@ class Trainer:
         batches = (
             self.data.batch(start, min(micro, end - start), self.device.device) for start in starts
         )
-        self._losses.append(self._passes.gradients(batches, planned.sequences))
+        self._loss_sum = self._loss_sum + self._passes.gradients(batches, planned.sequences)
+        self._loss_steps += 1
         self.optimizer.step()
         self._passes.clear()
         self.prediction.step(lr)
@@ -139,8 +150,8 @@ class Trainer:
             self._restart_clock()
 
     def _record_speed(self, lr: float) -> None:
-        loss = torch.stack(self._losses).mean().item()
-        self._losses.clear()
+        loss = self._loss_sum.item() / self._loss_steps
+        self._loss_sum, self._loss_steps = torch.zeros_like(self._loss_sum), 0
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -152,7 +163,7 @@ class Trainer:
             loss=loss,
             lr=lr,
             grad_norm=None if norm is None else norm.item(),
-            skipped_steps=self.optimizer.num_skipped,
+            skipped_steps=self.skipped_steps,
             tokens_per_second=speed,
             mfu=None if peak is None else 6 * self.model.num_parameters * speed / (peak * 1e12),
             seconds=self.seconds,
@@ -162,6 +173,11 @@ class Trainer:
     def seconds(self) -> float:
         """Time the run has taken, whatever else went on between its steps."""
         return self._watch.seconds
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient was not finite."""
+        return self._skipped_before + self.optimizer.num_skipped
 
     def _restart_clock(self) -> None:
         """Let the next speed be measured from here."""
@@ -198,87 +214,96 @@ class Trainer:
         self._observer({"step": self.step, **record})
 
     def _finish(self) -> None:
-        self._record("end", steps=self.step, seconds=self.seconds, memory=self.device.peak_memory())
-        self.save()
+        if not self._ended:
+            memory = self.device.peak_memory()
+            self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
+            self.save()
         self.close()
 
+    def _warn(self, text: str) -> None:
+        self._observer({"kind": "warning", "step": self.step, "text": text})
+
     def close(self) -> None:
-        """Let go of the log's files; a run that came to its end has done so."""
-        self.log.close()
+        """Let go of the log's files and of the folder; a run that came to its end has done so."""
+        try:
+            self.log.close()
+        finally:
+            self._folder.close()
 
     # -- folder and checkpoints ---------------------------------------------------------------
 
-    def _start_folder(self) -> None:
-        out = self.config.out
-        _write_json(out / "config.json", to_dict(self.config))
-        described = environment(self.device.name) | {
+    def _open_log(self) -> tuple[MetricLog, bool]:
+        """Return the log, cut back to the step the run is at, and whether it tells of the end."""
+        log = MetricLog(
+            self.config.out,
+            tensorboard=None if self.config.log.tensorboard else False,
+            wandb=self.config.log.wandb or None,
+            trackio=self.config.log.trackio or None,
+        )
+        try:
+            last = log.truncate_after(self.step) if self.config.resume else None
+        except BaseException:
+            log.close()
+            raise
+        return log, last is not None and last.get("kind") == "end"
+
+    def _describe(self) -> None:
+        """Write down what the run is, and what it is made with from this step on."""
+        found = environment(self.device.name)
+        if self.config.resume:
+            # The first part of the run may have been computed elsewhere and otherwise.
+            found |= {"runtime": to_dict(self.config.runtime)}
+            self._folder.write(f"resumed-{self.step:08d}.json", found)
+            return
+        self._folder.write("config.json", to_dict(self.config))
+        found |= {
             "parameters": self.model.num_parameters,
             "multipliers": self.plan.num_multipliers,
         }
-        _write_json(out / "environment.json", described)
-        (out / "plan.json").write_text(self.plan.to_json() + "\n", encoding="utf8")
-        self.data.copy_tokenizer(out)
+        self._folder.write("environment.json", found)
+        self._folder.write("plan.json", self.plan.to_json())
+        self.data.copy_tokenizer(self.config.out)
 
     def save(self) -> Path:
         """Write a checkpoint; what is lost if that fails is said in the error, and is nothing."""
         self.log.flush()
-        weights = {name: p.detach() for name, p in self.model.named_parameters()}
-        state = {
-            f"{name}/{key}": value
-            for name, parameter in _by_name(self.optimizer)
-            for key, value in self.optimizer.state[parameter].items()
-        }
-        kept = checkpoints.Checkpoint(
-            step=self.step,
-            state={
-                "samples": self.samples,
-                "seconds": self.seconds,
-                "skipped_steps": self.optimizer.num_skipped,
-                "losses": [loss.item() for loss in self._losses],
-                "prediction": self.prediction.state(),
-                "config": to_dict(self.config),
-                "model": to_dict(self.model.config),
-                "data": self.data.fingerprint,
-                "eos_token": self.data.manifest.eos_token,
-            },
-            tensors={"model": weights, "optimizer": state},
+        state = RunState(
+            samples=self.samples,
+            seconds=self.seconds,
+            skipped_steps=self.skipped_steps,
+            loss_sum=self._loss_sum.item(),
+            loss_steps=self._loss_steps,
+            prediction=self.prediction.state(),
+            config=to_dict(self.config),
+            model=to_dict(self.model.config),
+            data=self.data.fingerprint,
+            eos_token=self.data.manifest.eos_token,
         )
-        return checkpoints.save(self.config.out / "checkpoints", kept, self.config.checkpoint.keep)
+        kept = checkpoints.Checkpoint(
+            self.step, to_dict(state), tensors_of(self.model, self.optimizer)
+        )
+        return checkpoints.save(self._folder.checkpoints, kept, self.config.checkpoint.keep)
 
     def _resume(self) -> None:
-        kept, wrong = checkpoints.load_newest(self.config.out / "checkpoints")
-        for trouble in wrong:
-            self._observer({"kind": "warning", "step": kept.step, "text": f"not used: {trouble}"})
-        _refuse_other_settings(self.config, kept.state["config"])
-        if kept.state["data"] != self.data.fingerprint:
+        kept, wrong = checkpoints.load_newest(self._folder.checkpoints)
+        state = state_of(kept)
+        refuse_other_settings(self.config, state.config)
+        if state.data != self.data.fingerprint:
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their "
                 "manifest has another checksum"
             )
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(kept.tensors["model"][name])
-        states: dict[str, dict[str, Tensor]] = {}
-        for key, value in kept.tensors["optimizer"].items():
-            name, _, entry = key.rpartition("/")
-            states.setdefault(name, {})[entry] = value
-        known = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(
-            {
-                "param_groups": known["param_groups"],
-                "state": {
-                    index: states[name]
-                    for index, (name, _) in enumerate(_by_name(self.optimizer))
-                    if name in states
-                },
-            }
-        )
-        self.step, self.samples = kept.step, kept.state["samples"]
-        self._watch = Stopwatch(kept.state["seconds"])
-        self.prediction.load(kept.state["prediction"])
-        self._losses = [
-            torch.tensor(loss, device=self.device.device) for loss in kept.state["losses"]
-        ]
+        restore_(self.model, self.optimizer, kept)
+        self.prediction.load(state.prediction)
+        self.step, self.samples = kept.step, state.samples
+        self._skipped_before = state.skipped_steps
+        self._watch = Stopwatch(state.seconds)
+        self._loss_sum = torch.tensor(state.loss_sum, device=self.device.device)
+        self._loss_steps = state.loss_steps
+        for trouble in wrong:
+            self._warn(f"not used: {trouble}")
+        for path in checkpoints.set_aside_after(self._folder.checkpoints, self.step):
+            self._warn(f"set aside, to be looked at or removed: {path}")
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
@@ -286,51 +311,4 @@ def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
     if config.model.vocab_size == 0:
         model = replace(config.model, vocab_size=data.manifest.vocab_size)
         config = replace(config, model=model)
-    return replace(config, name=config.name or config.out.name)
-
-
-def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    return [
-        (name, parameter)
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    ]
-
-
-def _refuse_another_run(config: TrainConfig) -> None:
-    """Keep a new run from mixing with the one that is in the folder."""
-    if not config.resume and (config.out / "metrics.jsonl").exists():
-        raise ValueError(
-            f"{config.out} holds a run already: go on with it (--resume), or choose another folder "
-            "(--out)"
-        )
-
-
-# What may differ between a run and its continuation: where, how fast and how chatty.
-_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "runtime"}
-
-
-def _refuse_other_settings(config: TrainConfig, kept: dict[str, Any]) -> None:
-    mine = json.loads(json.dumps(to_dict(config)))
-    changed = [
-        f"{section}.{key}: {before} -> {mine[section][key]}" if key else f"{section}: {before}"
-        for section in mine
-        if section not in _MAY_CHANGE
-        for key, before in _differences(kept.get(section), mine[section])
-        if (section, key) != ("data", "path")
-    ]
-    if changed:
-        raise ValueError(
-            "a run goes on with the settings it began with; these differ: " + "; ".join(changed)
-        )
-
-
-def _differences(before: Any, now: Any) -> list[tuple[str, Any]]:
-    if isinstance(now, dict) and isinstance(before, dict):
-        return [(key, before.get(key)) for key in now if before.get(key) != now[key]]
-    return [] if before == now else [("", f"{before} -> {now}")]
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf8")
+    return replace(config, name=config.name or config.out.resolve().name)

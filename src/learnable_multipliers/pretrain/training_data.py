@@ -16,10 +16,11 @@ from torch import Tensor
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.loader import BatchLoader, evaluation_batches
 from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE, Manifest, file_sha256
+from learnable_multipliers.pretrain.data.order import num_samples
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import TokenDataset
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
-from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
+from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 
 
 class TrainingData:
@@ -35,6 +36,7 @@ class TrainingData:
         BatchLoader(self._valid, sequence_length, seed)
         self._tokenizer_file = folder / manifest.tokenizer_file
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
+        self._token_bytes = _token_bytes(self._tokenizer)
         self.eos = manifest.eos_id
         self.fingerprint = file_sha256(folder / MANIFEST_FILE)
         """Changes with any of the data: the manifest holds the checksums of all files."""
@@ -58,9 +60,26 @@ class TrainingData:
 
     def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
         """Yield held-out samples from the start, the same ones every time; 0 tokens is all."""
-        most = max(max_tokens, self._length) if max_tokens else None
+        most = self.num_held_out(max_tokens)
         for batch in evaluation_batches(self._valid, self._length, batch_size, most):
             yield _moved(batch, device)
+
+    def num_held_out(self, max_tokens: int) -> int:
+        """Return how many held-out tokens `held_out` asks for: whole sequences, one at least."""
+        sequences = num_samples(len(self._valid), self._length)
+        if max_tokens:
+            sequences = min(sequences, max(1, max_tokens // self._length))
+        return sequences * self._length
+
+    def held_out_bytes(self, num_tokens: int) -> float:
+        """Return the bytes of text that the first `num_tokens` held-out targets stand for.
+
+        Exact for byte-level tokenizers; others have but an average over the whole split.
+        """
+        if self._token_bytes is None:
+            return num_tokens * self.bytes_per_token
+        # The very first token is read, never asked for.
+        return float(self._token_bytes[self._valid.tokens(1, num_tokens + 1)].sum())
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger]:
         """Return all tokens of a split."""
@@ -103,7 +122,12 @@ def default_corpus(vocab_size: int) -> Path:
     folder = cache_folder() / f"python-{platform.python_version()}-{size}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
+        try:
+            prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
+        except FileExistsError:
+            # Another process was faster; a folder takes its name when it is complete.
+            if not folder.exists():
+                raise
     return folder
 
 
@@ -113,6 +137,13 @@ def cache_folder() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "learnable-multipliers"
+
+
+def _token_bytes(tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
+    try:
+        return tokenizer.token_bytes()
+    except ValueError:
+        return None
 
 
 def _moved(batch: Tensor, device: torch.device) -> Tensor:

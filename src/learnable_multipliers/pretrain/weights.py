@@ -64,6 +64,9 @@ class Prediction:
 
     def load(self, saved: Mapping[str, list[float]]) -> None:
         """Go on from what a checkpoint kept."""
+        if saved.keys() != self._states.keys():
+            odd = sorted(saved.keys() ^ self._states.keys())
+            raise ValueError(f"the predictions kept are of other matrices: {', '.join(odd[:3])}")
         for name in self._states:
             rms, heading, steps = saved[name]
             self._states[name] = BrownianState(rms, heading, int(steps))

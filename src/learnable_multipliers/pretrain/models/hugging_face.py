@@ -6,6 +6,7 @@ Works on plain dictionaries (a config.json, a state dict), so nothing here needs
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,14 @@ _FIXED = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
 }
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_REQUIRED_FALCON = ("mamba_n_heads", "mamba_d_state")
 _FIXED_FALCON = {"mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False}
 
 
@@ -54,6 +63,11 @@ def to_config(config: ModelConfig, *, eos_token_id: int | None = None) -> dict[s
         raise ValueError(
             "Hugging Face has no model of this shape: it takes attention and an MLP (a Llama), or "
             "those and a state-space mixer (a Falcon-H1)"
+        )
+    if not config.has_ssm and config.hidden_size % config.num_heads:
+        raise ValueError(
+            f"Hugging Face's Llama wants a hidden_size ({config.hidden_size}) that num_heads "
+            f"({config.num_heads}) divides, even where head_dim is given"
         )
     shared = {
         "vocab_size": config.vocab_size,
@@ -108,47 +122,81 @@ def from_config(config: Mapping[str, Any]) -> ModelConfig:
             f"a model of type {kind!r} cannot be read: this model is a Llama (llama) or a "
             "Falcon-H1 (falcon_h1)"
         )
-    fixed = _FIXED | (_FIXED_FALCON if kind == "falcon_h1" else {})
-    for field, value in fixed.items():
-        if config.get(field, value) != value:
-            raise ValueError(f"config.json sets {field} to {config[field]!r}; only {value!r} works")
+    is_hybrid = kind == "falcon_h1"
+    _refuse_inexpressible(config, is_hybrid)
+    required = _REQUIRED + (_REQUIRED_FALCON if is_hybrid else ())
+    missing = [field for field in required if config.get(field) is None]
+    if missing:
+        raise ValueError(f"config.json does not tell {', '.join(missing)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"rotary positions of type {rope['rope_type']!r} are not supported")
+    heads = config["num_attention_heads"]
+    # Where config.json is silent, each class has values of its own.
+    norm_eps, kv_heads = (1e-5, 8) if is_hybrid else (1e-6, heads)
     shape: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
         "num_layers": config["num_hidden_layers"],
         "max_length": config.get("max_position_embeddings", 2048),
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim")
-        or config["hidden_size"] // config["num_attention_heads"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads", kv_heads) or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 1e4),
         "intermediate_size": config["intermediate_size"],
-        # Each class has its own value where config.json is silent.
-        "norm_eps": config.get("rms_norm_eps", 1e-5 if kind == "falcon_h1" else 1e-6),
+        "norm_eps": config.get("rms_norm_eps", norm_eps),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "init_std": config.get("initializer_range", 0.02),
     }
-    if kind == "falcon_h1":
-        if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
-            raise ValueError("config.json normalizes before the gate; only the other order works")
-        heads = config["mamba_n_heads"]
-        shape |= {
-            "ssm_size": config["mamba_d_ssm"],
-            "ssm_head_dim": config["mamba_d_ssm"] // heads,
-            "ssm_state_size": config["mamba_d_state"],
-            "ssm_groups": config.get("mamba_n_groups", 1),
-            "ssm_conv_size": config.get("mamba_d_conv", 4),
-            "ssm_chunk_size": min(config.get("mamba_chunk_size", 128), 128),
-            "ssm_norm": bool(config.get("mamba_rms_norm", False)),
-        }
-        shape |= {ours: config.get(theirs, 1.0) for theirs, ours in _FALCON_FACTORS.items()}
-        for theirs, ours in _FALCON_FACTOR_LISTS.items():
-            values = config.get(theirs) or [1.0] * len(ours)
-            shape |= dict(zip(ours, values, strict=True))
+    if is_hybrid:
+        shape |= _ssm_shape(config)
     return ModelConfig(**shape)
+
+
+def _refuse_inexpressible(config: Mapping[str, Any], is_hybrid: bool) -> None:
+    """Raise a ValueError for a setting that this model has no counterpart for."""
+    fixed = _FIXED | (_FIXED_FALCON if is_hybrid else {})
+    for field, value in fixed.items():
+        if config.get(field, value) != value:
+            raise ValueError(f"config.json sets {field} to {config[field]!r}; only {value!r} works")
+    for rope in (config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
+        # "type" is what it was called at first.
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"rotary positions of type {kind!r} are not supported")
+    if not is_hybrid:
+        return
+    if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
+        raise ValueError("config.json normalizes before the gate; only the other order works")
+    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    if least != 0 or _number(most) != math.inf:
+        raise ValueError(
+            f"config.json limits time steps to [{least}, {most}]; only steps without limits work"
+        )
+
+
+def _ssm_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state-space half of a Falcon-H1's shape."""
+    size = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+    shape: dict[str, Any] = {
+        "ssm_size": size,
+        "ssm_head_dim": size // config["mamba_n_heads"],
+        "ssm_state_size": config["mamba_d_state"],
+        "ssm_groups": config.get("mamba_n_groups", 1),
+        "ssm_conv_size": config.get("mamba_d_conv", 4),
+        "ssm_chunk_size": min(config.get("mamba_chunk_size", 128), 128),
+        "ssm_norm": bool(config.get("mamba_rms_norm", False)),
+    }
+    for theirs, ours in _FALCON_FACTORS.items():
+        factor = config.get(theirs)
+        shape[ours] = 1.0 if factor is None else factor
+    for theirs, ours in _FALCON_FACTOR_LISTS.items():
+        values = config.get(theirs) or [1.0] * len(ours)
+        shape |= dict(zip(ours, values, strict=True))
+    return shape
+
+
+def _number(value: Any) -> float:
+    """Return a number as config.json may write it: JSON itself has no infinity."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
 def to_state_dict(model: HybridLM) -> dict[str, Tensor]:
@@ -180,11 +228,19 @@ def from_state_dict(model: HybridLM, state: Mapping[str, Tensor]) -> None:
     ours = {}
     for name in model.state_dict():
         theirs = name if model.config.has_ssm else _renamed(name)
-        if theirs not in state and name == "lm_head.weight" and model.config.tie_embeddings:
+        if name == "lm_head.weight" and model.config.tie_embeddings:
+            # A head of its own that a file holds all the same is not what is used there either.
             theirs = "model.embed_tokens.weight"
         if theirs not in state:
             raise ValueError(f"the weights hold no {theirs}; is config.json that of this model?")
         ours[name] = state[theirs]
+    known = {name if model.config.has_ssm else _renamed(name) for name in ours}
+    extra = sorted(name for name in state if name not in known and "rotary_emb" not in name)
+    if extra:
+        raise ValueError(
+            f"the weights hold {', '.join(extra[:3])}, which this model has no place for; is "
+            "config.json that of this model?"
+        )
     model.load_state_dict(ours)
 
 
@@ -194,11 +250,8 @@ def load(folder: Path) -> HybridLM:
     if not path.is_file():
         raise ValueError(f"{folder} is no model folder: it holds no config.json")
     config = from_config(json.loads(path.read_text(encoding="utf8")))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no *.safetensors; other weight files are not read")
     state = {}
-    for file in files:
+    for file in _weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             state |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     with torch.device("meta"):
@@ -207,6 +260,21 @@ def load(folder: Path) -> HybridLM:
     model.tie_()
     from_state_dict(model, state)
     return model
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights; others of their kind may lie beside them."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf8"))["weight_map"].values())
+        # Names alone: an index has no business outside its folder.
+        files = [folder / Path(name).name for name in sorted(names)]
+    else:
+        files = [whole]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(f"{folder} holds no {', '.join(missing)}; other weight files are not read")
+    return files
 
 
 def _renamed(name: str) -> str:

@@ -1,0 +1,100 @@
+"""The folder of a run: one run's alone, and one process's at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.metrics import FILE_NAME as METRICS
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: there, nobody looks out for a second process.
+    fcntl = None
+
+DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
+"""Files that tell what a run is, written when it begins."""
+_LOCK = ".lock"
+
+
+class RunFolder:
+    """A folder, held until `close` or until the process is gone, however it went."""
+
+    def __init__(self, path: Path, *, resume: bool):
+        self.path, self.checkpoints = path, path / "checkpoints"
+        self._lock: int | None = None
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file: choose another folder (--out)")
+        if resume and not checkpoints.steps(self.checkpoints):
+            raise checkpoints.CheckpointError(
+                f"{path} holds no checkpoint to go on from: begin the run anew, without --resume "
+                "and in an empty folder"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        self._hold()
+        if not resume:
+            try:
+                self._refuse_another()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether other processes are kept out; not every file system can."""
+        return self._lock is not None
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def write(self, name: str, data: Any) -> None:
+        """Write plain data as a JSON file."""
+        text = data if isinstance(data, str) else json.dumps(data, indent=1)
+        (self.path / name).write_text(text + "\n", encoding="utf8")
+
+    def _hold(self) -> None:
+        """Take the lock; the system takes it back from a process that ends."""
+        if fcntl is None:
+            return
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise ValueError(
+                f"another process is training in {self.path}: wait for it or end it, or choose "
+                "another folder (--out)"
+            ) from error
+        except OSError:
+            # Some network file systems keep no locks. A run is worth more than its guard.
+            self.close()
+
+    def _refuse_another(self) -> None:
+        """Keep a new run from mixing with what is in the folder."""
+        metrics = self.path / METRICS
+        if checkpoints.steps(self.checkpoints):
+            raise ValueError(
+                f"{self.path} holds a run already: go on with it (--resume), or choose another "
+                "folder (--out)"
+            )
+        if metrics.exists() and metrics.stat().st_size:
+            raise ValueError(
+                f"{self.path} holds a run already, one that ended before its first checkpoint: "
+                "choose another folder (--out), or remove it"
+            )
+        foreign = [name for name in DESCRIPTIONS if (self.path / name).exists()]
+        # With metrics, though empty, these are of a run that failed before its first step.
+        if foreign and not metrics.exists():
+            raise ValueError(
+                f"{self.path} is not a run's folder, and holds {', '.join(foreign)}, which a run "
+                "would overwrite: choose another folder (--out)"
+            )

@@ -1,0 +1,139 @@
+"""What a checkpoint keeps of a run, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By file and name, as a checkpoint holds them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything but tensors."""
+
+    samples: int
+    """Sequences trained on."""
+    seconds: float
+    skipped_steps: int
+    loss_sum: float
+    """Over the steps since the last record of the loss."""
+    loss_steps: int
+    prediction: dict[str, list[float]]
+    config: dict[str, Any]
+    """Of the run."""
+    model: dict[str, Any]
+    """Config of the model; its fixed factors are 1 where multipliers took them over."""
+    data: str
+    """Fingerprint of the data."""
+    eos_token: str
+
+
+def state_of(kept: Checkpoint) -> RunState:
+    """Return the plain data of a checkpoint, checked."""
+    try:
+        return from_dict(RunState, kept.state, "state.json")
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
+        ) from error
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return weights and optimizer state by name, not copied; a tied weight is there once."""
+    return {
+        "model": {name: p.detach() for name, p in model.named_parameters()},
+        "optimizer": {
+            f"{name}/{key}": value
+            for name, parameter in _by_name(optimizer)
+            for key, value in optimizer.state[parameter].items()
+        },
+    }
+
+
+@torch.no_grad()
+def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
+    """Bring weights and optimizer to where a checkpoint left them; all of it fits, or nothing."""
+    for file, expected in tensors_of(model, optimizer).items():
+        _refuse_misfit(f"{file}.safetensors", expected, kept.tensors.get(file, {}))
+    for name, parameter in model.named_parameters():
+        parameter.copy_(kept.tensors["model"][name])
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in kept.tensors["optimizer"].items():
+        name, _, entry = key.rpartition("/")
+        states.setdefault(name, {})[entry] = value
+    names = [name for name, _ in _by_name(optimizer)]
+    optimizer.load_state_dict(
+        {
+            "param_groups": optimizer.state_dict()["param_groups"],
+            "state": {index: states[name] for index, name in enumerate(names)},
+        }
+    )
+
+
+def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a run would go on with other settings than it began with."""
+    now = json.loads(json.dumps(to_dict(config)))
+    changed = [
+        f"{where}: {old} -> {new}"
+        for section in sorted({*now, *before} - _MAY_CHANGE)
+        for where, old, new in _differences(section, before.get(section), now.get(section))
+        if where != "data.path"
+    ]
+    if changed:
+        raise ValueError(
+            "a run goes on with the settings it began with; these differ: " + "; ".join(changed)
+        )
+
+
+# What may differ between a run and its continuation: where, how fast and how chatty.
+_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "runtime"}
+
+
+def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            (f"{where}.{key}", old.get(key), new.get(key))
+            for key in sorted({*old, *new})
+            if old.get(key) != new.get(key)
+        ]
+    return [] if old == new else [(where, old, new)]
+
+
+def _refuse_misfit(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    for what, names in (
+        ("misses", expected.keys() - found.keys()),
+        ("holds, beyond this run's,", found.keys() - expected.keys()),
+        (
+            "has other shapes for",
+            {n for n in expected if _kind(expected[n]) != _kind(found.get(n))},
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint does not fit this run, though its settings do: {file} {what} "
+                f"{', '.join(sorted(names)[:3])}{more}. Was it written by another release?"
+            )
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]

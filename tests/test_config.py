@@ -1,0 +1,100 @@
+"""Configs: plain data and back, and nothing that is no setting gets through."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
+from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.recipes import RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_survives_the_round_trip(recipe):
+    config = replace(RECIPES[recipe][1], data=DataConfig(path=Path("some/where")))
+    assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_works(recipe):
+    RECIPES[recipe][1].check()
+
+
+def changed(where: str, value: object) -> dict:
+    """Return the plain data of a config with one value replaced."""
+    values = to_dict(TrainConfig())
+    *path, key = where.split(".")
+    place = values
+    for step in path:
+        place = place[step]
+    place[key] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("optimizer.learning_rate", 1, r"config.optimizer has unknown keys: learning_rate"),
+        ("optimizer.kind", "adam", r"config.optimizer.kind is 'adam', not one of adamw, muon"),
+        ("optimizer.lr", "fast", r"config.optimizer.lr is 'fast', not a number"),
+        ("optimizer.betas", [0.9], r"config.optimizer.betas is \[0.9\], not a list of 2"),
+        ("optimizer.betas", [0.9, "b"], r"config.optimizer.betas\[1\] is 'b', not a number"),
+        ("model.hidden_size", 32.0, r"config.model.hidden_size is 32.0, not a whole number"),
+        ("model.hidden_size", True, r"config.model.hidden_size is True, not a whole number"),
+        ("model.ssm_norm", 1, r"config.model.ssm_norm is 1, not true or false"),
+        ("model", [], r"config.model is \[\], not a mapping"),
+        ("out", None, r"config.out is None, not a path"),
+        ("name", 3, r"config.name is 3, not a text"),
+    ],
+)
+def test_data_that_are_no_config_are_refused(where, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_dict(TrainConfig, changed(where, value))
+
+
+def test_what_a_file_leaves_out_is_not_guessed():
+    values = to_dict(ModelConfig())
+    del values["rope_theta"], values["norm_eps"]
+    with pytest.raises(ValueError, match="model has no: norm_eps, rope_theta"):
+        from_dict(ModelConfig, values, "model")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        # Whatever is not AdamW used to be Muon.
+        ("optimizer", {"kind": "adam"}, "optimizer.kind is 'adam', not one of adamw, muon"),
+        ("optimizer", {"multiplier_init": "folded"}, "not one of one, fold"),
+        ("optimizer", {"lr": float("nan")}, "lr must be a positive number, got nan"),
+        ("optimizer", {"lr": 0.0}, "lr must be a positive number, got 0"),
+        ("optimizer", {"betas": (1.0, 0.95)}, r"beta1 must lie in \[0, 1\), got 1"),
+        ("optimizer", {"betas": (0.9, 1.5)}, r"beta2 must lie in \[0, 1\), got 1.5"),
+        ("optimizer", {"weight_decay": -0.1}, "weight_decay must be a number of at least 0"),
+        ("optimizer", {"lr": 2.0, "weight_decay": 0.5}, "times optimizer.weight_decay is 1"),
+        ("optimizer", {"multiplier_init": "fold", "placement": "none"}, "no multipliers"),
+        ("log", {"evaluate_tokens": -1}, "log.evaluate_tokens must be a number of at least 0"),
+        ("log", {"every": -2}, "log.every must be a number of at least 0"),
+        ("checkpoint", {"every": -5}, "checkpoint.every must be a number of at least 0"),
+        ("checkpoint", {"keep": 1}, "keep must be at least 2"),
+        ("data", {"sequence_length": 4096}, "model.max_length, which goes into exported models"),
+        ("data", {"batch_sequences": 0}, "must be at least 1"),
+        ("runtime", {"num_threads": -1}, "runtime.num_threads must be a number of at least 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(section, changes, message):
+    config = TrainConfig()
+    TrainConfig().check()
+    with pytest.raises(ValueError, match=message):
+        replace(config, **{section: replace(getattr(config, section), **changes)}).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"z_loss": float("inf")}, "z_loss must be"), ({"seed": 1 << 64}, "fit into 64 bits")],
+)
+def test_settings_of_the_whole_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TrainConfig(), **changes).check()

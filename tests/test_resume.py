@@ -1,0 +1,256 @@
+"""A run that goes on from a checkpoint is the run it would have been."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.checkpoint import CheckpointError
+from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.train import Trainer
+from runs import (
+    HYBRID,
+    LENGTH,
+    assert_same,
+    damage,
+    killed_after,
+    prepared,
+    rewritten,
+    small_run,
+    trained,
+    without_clock,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+FACTORS = {
+    "mup_embedding": 5.0,
+    "mup_head": 0.3,
+    "mup_key": 0.4,
+    "mup_ssm_in": 1.2,
+    "mup_gate": 0.8,
+}
+RUNS = {
+    "adamw": {},
+    "muon": {"optimizer": OptimizerConfig(lr=4e-3, kind="muon", placement="scalar")},
+    "plain": {"optimizer": OptimizerConfig(lr=4e-3, placement="none")},
+    "tied, frozen norms": {"model": replace(HYBRID, tie_embeddings=True, freeze_norms=True)},
+    "folded": {
+        "model": replace(HYBRID, **FACTORS),
+        "optimizer": OptimizerConfig(lr=4e-3, multiplier_init="fold"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(data, tmp_path, name):
+    config = small_run(data, tmp_path / "whole", name="run", **RUNS[name])
+    # Nothing divides anything: the batch ramps up from 2 to 6, cut into fours.
+    config = replace(
+        config,
+        data=replace(config.data, batch_sequences=6, micro_batch_sequences=4),
+        schedule=replace(
+            config.schedule,
+            rampup_tokens=10 * LENGTH,
+            rampup_start_sequences=2,
+            rampup_increment_sequences=2,
+        ),
+        log=replace(config.log, every=3, weights_every=4, evaluate_every=7, sample_every=5),
+    )
+    whole = trained(config)
+    part = replace(config, out=tmp_path / "part")
+    killed_after(part, 7)
+    folder = tmp_path / "part" / "checkpoints"
+    assert checkpoints.steps(folder) == [5]
+    resumed = killed_after(replace(part, resume=True), 9)
+    assert checkpoints.steps(folder) == [5]
+    resumed = Trainer(replace(part, resume=True))
+    assert resumed.step == 5
+    resumed.train()
+    assert_same(whole, resumed)
+    assert whole.model.config == resumed.model.config
+    assert without_clock(tmp_path / "whole") == without_clock(tmp_path / "part")
+
+
+def test_a_finished_run_stays_as_it_is(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    trained(replace(config, resume=True))
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path: path.read_bytes() for path in files} == before
+
+
+def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    stopped = Trainer(config)
+    for _ in stopped.going():
+        if stopped.step == 3:
+            stopped.save()
+            break
+    stopped.close()
+    for _ in range(2):
+        trained(replace(config, resume=True))
+    assert [r["kind"] for r in read_metrics(tmp_path / "run")].count("end") == 1
+
+
+def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
+    config = small_run(data, tmp_path / "run")
+    trainer = Trainer(config)
+    gradients = trainer._passes.gradients
+
+    def spoiled(batches, sequences):
+        loss = gradients(batches, sequences)
+        if trainer.step == 2:
+            trainer.model.lm_head.weight.grad[0, 0] = torch.nan
+        return loss
+
+    trainer._passes.gradients = spoiled
+    for step in trainer.going():
+        if step == 6:
+            break
+    trainer.close()
+    trained(replace(config, resume=True))
+    counts = {
+        r["step"]: r["skipped_steps"] for r in read_metrics(config.out) if r["kind"] == "train"
+    }
+    assert counts == {1: 0, 2: 0, 4: 1, 6: 1, 8: 1, 10: 1, 12: 1}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(data, tmp_path, file):
+    whole = trained(small_run(data, tmp_path / "run"))
+    folder = tmp_path / "run" / "checkpoints"
+    assert checkpoints.steps(folder) == [10, 12]
+    damage(folder / "step-00000012" / file)
+    seen = []
+    resumed = Trainer(small_run(data, tmp_path / "run", resume=True), seen.append)
+    assert resumed.step == 10
+    assert f"{file} is damaged" in seen[0]["text"]
+    assert "set aside" in seen[1]["text"]
+    resumed.train()
+    assert_same(whole, resumed)
+    assert checkpoints.steps(folder) == [10, 12]
+    for step in (10, 12):
+        (folder / f"step-{step:08d}" / file).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint is good"):
+        Trainer(small_run(data, tmp_path / "run", resume=True))
+
+
+def test_a_state_of_another_release_is_told(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    state = json.loads((path / "state.json").read_text())
+    for changes, message in (
+        ({"samples": "12"}, r"state.json.samples is '12', not a whole number"),
+        ({"mood": 1}, "state.json has unknown keys: mood"),
+        ({"prediction": {"w": [1, 2, 3]}}, "predictions kept are of other matrices"),
+    ):
+        rewritten(path, "state.json", json.dumps(state | changes).encode())
+        with pytest.raises((CheckpointError, ValueError), match=message):
+            Trainer(replace(config, resume=True))
+    del state["seconds"]
+    rewritten(path, "state.json", json.dumps(state).encode())
+    with pytest.raises(CheckpointError, match="state.json has no: seconds"):
+        Trainer(replace(config, resume=True))
+
+
+def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    norm = "model.final_layernorm.weight"
+    whole = load_file(path / "model.safetensors")
+    for tensors, message in (
+        # A single number would spread over the whole weight.
+        (whole | {norm: torch.ones(1)}, f"other shapes for {norm}"),
+        (whole | {norm: whole[norm].bfloat16()}, f"other shapes for {norm}"),
+        (whole | {"extra": torch.ones(1)}, "beyond this run's, extra"),
+        ({name: value for name, value in whole.items() if name != norm}, f"misses {norm}"),
+    ):
+        rewritten(path, "model.safetensors", save(tensors))
+        with pytest.raises(CheckpointError, match=message):
+            Trainer(replace(config, resume=True))
+
+
+def test_nothing_is_lost_when_the_disk_is_full(data, tmp_path):
+    """The system itself refuses the write: files may not grow beyond a limit."""
+    script = f"""
+import resource, signal, sys
+from pathlib import Path
+import torch
+# As many threads as in this process: sums are added up in the same order.
+torch.set_num_threads(1)
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from runs import small_run
+from learnable_multipliers.pretrain.train import Trainer
+trainer = Trainer(small_run(Path({str(data)!r}), Path({str(tmp_path / "run")!r})))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for step in trainer.going():
+    if step == 6:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "the checkpoint of step 10 could not be saved" in done.stderr
+    assert "the newest one is that of step 5" in done.stderr
+    assert os.strerror(errno.EFBIG) in done.stderr
+    kept = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in kept.iterdir()] == ["step-00000005"]
+    resumed = Trainer(small_run(data, tmp_path / "run", resume=True))
+    assert resumed.step == 5
+    resumed.train()
+    whole = trained(small_run(data, tmp_path / "whole", name="run"))
+    assert_same(whole, resumed)
+
+
+# -- what a run does not go on from -----------------------------------------------------------
+
+
+def test_other_settings_are_refused(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    for changes, message in (
+        ({"model": replace(HYBRID, vocab_size=300)}, "model.vocab_size: 257 -> 300"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"optimizer": replace(config.optimizer, lr=1e-3)}, "optimizer.lr: 0.004 -> 0.001"),
+    ):
+        with pytest.raises(ValueError, match=f"these differ: {message}"):
+            Trainer(replace(config, resume=True, **changes))
+    chatty = replace(config, resume=True, log=replace(config.log, every=1))
+    assert trained(chatty).step == 3
+
+
+def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
+    trained(small_run(data, tmp_path / "run", steps=3))
+    text = tmp_path / "other.txt"
+    text.write_text("something else\n" * 500)
+    other = tmp_path / "other"
+    held_out = (str(data.parent / "text"),)
+    prepare(PrepareConfig(sources=(str(text),), out=other, vocab_size=257, valid_sources=held_out))
+    with pytest.raises(ValueError, match="not those the run began with"):
+        Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
+
+
+def test_resuming_without_a_checkpoint_says_so(data, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Trainer(small_run(data, tmp_path / "run", resume=True))
+    assert not (tmp_path / "run").exists()

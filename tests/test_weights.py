@@ -1,0 +1,100 @@
+"""The rms that a run predicts for its matrices is the one that noise gives them."""
+
+import pytest
+import torch
+from torch import nn
+
+import learnable_multipliers as lrm
+from learnable_multipliers.pretrain.schedule import ScheduleConfig, steps
+from learnable_multipliers.pretrain.weights import Prediction, describe_weights
+
+LR, DECAY = 0.05, 0.5
+
+
+class Stack(nn.Module):
+    """Matrices large enough for an rms within a percent or so."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(64, 64)
+        self.gate_proj = nn.Linear(64, 96, bias=False)
+        self.up_proj = nn.Linear(64, 96, bias=False)
+        self.down_proj = nn.Linear(96, 64, bias=False)
+        self.lm_head = nn.Linear(64, 64, bias=False)
+
+
+def trained_on_noise(make, rules=(), placement="full"):
+    """Return the description of the weights after a run with N(0, 1) for gradients."""
+    model = Stack()
+    plan = lrm.plan(model, placement, rules)
+    optimizer = make(lrm.param_groups(model, plan, weight_decay=DECAY))
+    prediction = Prediction(optimizer, plan)
+    schedule = ScheduleConfig(tokens=300, warmup_tokens=30, decay_tokens=100, decay_factor=8.0)
+    for planned in steps(schedule, 1, 1):
+        lr = LR * planned.lr_factor
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        prediction.step(lr)
+    # What is kept in a checkpoint says it all.
+    again = Prediction(optimizer, plan)
+    again.load(prediction.state())
+    assert again.rms == prediction.rms
+    return describe_weights(optimizer, plan, prediction)
+
+
+def ratios(found):
+    return {name: found["raw_rms"][name] / rms for name, rms in found["predicted_rms"].items()}
+
+
+def adamw(groups):
+    # On noise multipliers wander, and with them the scale of the raw gradients, which the
+    # prediction takes for steady: at a rate this high that would be 8% after 300 steps.
+    return lrm.AdamW(groups, lr=LR, max_grad_norm=1.0, multiplier_lr_scale=0.05)
+
+
+RULES = {
+    "one rate": [],
+    "rates and decays of their own": [
+        lrm.Rule("down_proj", lr_scale=0.2, weight_decay=2.0),
+        lrm.Rule("up_proj", lr_scale=2.0),
+        lrm.Rule("gate_proj", weight_decay=0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("placement", ["full", "scalar"])
+def test_adamw_on_noise_has_the_predicted_rms(placement, rules):
+    found = trained_on_noise(adamw, RULES[rules], placement)
+    assert set(found["predicted_rms"]) == {
+        f"{name}.weight" for name in ("gate_proj", "up_proj", "down_proj", "lm_head")
+    }
+    assert ratios(found) == pytest.approx(dict.fromkeys(found["predicted_rms"], 1.0), abs=0.05)
+    if rules != "one rate":
+        rms = {name.partition("_")[0]: value for name, value in found["predicted_rms"].items()}
+        assert rms["gate"] > 1.5 * rms["lm"]
+        assert rms["down"] < rms["lm"] / 3
+
+
+def test_muon_on_noise_stays_below_the_prediction():
+    def muon(groups):
+        return lrm.Muon(groups, lr=LR, adamw_lr_scale=0.3)
+
+    found = ratios(trained_on_noise(muon))
+    # AdamW trains the head, at a rate of its own.
+    assert found.pop("lm_head.weight") == pytest.approx(1.0, abs=0.05)
+    # An upper estimate: orthogonalizing makes updates forget each other faster (equilibrium.py).
+    assert all(0.7 < ratio < 1.0 for ratio in found.values())
+
+
+def test_predictions_of_other_matrices_are_refused():
+    model = Stack()
+    plan = lrm.plan(model)
+    prediction = Prediction(adamw(lrm.param_groups(model, plan)), plan)
+    saved = prediction.state()
+    saved.pop("lm_head.weight")
+    with pytest.raises(ValueError, match="of other matrices: lm_head.weight"):
+        prediction.load(saved)
