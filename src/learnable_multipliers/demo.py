@@ -45,7 +45,7 @@ def run(
     _make_room(out)
     _train({name: _variant(base, name, folders[name]) for name in RUNS}, console)
     with console.status(f"fitting a {NGRAM_ORDER}-gram model to the same text"):
-        reference = (f"byte {NGRAM_ORDER}-gram model", kneser_ney_loss(data, NGRAM_ORDER))
+        counted = kneser_ney_loss(data, NGRAM_ORDER, max_tokens=base.log.evaluate_tokens)
     return write_page(
         out / "report.html",
         [Run.load(folder) for folder in folders.values()],
@@ -56,7 +56,7 @@ def run(
             "multipliers are worth: minutes of training are far from the equilibrium they are made "
             "for, and one seed proves nothing."
         ],
-        reference=reference,
+        reference=(f"byte {NGRAM_ORDER}-gram model", counted),
     )
 
 
