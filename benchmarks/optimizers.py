@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from llama import Llama, Size
+from timing import without_host
 from torch import nn
 
 import learnable_multipliers as lrm
@@ -86,20 +87,6 @@ def milliseconds(step: Callable[[], Any], repeats: int, warmup: int = 5) -> floa
 def twice(step: Callable[[], Any], repeats: int) -> list[float]:
     """Return two repetitions of a measurement: their difference is the noise."""
     return [round(milliseconds(step, repeats), 4) for _ in range(2)]
-
-
-def captured(step: Callable[[], Any]) -> Callable[[], None]:
-    """Return a replay of a step: its time on the device, without the host's."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def with_gradients(model: nn.Module) -> nn.Module:
@@ -210,7 +197,7 @@ def compared(
         times = twice(eager, options.repeats)
         number = sum(p.numel() for p in model.parameters())
         state = (torch.cuda.memory_allocated() - before) / number
-        replay = captured(make(model, True))
+        replay = without_host(make(model, True))
         found[name] = {
             "eager_ms": times,
             "captured_ms": twice(replay, options.repeats),
@@ -250,7 +237,7 @@ def muon(size: Size, options: Any) -> dict[str, Any]:
         groups = lrm.param_groups(model, planned(model, placement))
         steps[name] = lrm.Muon(groups, lr=1e-3, coefficients=coefficients).step
         found[name] = {"eager_ms": twice(steps[name], options.repeats)}
-    replays = {name: captured(step) for name, step in steps.items()}
+    replays = {name: without_host(step) for name, step in steps.items()}
     for name, replay in replays.items():
         found[name]["captured_ms"] = twice(replay, options.repeats)
     least = min(found["torch.optim.Muon"]["eager_ms"])

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+from timing import without_host
 from torch import Tensor
 
 from learnable_multipliers.pretrain.models import ssd_launch as launch
@@ -142,22 +143,8 @@ def with_gradients(scan: Callable[..., Tensor], tensors: list[Tensor], dy: Tenso
 
 
 def milliseconds(step: Callable[[], Any]) -> float:
-    """Return the median time of a step called from Python."""
+    """Return the median time of a step."""
     return round(float(triton.testing.do_bench(step, warmup=25, rep=150, return_mode="median")), 4)
-
-
-def replayed(step: Callable[[], Any]) -> float:
-    """Return the median time of a step replayed from a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return milliseconds(graph.replay)
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
@@ -213,9 +200,9 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
 
         results[name] = {
             "forward eager": attempt(lambda f=forward: milliseconds(f)),
-            "forward graph": attempt(lambda f=forward: replayed(f)),
+            "forward graph": attempt(lambda f=forward: milliseconds(without_host(f))),
             "both eager": attempt(lambda f=both: milliseconds(f)),
-            "both graph": attempt(lambda f=both: replayed(f)),
+            "both graph": attempt(lambda f=both: milliseconds(without_host(f))),
         }
         print(f"  {name}: {results[name]}", flush=True)
     return results
@@ -256,7 +243,7 @@ def resources(options: argparse.Namespace) -> dict[str, Any]:
     )
     found: dict[str, Any] = {}
     for name in ("states", "rows", "scores", "keys", "rates", "decays", "sums"):
-        function = getattr(launch.k, f"{name}_kernel")
+        function = getattr(launch, f"{name}_kernel")
 
         def read(function: Any = function, name: str = name) -> None:
             for cache in function.device_caches.values():

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 # Tests never reach for a network, whatever a library would like to look up.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,15 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _reseed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Prepare a small corpus, shared by all tests: to read, not to write into."""
+    # Not above: tests of the library run where torch alone is installed.
+    from runs import prepared
+
+    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
 def pytest_collection_modifyitems(items):

@@ -23,7 +23,7 @@ from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.models.presets import PRESETS
 from learnable_multipliers.pretrain.recipes import RECIPES
-from runs import prepared, small_run
+from runs import small_run
 
 RECIPE = RECIPES["tiny"][1]
 LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
@@ -36,11 +36,6 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

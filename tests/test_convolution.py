@@ -78,3 +78,6 @@ def test_a_wish_that_cannot_be_met_is_refused():
         convolve(*drawn((1, 9, 5, 3), torch.float32), backend="triton")
     with pytest.raises(ValueError, match="unknown backend"):
         convolve(*tensors, backend="cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        with pytest.raises(ValueError, match="on cpu, not on a CUDA device|not installed"):
+            convolve(*drawn(SHAPES[0], torch.float32), backend="triton")

@@ -15,7 +15,7 @@ from rich.console import Console
 from learnable_multipliers import demo
 from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.train import Trainer
-from runs import BATCH, LENGTH, prepared, small_run
+from runs import BATCH, LENGTH, small_run
 from test_report import PROBE, open_in_browser
 
 STEPS = 6
@@ -45,11 +45,6 @@ class Watched(Trainer):
             yield step
             if step == self.kill_at and self.config.name == "plain":
                 os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from learnable_multipliers.pretrain.dry_run import activation_bytes, describe, s
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.train import Trainer
-from runs import HYBRID, LLAMA, prepared, small_run
+from runs import HYBRID, LLAMA, small_run
 
 SIZED = replace(HYBRID, vocab_size=257)
 MODELS = {
@@ -23,11 +23,6 @@ MODELS = {
     "frozen norms": replace(SIZED, freeze_norms=True, ssm_norm=True),
     "state space alone": replace(SIZED, num_heads=0, intermediate_size=0),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

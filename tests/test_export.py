@@ -15,7 +15,7 @@ from learnable_multipliers.pretrain import export as exporting
 from learnable_multipliers.pretrain.checkpoint import CheckpointError
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.train import Trainer
-from runs import HYBRID, LENGTH, LLAMA, prepared, small_run
+from runs import HYBRID, LENGTH, LLAMA, small_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,11 +49,6 @@ MODELS = {
 }
 # Of logits up to 0.7. Measured: 2e-7, and 3.5e-3 with weights and arithmetic in bfloat16.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

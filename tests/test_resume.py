@@ -24,18 +24,11 @@ from runs import (
     assert_same,
     damage,
     killed_after,
-    prepared,
     rewritten,
     small_run,
     trained,
     without_clock,
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
-
 
 FACTORS = {
     "mup_embedding": 5.0,

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,7 @@ from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.train import Trainer
-from runs import assert_same, killed_after, prepared, small_run, trained
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
+from runs import assert_same, killed_after, small_run, trained
 
 
 def test_the_folder_tells_what_made_it(data, tmp_path):

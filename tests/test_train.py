@@ -4,7 +4,6 @@ import math
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,22 +16,7 @@ from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.train import Trainer
-from runs import (
-    HYBRID,
-    LENGTH,
-    LLAMA,
-    assert_same,
-    prepared,
-    small_run,
-    trained,
-    without_clock,
-)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("corpus"))
-
+from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained, without_clock
 
 OPTIMIZERS = {
     "adamw": {"kind": "adamw", "placement": "full"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from learnable_multipliers.kernels import Backend
+from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY

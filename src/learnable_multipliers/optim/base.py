@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from learnable_multipliers.kernels import Backend, choose_kernels
+from learnable_multipliers.kernels import choose_kernels
+from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.kernels.reference import write_effective
 from learnable_multipliers.kernels.work import Rates, Work
 from learnable_multipliers.multiplier import Matrix, multiplier, raw_dtype

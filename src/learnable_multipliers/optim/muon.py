@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from learnable_multipliers.kernels import Backend
+from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MOST_SUBSETS, MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from learnable_multipliers.kernels import Backend
+from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.kernels.reference import raw_gradient, write_effective
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.names import named_parameters

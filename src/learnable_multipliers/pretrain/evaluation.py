@@ -11,6 +11,9 @@ from learnable_multipliers.pretrain.device import Device
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.training_data import TrainingData
 
+# Bounds the memory of the logits.
+_MAX_BATCH_TOKENS = 16384
+
 
 @torch.no_grad()
 def evaluate(
@@ -19,10 +22,13 @@ def evaluate(
     """Return nats per token and bits per byte of held-out text, the same tokens every time."""
     was_training = model.training
     model.eval()
-    batch_size = config.micro_batch_sequences or min(config.batch_sequences, 64)
+    fits = max(1, _MAX_BATCH_TOKENS // config.sequence_length)
+    batch_size = min(config.micro_batch_sequences or config.batch_sequences, fits)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for tokens in data.held_out(batch_size, max_tokens, device.device):
-        with device.autocast():
+        # Not compiled: a pass without gradients, and one for a smaller last batch, would be
+        # compiled anew, which takes longer than it saves.
+        with torch.compiler.set_stance("force_eager"), device.autocast():
             loss = model.loss(tokens).cross_entropy
         size = tokens.shape[0] * (tokens.shape[1] - 1)
         total += loss.double().cpu() * size

@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.metrics import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.models import hugging_face
 from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -56,10 +56,7 @@ def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
 def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
     """Return the model that a checkpoint holds, with its effective weights."""
     config: ModelConfig = from_dict(ModelConfig, kept.state["model"], "model")
-    with torch.device("meta"):
-        model = HybridLM(config)
-    model.to_empty(device="cpu")
-    model.tie_()
+    model = empty_model(config)
     weights = dict(kept.tensors["model"])
     if config.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from learnable_multipliers.initialize import initialize_
@@ -23,27 +25,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | M
     """Return the optimizer, and the plan it trains by; folds fixed factors where asked to."""
     planned = initialize_(model, make_plan(model, config))
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
-    max_grad_norm = config.max_grad_norm or None
+    shared: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "multiplier_lr_scale": config.multiplier_lr_scale,
+        "multiplier_weight_decay": config.multiplier_weight_decay,
+        "max_grad_norm": config.max_grad_norm or None,
+    }
     if config.kind == "adamw":
-        optimizer = AdamW(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            multiplier_lr_scale=config.multiplier_lr_scale,
-            multiplier_weight_decay=config.multiplier_weight_decay,
-            max_grad_norm=max_grad_norm,
-        )
-        return optimizer, planned
-    optimizer = Muon(
-        groups,
-        lr=config.lr,
-        momentum=config.momentum,
-        adamw_lr_scale=config.adamw_lr_scale,
-        betas=config.betas,
-        eps=config.eps,
-        multiplier_lr_scale=config.multiplier_lr_scale,
-        multiplier_weight_decay=config.multiplier_weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
-    return optimizer, planned
+        return AdamW(groups, **shared), planned
+    muon = Muon(groups, momentum=config.momentum, adamw_lr_scale=config.adamw_lr_scale, **shared)
+    return muon, planned

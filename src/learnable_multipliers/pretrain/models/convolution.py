@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["auto", "torch", "triton"]
+from learnable_multipliers.kernels.backend import HAS_TRITON, Backend, takes_triton
 
-# Looked for once, not in every forward pass: torch.compile traces `convolve`.
-if find_spec("triton") is not None:
+if HAS_TRITON:
     from learnable_multipliers.pretrain.models import convolution_kernels as kernels
 else:
     kernels = None
@@ -28,20 +24,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, backend: Backend = "auto")
 
     x is (batch, length, channels), weight (channels, taps), bias (channels,).
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
-    obstacle = None
-    if kernels is None:
-        obstacle = "Triton is not installed"
-    elif x.dtype not in _KERNEL_TYPES:
-        obstacle = f"the kernels do not take {x.dtype}"
-    elif weight.shape[1] != kernels.TAPS:
-        obstacle = f"the kernels have {kernels.TAPS} taps, not {weight.shape[1]}"
-    if backend == "triton" and obstacle is not None:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use 'torch' or 'auto'")
-    if backend == "torch" or obstacle is not None or (backend == "auto" and not x.is_cuda):
+    if not takes_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
         return convolve_reference(x, weight, bias)
-    assert kernels is not None
     return kernels.convolve_silu(x, weight.float(), bias.float())
 
 
@@ -56,3 +40,12 @@ def convolve_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     for tap in range(taps):
         u = u + weight[:, tap] * padded[:, tap : tap + x.shape[1]]
     return F.silu(u).to(x.dtype)
+
+
+def _obstacle(x: Tensor, weight: Tensor) -> str | None:
+    """Return why the kernels cannot serve these tensors, or None if they can."""
+    if x.dtype not in _KERNEL_TYPES:
+        return f"the kernels do not take {x.dtype}"
+    if kernels is not None and weight.shape[1] != kernels.TAPS:
+        return f"the kernels have {kernels.TAPS} taps, not {weight.shape[1]}"
+    return None

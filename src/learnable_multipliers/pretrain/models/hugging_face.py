@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.factors import targets
-from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
 
 # What is called otherwise in a Llama; the rest of the names are the same.
 _LLAMA_NAMES = (
@@ -254,10 +253,7 @@ def load(folder: Path) -> HybridLM:
     for file in _weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             state |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    with torch.device("meta"):
-        model = HybridLM(config)
-    model.to_empty(device="cpu")
-    model.tie_()
+    model = empty_model(config)
     from_state_dict(model, state)
     return model
 

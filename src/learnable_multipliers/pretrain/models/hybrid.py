@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,14 +22,6 @@ from learnable_multipliers.pretrain.models.loss import Losses, head_loss
 from learnable_multipliers.pretrain.models.mamba import Mamba
 from learnable_multipliers.pretrain.models.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.models.rotation import Angles, angles
-
-# Gradients of joined projections are written to their places by kernels of their own: one kernel
-# for all, which the compiler prefers, computes every part everywhere and takes thrice as long.
-COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
-    name: 0
-    for name in ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
-    if hasattr(torch._inductor.config, name)
-}
 
 
 class MLP(nn.Module):
@@ -136,7 +127,7 @@ class HybridLM(nn.Module):
     def compile_layers_(self) -> None:
         """Compile layer by layer: one compilation serves all layers, whatever the depth."""
         for layer in self.model.layers:
-            layer.compile(options=COMPILE_OPTIONS)
+            layer.compile()
         self._head_loss = torch.compile(head_loss)
 
     @property
@@ -171,13 +162,19 @@ class HybridLM(nn.Module):
 
 def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> HybridLM:
     """Return a model with fresh weights; the same seed gives the same ones on every device."""
+    model = empty_model(config)
+    initialize_weights_(model, torch.Generator().manual_seed(seed))
+    return model.to(device)
+
+
+def empty_model(config: ModelConfig) -> HybridLM:
+    """Return a model whose weights are yet to be set, without the time to draw them."""
     with torch.device("meta"):
         model = HybridLM(config)
     model.to_empty(device="cpu")
     # Leaving the meta device makes every parameter anew, a tied one twice.
     model.tie_()
-    initialize_weights_(model, torch.Generator().manual_seed(seed))
-    return model.to(device)
+    return model
 
 
 @torch.no_grad()

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Backend = Literal["auto", "torch", "triton"]
+from learnable_multipliers.kernels.backend import HAS_TRITON, Backend, takes_triton
 
-# Looked for once, not in every forward pass: torch.compile traces `split_heads`.
-if find_spec("triton") is not None:
+if HAS_TRITON:
     from learnable_multipliers.pretrain.models import rotation_kernels as kernels
 else:
     kernels = None
@@ -54,21 +52,9 @@ def split_heads(
     backend: Backend = "auto",
 ) -> Heads:
     """Cut (batch, length, features) into heads; turn queries and keys; scale all three."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
-    half = by.cos.shape[1]
-    obstacle = None
-    if kernels is None:
-        obstacle = "Triton is not installed"
-    elif projected.dtype not in _KERNEL_TYPES:
-        obstacle = f"the kernels do not take {projected.dtype}"
-    elif half & (half - 1) or half < 8:
-        obstacle = f"head_dim is {2 * half}, not a power of two of at least 16"
-    if backend == "triton" and obstacle is not None:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use 'torch' or 'auto'")
-    if backend == "torch" or obstacle is not None or (backend == "auto" and not projected.is_cuda):
+    obstacle = _obstacle(projected, 2 * by.cos.shape[1])
+    if not takes_triton(backend, projected.device, obstacle) or kernels is None:
         return split_heads_reference(projected, by, num_heads, num_kv_heads, scales)
-    assert kernels is not None
     return Heads(
         *kernels.split_and_turn(projected, by.cos, by.sin, num_heads, num_kv_heads, list(scales))
     )
@@ -93,3 +79,12 @@ def turn(x: Tensor, by: Angles) -> Tensor:
     cos, sin = (part[:, None].to(x.dtype) for part in by)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _obstacle(projected: Tensor, head_dim: int) -> str | None:
+    """Return why the kernels cannot serve these tensors, or None if they can."""
+    if projected.dtype not in _KERNEL_TYPES:
+        return f"the kernels do not take {projected.dtype}"
+    if head_dim & (head_dim - 1) or head_dim < 16:
+        return f"head_dim is {head_dim}, not a power of two of at least 16"
+    return None

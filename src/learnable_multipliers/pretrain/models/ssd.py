@@ -13,21 +13,16 @@ of group h // (heads / groups).
 
 from __future__ import annotations
 
-import os
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Backend = Literal["auto", "torch", "triton"]
+from learnable_multipliers.kernels.backend import HAS_TRITON, Backend, takes_triton
 
-# Looked up once, not in every forward pass: torch.compile traces `ssd`.
-_HAS_TRITON = find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_launch: Any = import_module(f"{__package__}.ssd_launch") if _HAS_TRITON else None
+if HAS_TRITON:
+    from learnable_multipliers.pretrain.models import ssd_launch as launch
+else:
+    launch = None
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_SIZES = (16, 32, 64, 128)
@@ -48,20 +43,14 @@ def ssd(
     `auto` takes Triton on a CUDA device where the kernels serve these dtypes and sizes, and
     PyTorch elsewhere; `triton` raises where they do not.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
     _check_shapes(x, dt, A, B, C, D)
-    if backend == "torch":
-        return ssd_chunked(x, dt, A, B, C, D, chunk_size)
-    obstacle = _obstacle_to_triton(x, dt, B, C, chunk_size)
-    if backend == "triton" and obstacle is not None:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use 'torch' or 'auto'")
-    if obstacle is not None or (backend == "auto" and x.device.type != "cuda"):
+    obstacle = _obstacle(x, dt, B, C, chunk_size)
+    if not takes_triton(backend, x.device, obstacle) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
     if x.dtype == torch.float32:
         # Off the tensor cores, longer chunks than this overflow the registers.
         chunk_size = min(chunk_size, 64)
-    return _launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]
+    return launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]
 
 
 def ssd_recurrence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -166,12 +155,8 @@ def _check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
         raise ValueError(f"{heads} heads cannot be divided evenly over {B.shape[2]} groups")
 
 
-def _obstacle_to_triton(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> str | None:
+def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
-    if not _HAS_TRITON:
-        return "the package triton is not installed"
-    if x.device.type != "cuda" and not _INTERPRETED:
-        return f"x is on {x.device.type}, not on a CUDA device"
     if x.dtype not in _KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
             "x, B and C must share one of bfloat16, float16 and float32; "

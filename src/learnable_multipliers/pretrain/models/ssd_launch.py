@@ -16,7 +16,17 @@ import torch
 import triton
 from torch import Tensor
 
-from learnable_multipliers.pretrain.models import ssd_kernels as k
+from learnable_multipliers.pretrain.models.ssd_gradient_kernels import (
+    keys_kernel,
+    rates_kernel,
+    scores_kernel,
+    sums_kernel,
+)
+from learnable_multipliers.pretrain.models.ssd_kernels import (
+    decays_kernel,
+    rows_kernel,
+    states_kernel,
+)
 
 SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "states": {
@@ -162,7 +172,7 @@ def _decays(dt: Tensor, A: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     steps = dt.new_empty(batch, heads, chunks * chunk)
     decays = torch.empty_like(steps)
     grid = (triton.cdiv(heads, _BLOCK_HEADS), chunks, batch)
-    k.decays_kernel[grid](
+    decays_kernel[grid](
         dt,
         A,
         steps,
@@ -188,7 +198,7 @@ def _states(
     block_state = min(setting["block_state"], state)
     states = values.new_empty(batch, chunks, heads, state, head_dim)
     grid = ((head_dim // block_dim) * (state // block_state), heads, batch)
-    k.states_kernel[grid](
+    states_kernel[grid](
         values,
         keys,
         decays,
@@ -230,7 +240,7 @@ def _rows(
     num_heads = _most_heads(heads // groups, setting["heads"])
     outputs = values.new_empty(values.shape)
     grid = ((chunk // block_rows) * (heads // num_heads), triton.cdiv(length, chunk), batch)
-    k.rows_kernel[grid](
+    rows_kernel[grid](
         values,
         lefts,
         rights,
@@ -295,7 +305,7 @@ def _scores(
     skips = steps.new_empty(blocks, batch, chunks, heads)
     b_partials = steps.new_empty(splits, *B.shape)
     c_partials = steps.new_empty(splits * blocks, *C.shape)
-    k.scores_kernel[(groups * splits * blocks, chunks, batch)](
+    scores_kernel[(groups * splits * blocks, chunks, batch)](
         x,
         dy,
         B,
@@ -346,7 +356,7 @@ def _keys(
     reached = steps.new_empty(blocks, *steps.shape)
     crossings = steps.new_empty(blocks, batch, chunks, heads)
     partials = steps.new_empty(heads // groups // num_heads, *keys.shape)
-    k.keys_kernel[(heads // num_heads * blocks, chunks, batch)](
+    keys_kernel[(heads // num_heads * blocks, chunks, batch)](
         values,
         keys,
         states,
@@ -390,7 +400,7 @@ def _rates(
     chunks = padded // chunk
     ddt = steps.new_empty(batch, length, heads)
     rates = steps.new_empty(batch, chunks, heads)
-    k.rates_kernel[(triton.cdiv(heads, _BLOCK_HEADS), chunks, batch)](
+    rates_kernel[(triton.cdiv(heads, _BLOCK_HEADS), chunks, batch)](
         A,
         steps,
         mixed,
@@ -415,7 +425,7 @@ def _rates(
 def _summed(within: Tensor, through: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of two lists of parts."""
     sums = within.new_empty(within.shape[1:], dtype=dtype)
-    k.sums_kernel[(triton.cdiv(sums.numel(), _BLOCK_SUM),)](
+    sums_kernel[(triton.cdiv(sums.numel(), _BLOCK_SUM),)](
         within,
         through,
         sums,
