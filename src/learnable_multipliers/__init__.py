@@ -13,6 +13,7 @@ from learnable_multipliers.optim import (
 from learnable_multipliers.plan import Entry, Plan, plan
 from learnable_multipliers.reparametrize import merge, reparametrize
 from learnable_multipliers.rules import NO_EMBEDDING, Rule
+from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries
 
 __all__ = [
     "NO_EMBEDDING",
@@ -24,8 +25,11 @@ __all__ = [
     "Muon",
     "Plan",
     "Rule",
+    "Symmetries",
+    "Symmetry",
     "clip_grad_norm_",
     "effective",
+    "find_symmetries",
     "initialize_",
     "merge",
     "multipliers",

@@ -175,12 +175,12 @@ def split_gradient(
     if matrix.row or matrix.num_scalars:
         row_sums = (raw * by_cols).sum(in_dim)  # (*stack, out)
         if matrix.row:
-            scalar = _scalar_per_row(matrix, values)
+            scalar = spread_scalars(matrix, values)
             through_scalar = row_sums if scalar is None else scalar * row_sums
-            grads["row"] = _keep_carried_rows(matrix, through_scalar)
+            grads["row"] = keep_carried_rows(matrix, through_scalar)
         if matrix.num_scalars:
             through_row = row_sums * multiplier(matrix, values["row"]) if matrix.row else row_sums
-            grads["scalar"] = _sum_by_scalar(matrix, through_row)
+            grads["scalar"] = sum_by_scalar(matrix, through_row)
     if matrix.col:
         by_rows = grad if rows is None else _along_out(matrix, rows) * grad
         grads["col"] = (raw * by_rows).sum(out_dim)  # (*stack, in)
@@ -202,7 +202,7 @@ def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
 def output_factor(matrix: Matrix, values: Values) -> Tensor | None:
     """Return what each output feature is multiplied by, (*stack, out); None if by nothing."""
     row = multiplier(matrix, values["row"]) if matrix.row else None
-    scalar = _scalar_per_row(matrix, values)
+    scalar = spread_scalars(matrix, values)
     if row is None or scalar is None:
         return scalar if row is None else row
     return row * scalar
@@ -281,7 +281,7 @@ def _along_in(matrix: Matrix, factor: Tensor) -> Tensor:
     return factor.unsqueeze(-1 if matrix.transposed else -2)
 
 
-def _scalar_per_row(matrix: Matrix, values: Values) -> Tensor | None:
+def spread_scalars(matrix: Matrix, values: Values) -> Tensor | None:
     """Spread the blocks' scalars over their rows, (*stack, out)."""
     if not matrix.num_scalars:
         return None
@@ -298,7 +298,7 @@ def _scalar_per_row(matrix: Matrix, values: Values) -> Tensor | None:
     return pattern.unsqueeze(-2).expand(*matrix.stack, *matrix.row_pattern).flatten(-2)
 
 
-def _sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
+def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
     """Sum a per-row quantity over the rows of each block that carries a scalar."""
     pattern = per_row.unflatten(-1, matrix.row_pattern).sum(-2)
     parts = pattern.split([block.size for block in matrix.blocks], -1)
@@ -306,7 +306,7 @@ def _sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
     return torch.stack(sums, -1).reshape(matrix.value_shapes()["scalar"])
 
 
-def _keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:
+def keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:
     """Zero a per-row quantity on the rows of blocks that carry none."""
     if all(block.row for block in matrix.blocks):
         return per_row

@@ -1,0 +1,234 @@
+"""A model made ready for numerical questions, and the derivative of its outputs by its scales.
+
+Everything is asked of a copy in float64 with random weights: a symmetry is a property of the
+forward pass, and at random weights nothing else looks like one. The small constants that norms add
+are set to 0, because normalization symmetries are exact only without them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from learnable_multipliers.multiplier import keep_carried_rows
+from learnable_multipliers.names import named_parameters, unwrap
+from learnable_multipliers.symmetry.axes import Axis, Layout, layouts
+
+if TYPE_CHECKING:
+    from learnable_multipliers.plan import Plan
+
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+# A symmetry holds at all weights; what holds at one set of weights alone, such as a shift of two
+# biases against each other, is not a rescaling.
+_NUM_POINTS = 8
+# Random combinations of the outputs, for each axis and over all points: more than enough.
+_PROJECTIONS_PER_AXIS = 1.5
+_PROJECTIONS_AT_ONCE = 64
+
+
+class _Float64(TorchFunctionMode):
+    """Turns every cast to a narrower type into one to float64.
+
+    Norms and softmax of many models compute in float32 whatever the model's dtype is, which would
+    hide an exact symmetry behind rounding.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        widened = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*(_wide(value) for value in args), **widened)
+
+
+class Probe:
+    """A copy of a model in float64 with random weights, and inputs to run it on."""
+
+    def __init__(self, model: nn.Module, inputs: Any, plan: Plan | None = None, seed: int = 0):
+        self.model = copy.deepcopy(unwrap(model)).to("cpu", torch.float64).eval()
+        self.inputs = inputs
+        self.layouts: dict[str, Layout] = layouts(self.model, plan)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter
+            for name, parameter in named_parameters(self.model)
+            if name in self.layouts
+        }
+        for module in self.model.modules():
+            # A padding token has an embedding that is used but gets no gradient.
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None
+        self._epsilons = list(_epsilons(self.model))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._randomize()
+        self._find_shifted()
+        self.set_epsilon(0.0)
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Every axis, parameter by parameter."""
+        return [
+            axis
+            for name, parameter in self.parameters.items()
+            for axis in self.layouts[name].axes(name, parameter.shape)
+        ]
+
+    @property
+    def has_epsilon(self) -> bool:
+        """Whether the model has small constants in its norms, as far as can be seen."""
+        return bool(self._epsilons)
+
+    def set_epsilon(self, value: float) -> None:
+        """Set the small constant of every norm."""
+        for module, attribute in self._epsilons:
+            setattr(module, attribute, value)
+
+    def outputs(self) -> Tensor:
+        """Return the outputs, flat but for the last dimension: features or logits."""
+        with _Float64():
+            return _joined(_call(self.model, self.inputs))
+
+    def jacobian(self) -> Tensor:
+        """Return d(random combinations of the outputs)/d(log of every scale), at several weights.
+
+        The columns are the entries of the axes, in order.
+        """
+        num_columns = sum(self.num_entries(axis) for axis in self.axes)
+        rows_left = math.ceil(_PROJECTIONS_PER_AXIS * num_columns)
+        rows_each = math.ceil(rows_left / _NUM_POINTS)
+        rows = []
+        for _ in range(_NUM_POINTS):
+            self._randomize()
+            outputs = self.outputs()
+            if not outputs.requires_grad:
+                raise ValueError("the outputs do not depend on any trained parameter of the model")
+            for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
+                count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
+                rows.append(self._derivatives(outputs, count))
+        return torch.cat(rows)
+
+    def absent(self, axis: Axis) -> Tensor:
+        """Return which entries of an axis are none: rows that a plan leaves without."""
+        matrix = self.layouts[axis.name].carries
+        entries = torch.ones(self.num_entries(axis), dtype=torch.bool)
+        if axis.kind != "row" or matrix is None:
+            return ~entries
+        return ~keep_carried_rows(matrix, entries.view(*matrix.stack, matrix.num_out)).flatten()
+
+    def num_entries(self, axis: Axis) -> int:
+        """Return how many entries an axis has."""
+        return self.layouts[axis.name].num_entries(axis.kind, self.parameters[axis.name].shape)
+
+    @contextmanager
+    def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
+        """Multiply the entries of axes by factors, while inside."""
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            with torch.no_grad():
+                for axis, factor in factors.items():
+                    parameter, layout = self.parameters[axis.name], self.layouts[axis.name]
+                    along = layout.along(axis.kind, factor, parameter.shape)
+                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(before[name])
+
+    def _derivatives(self, outputs: Tensor, count: int) -> Tensor:
+        """Return derivatives of some random combinations of the outputs, (count, columns)."""
+        shape = (count, *outputs.shape)
+        weights = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        grads = torch.autograd.grad(
+            outputs,
+            list(self.parameters.values()),
+            weights,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        by_name = dict(zip(self.parameters, grads, strict=True))
+        return torch.cat([self._by_axis(axis, by_name[axis.name], count) for axis in self.axes], 1)
+
+    def _by_axis(self, axis: Axis, grads: Tensor | None, count: int) -> Tensor:
+        """Return sum W * dL/dW along an axis for each of the gradients."""
+        parameter = self.parameters[axis.name].detach()
+        if grads is None:
+            return parameter.new_zeros(count, self.num_entries(axis))
+        layout = self.layouts[axis.name]
+        changes = (parameter + axis.offset) * grads
+        return torch.stack([layout.summed(axis.kind, change) for change in changes])
+
+    def _find_shifted(self) -> None:
+        """Find the vectors that are used as 1 + w: at w = -1 they cut something off."""
+        everything = self._reached()
+        for name, parameter in self.parameters.items():
+            axis = self.layouts[name].axes(name, parameter.shape)[0]
+            if not axis.is_vector:
+                continue
+            cut = Axis(name, "one-plus")
+            with self.rescaled({cut: torch.zeros(parameter.numel(), dtype=torch.float64)}):
+                if self._reached() - {name} < everything - {name}:
+                    self.layouts[name] = replace(self.layouts[name], one_plus=True)
+
+    def _reached(self) -> set[str]:
+        """Return the parameters that have an effect on the outputs."""
+        outputs = self.outputs()
+        weights = torch.randn(outputs.shape, generator=self._generator, dtype=torch.float64)
+        parameters = list(self.parameters.values())
+        grads = torch.autograd.grad(outputs, parameters, weights, allow_unused=True)
+        named = zip(self.parameters, grads, strict=True)
+        return {name for name, grad in named if grad is not None and bool(grad.any())}
+
+    @torch.no_grad()
+    def _randomize(self) -> None:
+        for name, parameter in self.parameters.items():
+            drawn = torch.randn(parameter.shape, generator=self._generator, dtype=torch.float64)
+            if self.layouts[name].axes(name, parameter.shape)[0].is_vector:
+                parameter.copy_(1 + 0.3 * drawn)
+            else:
+                fan_in = parameter[0].numel() if parameter.ndim < 3 else parameter.shape[-1]
+                parameter.copy_(drawn / fan_in**0.5)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _joined(outputs: Any) -> Tensor:
+    """Return the first floating-point tensor of what a model returned: logits, as a rule."""
+    if isinstance(outputs, Tensor):
+        return outputs.reshape(-1, outputs.shape[-1]) if outputs.ndim else outputs.reshape(1, 1)
+    if hasattr(outputs, "logits"):
+        return _joined(outputs.logits)
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return _joined(value)
+    raise ValueError(f"the model returned no floating-point tensor but a {type(outputs).__name__}")
+
+
+def _epsilons(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the small constants of norms: attributes that say so and are small numbers."""
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            if "eps" in attribute and isinstance(value, float) and 0 < value <= 1e-3:
+                yield module, attribute
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
