@@ -22,6 +22,7 @@ def test_public_names_are_these():
         "initialize_",
         "merge",
         "multipliers",
+        "mup",
         "param_groups",
         "plan",
         "reparametrize",

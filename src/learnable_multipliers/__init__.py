@@ -1,5 +1,6 @@
 """Learnable multipliers: the scale of every weight matrix, learned from data."""
 
+from learnable_multipliers import mup
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
 from learnable_multipliers.optim import (
@@ -33,6 +34,7 @@ __all__ = [
     "initialize_",
     "merge",
     "multipliers",
+    "mup",
     "param_groups",
     "plan",
     "reparametrize",

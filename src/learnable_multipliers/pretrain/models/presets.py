@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from learnable_multipliers.mup import FalconH1Shape, falcon_h1_multipliers
 from learnable_multipliers.pretrain.models.config import ModelConfig
+
+
+def with_falcon_h1_multipliers(config: ModelConfig) -> ModelConfig:
+    """Return a shape with the forward multipliers that Falcon-H1's width rules give it."""
+    shape = FalconH1Shape(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        attention_size=config.num_heads * config.head_dim,
+        head_dim=config.head_dim,
+        ssm_size=config.ssm_size,
+        ssm_state_size=config.ssm_state_size,
+    )
+    return replace(config, **falcon_h1_multipliers(shape))
+
 
 _TINY = ModelConfig(
     vocab_size=1024,
@@ -51,32 +66,21 @@ _90M = ModelConfig(
     tie_embeddings=True,
 )
 # Falcon-H1-0.5B with its published forward multipliers: 521,411,104 parameters.
-_FALCON_H1 = ModelConfig(
-    vocab_size=32784,
-    hidden_size=1024,
-    num_layers=36,
-    max_length=16384,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    rope_theta=1e11,
-    intermediate_size=2048,
-    ssm_size=1536,
-    ssm_head_dim=64,
-    ssm_state_size=128,
-    mup_embedding=5.656854249492381,
-    mup_head=0.0390625,
-    mup_key=0.39062499999999994,
-    mup_attention_out=0.9375,
-    mup_ssm_in=1.25,
-    mup_z=0.3535533905932738,
-    mup_x=0.25,
-    mup_B=0.3535533905932738,
-    mup_C=0.5,
-    mup_dt=0.3535533905932738,
-    mup_ssm_out=0.23570226039551587,
-    mup_gate=0.8838834764831844,
-    mup_down=0.5859375,
+_FALCON_H1 = with_falcon_h1_multipliers(
+    ModelConfig(
+        vocab_size=32784,
+        hidden_size=1024,
+        num_layers=36,
+        max_length=16384,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        rope_theta=1e11,
+        intermediate_size=2048,
+        ssm_size=1536,
+        ssm_head_dim=64,
+        ssm_state_size=128,
+    )
 )
 # Wide and shallow like the small Llamas: less attention and fewer norms for the same parameters.
 _LLAMA = ModelConfig(
