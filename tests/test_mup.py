@@ -8,6 +8,7 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers import mup
+from learnable_multipliers.equilibrium import equilibrium_rms
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.models.presets import PRESETS
 from learnable_multipliers.roles import ROLES
@@ -36,6 +37,15 @@ def test_scaling_by_hand():
     assert mup.scale_layer(mup.RECIPES["lr-wd"], 1024, 256) == mup.Scaling(lr=0.25, weight_decay=4)
     assert mup.scale_layer(mup.RECIPES["multiplier"], 64, 256) == mup.Scaling(multiplier=4)
     assert mup.scale_layer(mup.RECIPES["none"], 64, 256) == mup.Scaling()
+
+
+@pytest.mark.parametrize("name", mup.RECIPES)
+def test_predicted_power_of_the_weight_is_that_of_the_equilibrium(name):
+    recipe = mup.RECIPES[name]
+    lr, weight_decay, widths = 1e-7, 0.1, [256, 512, 1024, 4096]
+    scalings = [mup.scale_layer(recipe, width, 256) for width in widths]
+    norms = [equilibrium_rms(lr * s.lr, weight_decay * s.weight_decay) for s in scalings]
+    assert mup.fit_exponent(widths, norms).value == pytest.approx(recipe.weight, abs=1e-6)
 
 
 def test_a_role_is_scaled_by_what_it_reads():

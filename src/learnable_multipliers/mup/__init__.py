@@ -1,9 +1,25 @@
-"""Width: the recipes of table 1 and Falcon-H1's forward multipliers.
+"""Width: the recipes of table 1, Falcon-H1's forward multipliers, and a check by training.
 
 `recipes` says what a recipe changes with width and what that must do to activations; `rates` turns
-it into rules and `mup_*` fields; `falcon_h1` holds the published numbers.
+it into rules and `mup_*` fields; `falcon_h1` holds the published numbers; `coordinates` trains a
+model at several widths and measures, `comparison` puts what came out beside a recipe.
 """
 
+from learnable_multipliers.mup.comparison import (
+    Comparison,
+    Exponent,
+    compare,
+    exponents,
+    fit_exponent,
+    table,
+)
+from learnable_multipliers.mup.coordinates import (
+    Coordinates,
+    Probe,
+    Run,
+    Training,
+    coordinate_check,
+)
 from learnable_multipliers.mup.falcon_h1 import (
     FALCON_H1_BASE,
     FalconH1Shape,
@@ -22,14 +38,25 @@ from learnable_multipliers.mup.recipes import (
 __all__ = [
     "FALCON_H1_BASE",
     "RECIPES",
+    "Comparison",
+    "Coordinates",
+    "Exponent",
     "FalconH1Shape",
+    "Probe",
     "Recipe",
+    "Run",
     "Scaling",
+    "Training",
     "TunedRates",
     "Widths",
+    "compare",
+    "coordinate_check",
+    "exponents",
     "falcon_h1_multipliers",
+    "fit_exponent",
     "mup_fields",
     "rules",
     "scale_layer",
     "scale_roles",
+    "table",
 ]
