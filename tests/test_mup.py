@@ -1,7 +1,9 @@
 """Table 1 and Falcon-H1's published numbers, from recipe to rules and model fields."""
 
+import re
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from learnable_multipliers.equilibrium import equilibrium_rms
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.models.presets import PRESETS
 from learnable_multipliers.roles import ROLES
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "mup.md"
 
 # -- table 1 ---------------------------------------------------------------------------------
 
@@ -241,3 +245,14 @@ def test_falcon_h1_is_the_multiplier_recipe_where_the_shape_grows_as_a_whole():
     into = ours["mup_attention_in"]
     assert ratios["mup_key"] == pytest.approx(into**2 * ours["mup_key"])
     assert ratios["mup_attention_out"] == pytest.approx(into * ours["mup_attention_out"])
+
+
+# -- the document ----------------------------------------------------------------------------
+
+
+def test_code_of_the_document_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, DOCUMENT.name, "exec"), namespace)

@@ -112,7 +112,7 @@ def table(runs: Sequence[Run], recipe: Recipe, tolerance: float = 0.15) -> str:
         row = comparisons[start : start + len(QUANTITIES)]
         lines.append((row[0].label, *(_cell(comparison, tolerance) for comparison in row)))
     wide = max(len(line[0]) for line in lines)
-    text = [f"{first:{wide}}" + "".join(f"  {cell:9}" for cell in cells) for first, *cells in lines]
+    text = [f"{first:{wide}}" + "".join(f" {cell:10}" for cell in cells) for first, *cells in lines]
     early = [
         f"{row.label} at width {run.width} ({row.relaxations:.1f})"
         for run in runs
