@@ -1,5 +1,6 @@
 """Table 1 and Falcon-H1's published numbers, from recipe to rules and model fields."""
 
+import json
 import re
 from dataclasses import replace
 from decimal import Decimal
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers import mup
@@ -95,6 +97,15 @@ def test_rules_bring_learning_rates_and_decays_into_the_groups():
             assert found[name] == (1.0, 0.1)
         else:
             assert found[name] == (1.0, 0.0), name
+
+
+def test_a_matrix_whose_role_is_told_is_scaled_by_it():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    scaled = mup.rules(mup.scale_roles(mup.RECIPES["lr"], 8, 2), weight_decay=0.1)
+    told = lrm.Rule(r"1\.weight", role="down", optional=True)
+    found = settings_by_name(model, [*scaled, told], 0.1)
+    assert found["0.weight"] == (1.0, 0.1)
+    assert found["1.weight"] == (0.25, 0.1)
 
 
 def test_tuned_rates_multiply_the_recipe_and_reach_vectors():
@@ -256,3 +267,15 @@ def test_code_of_the_document_runs():
     namespace = {}
     for block in blocks:
         exec(compile(block, DOCUMENT.name, "exec"), namespace)
+
+
+def test_document_quotes_the_results():
+    text = DOCUMENT.read_text()
+    results = json.loads((DOCUMENT.parent.parent / "results" / "coordinates.json").read_text())
+    for name in ("lr", "multiplier", "none", "learned"):
+        runs = [
+            mup.Run(**run | {"coordinates": [mup.Coordinates(**c) for c in run["coordinates"]]})
+            for run in results["recipes"][name]
+        ]
+        # Learned multipliers are held against the recipe they should find.
+        assert mup.table(runs, mup.RECIPES["multiplier" if name == "learned" else name]) in text
