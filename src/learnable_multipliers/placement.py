@@ -8,13 +8,25 @@ model can express has one multiplier and no more. `scalar` is one number per log
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 from learnable_multipliers.multiplier import Kind
 from learnable_multipliers.roles import UNKNOWN, Part, Reading
+from learnable_multipliers.symmetry.derive import Carried, split_rows
 
 Placement = Literal["full", "symmetry-aware", "scalar"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+
+
+# Carry no multipliers, or none that symmetries have a say in, in every placement.
+_WITHOUT = {"head", "router", "tied-embedding"}
+_KINDS: dict[tuple[bool, bool], Kind] = {
+    (False, False): "none",
+    (True, False): "row",
+    (False, True): "col",
+    (True, True): "row+col",
+}
 
 
 class Choice(NamedTuple):
@@ -46,13 +58,29 @@ def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
         return None
     row, row_reason = _symmetry_aware_row(reading, part)
     col, col_reason = _symmetry_aware_col(reading, part)
-    kinds: dict[tuple[bool, bool], Kind] = {
-        (False, False): "none",
-        (True, False): "row",
-        (False, True): "col",
-        (True, True): "row+col",
+    return Choice(_KINDS[row, col], row_reason, col_reason)
+
+
+def derived_choices(reading: Reading, carried: Carried) -> tuple[Reading, dict[int, Choice]]:
+    """Return the choices that symmetries make for each part of a matrix, and the matrix's parts.
+
+    What no placement gives multipliers, a head or a router, is left to `choose`. Rows that do not
+    fall into the parts known give parts of their own.
+    """
+    pattern = carried.rows.view(reading.repeats, -1)
+    sizes = [part.size for part in reading.parts]
+    parts = pattern.split(sizes, 1) if sum(sizes) == pattern.shape[1] else ()
+    if not parts or not all((part == part[0, 0]).all() for part in parts):
+        runs = split_rows(carried.rows)
+        reading = replace(
+            reading, parts=tuple(Part(UNKNOWN, size) for _, size in runs), repeats=1, opaque=False
+        )
+        parts = carried.rows[None].split([size for _, size in runs], 1)
+    return reading, {
+        index: Choice(_KINDS[bool(rows[0, 0]), carried.col], carried.reason)
+        for index, (part, rows) in enumerate(zip(reading.parts, parts, strict=True))
+        if part.role not in _WITHOUT
     }
-    return Choice(kinds[row, col], row_reason, col_reason)
 
 
 def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:

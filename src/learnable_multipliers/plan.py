@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,18 @@ from torch import nn
 from learnable_multipliers.forward_multipliers import FixedMultiplier, fixed_multipliers
 from learnable_multipliers.multiplier import Block, Kind, Matrix
 from learnable_multipliers.names import canonical_name, named_parameters, unwrap
-from learnable_multipliers.placement import PLACEMENTS, Choice, Placement, choose
+from learnable_multipliers.placement import (
+    PLACEMENTS,
+    Choice,
+    Placement,
+    choose,
+    derived_choices,
+)
 from learnable_multipliers.plan_table import render
 from learnable_multipliers.roles import UNKNOWN, Part, Reading, read_roles
 from learnable_multipliers.rules import Rule, unmatched
+from learnable_multipliers.symmetry import find_symmetries
+from learnable_multipliers.symmetry.derive import Carried, derived_placement
 
 _FORMAT = 1
 
@@ -164,10 +172,20 @@ class Plan:
         return plan
 
 
-def plan(model: nn.Module, placement: Placement = "full", rules: Sequence[Rule] = ()) -> Plan:
+def plan(
+    model: nn.Module,
+    placement: Placement = "full",
+    rules: Sequence[Rule] = (),
+    *,
+    derive: bool = False,
+    inputs: Any = None,
+) -> Plan:
     """Decide for every parameter of `model` which multipliers it carries.
 
-    Looks at names, module types and shapes only; works on the meta device.
+    Looks at names, module types and shapes only; works on the meta device. With `derive`, the
+    symmetry-aware placement is computed from the model's own symmetries instead (the conventions
+    are in `symmetry/derive.py`), by running a copy of it on `inputs`: what the model is called
+    with, random tokens if not given. The symmetries that remain are listed with the plan.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)
@@ -182,18 +200,25 @@ def plan(model: nn.Module, placement: Placement = "full", rules: Sequence[Rule] 
         )
         for parameter in reading.parameters
     ]
-    planner = _Planner(placement, tuple(rules))
+    if derive and placement != "symmetry-aware":
+        raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
+    carried = derived_placement(bare, inputs) if derive else {}
+    planner = _Planner(placement, tuple(rules), carried)
     entries = tuple(planner.entry(parameter) for parameter in readings)
     planner.check(readings)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
-    assumptions = reading.assumptions if placement == "symmetry-aware" else ()
-    return Plan(
+    assumptions = reading.assumptions if placement == "symmetry-aware" and not derive else ()
+    made = Plan(
         model=type(bare).__name__,
         placement=placement,
         entries=entries,
         folds=folds,
         assumptions=(*assumptions, *kept),
     )
+    if derive:
+        left = (f"remains: {symmetry}" for symmetry in find_symmetries(bare, made, inputs))
+        made = replace(made, assumptions=(*made.assumptions, *left))
+    return made
 
 
 @dataclass(frozen=True)
@@ -221,8 +246,11 @@ class _Decision:
 class _Planner:
     """Applies placement and rules to one parameter after the other."""
 
-    def __init__(self, placement: Placement, rules: tuple[Rule, ...]):
+    def __init__(
+        self, placement: Placement, rules: tuple[Rule, ...], carried: Mapping[str, Carried]
+    ):
         self.placement: Placement = placement
+        self.carried = carried
         self.rules = rules
         self.used: set[int] = set()
         self.undecided: list[str] = []
@@ -234,7 +262,13 @@ class _Planner:
         if reading.is_vector:
             return self._vector(reading)
         reading = self._describe(reading)
-        decisions = [self._decide(reading, part) for part in reading.parts]
+        derived: Mapping[int, Choice] = {}
+        if reading.name in self.carried:
+            reading, derived = derived_choices(reading, self.carried[reading.name])
+        decisions = [
+            self._decide(reading, part, derived.get(index))
+            for index, part in enumerate(reading.parts)
+        ]
         rules = [decision.rule for decision in decisions]
         entry = Entry(
             name=reading.name,
@@ -357,7 +391,7 @@ class _Planner:
         parts = (Part(rule.role or UNKNOWN, rows),)
         return replace(reading, parts=parts, repeats=1, opaque=False)
 
-    def _decide(self, reading: Reading, part: Part) -> _Decision:
+    def _decide(self, reading: Reading, part: Part, derived: Choice | None) -> _Decision:
         for index, rule in enumerate(self.rules):
             if rule.finds(reading.name) and rule.only in (None, part.role):
                 self.used.add(index)
@@ -369,6 +403,8 @@ class _Planner:
         choice = None
         if rule is not None and rule.kind is not None:
             choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
+        elif derived is not None:
+            choice = derived
         elif (choice := choose(self.placement, reading, part)) is None:
             self.undecided.append(f"{reading.name} ({reading.note})")
             choice = Choice("none", "unknown role")

@@ -102,16 +102,15 @@ def candidate_groups(columns: Columns) -> list[tuple[Axis, ...]]:
     return sorted(groups, key=lambda group: (len(group), [rank[axis] for axis in group]))
 
 
-def null_vectors(columns: Columns, group: Sequence[Axis], left_out: int) -> Tensor:
-    """Return a basis of the null vectors of some axes alone, less one entry of each.
+def null_vectors(columns: Columns, group: Sequence[Axis], left_out: int | None = None) -> Tensor:
+    """Return a basis of the null vectors of some axes alone, (vectors, all columns).
 
-    (vectors, all columns)
+    `left_out` is the place of an entry of each axis to do without.
     """
-    kept = []
-    for axis in group:
-        entries = columns.of([axis])
-        kept.append(entries[entries != entries[left_out]])
-    numbers = torch.cat(kept)
+    numbers = columns.of(group)
+    if left_out is not None:
+        without = [columns.of([axis])[left_out] for axis in group]
+        numbers = numbers[~torch.isin(numbers, torch.stack(without))]
     norms = columns.basis[:, numbers].norm(dim=0)
     _, values, basis = torch.linalg.svd(columns.basis[:, numbers] / norms, full_matrices=True)
     rank = int((values > _NONZERO * values[:1]).sum())

@@ -53,6 +53,7 @@ def search(probe: Probe) -> Symmetries:
         if search.complete:
             break
     search.constants()
+    search.leftovers()
     if not search.complete:
         raise ValueError(
             f"{columns.nullity - len(search.known)} of {columns.nullity} rescalings without "
@@ -120,14 +121,25 @@ class _Search:
             self._take(independent_of(torch.stack(members), self.known))
 
     def constants(self) -> None:
-        """Take what is left: scales of whole parameters, such as that of a residual stream."""
-        if self.complete:
-            return
+        """Take scales of whole parameters, such as that of a residual stream."""
         axes = list(self.columns.axes)
         # Of a pair that trades, the rows are kept: one name for one scale.
         axes = [a for a in axes if a.kind != "col" or Axis(a.name, "row") not in axes]
-        # Scales that trade with others are eliminated first: what is told then is where the scale
-        # cannot go anywhere else, as in the matrices that write to a residual stream.
+        self._take_last(constant_vectors(self.columns, axes), axes)
+
+    def leftovers(self) -> None:
+        """Take what is left: scales of parts of several parameters, fused ones among them."""
+        axes = sorted(self.columns.axes, key=lambda axis: axis.kind == "row")
+        self._take_last(null_vectors(self.columns, axes), axes)
+
+    def _take_last(self, vectors: Tensor, axes: Sequence[Axis]) -> None:
+        """Take what is new among vectors over some axes, told in the scales that are least tied.
+
+        Scales that trade with others are eliminated first: what is told then is where the scale
+        cannot go anywhere else, as in the matrices that write to a residual stream.
+        """
+        if self.complete or not len(vectors):
+            return
         trading = {
             term.axis
             for symmetry in self.found
@@ -135,16 +147,15 @@ class _Search:
             for term in symmetry.terms
         }
         order = sorted(axes, key=lambda axis: (not axis.is_vector, axis not in trading))
-        vectors = reduced_along(self.columns, constant_vectors(self.columns, axes), order)
+        vectors = reduced_along(self.columns, vectors, order)
         free = self.columns.of([axis for axis in axes if axis not in trading])
-        vectors = sorted(
-            vectors,
-            key=lambda v: (
-                int(_support(v).sum() - _support(v)[free].sum()),
-                int(_support(v).sum()),
-            ),
-        )
-        self._take(independent_of(torch.stack(vectors), self.known))
+
+        def ties(vector: Tensor) -> tuple[int, int]:
+            support = _support(vector)
+            return int(support.sum() - support[free].sum()), int(support.sum())
+
+        chosen = torch.stack(sorted(vectors, key=ties))
+        self._take(independent_of(chosen, self.known))
 
     def _take(self, vectors: Tensor) -> None:
         """Keep vectors as symmetries, those that are alike as members of one."""

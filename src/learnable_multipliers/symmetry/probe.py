@@ -32,6 +32,9 @@ _NUM_POINTS = 8
 # Random combinations of the outputs, for each axis and over all points: more than enough.
 _PROJECTIONS_PER_AXIS = 1.5
 _PROJECTIONS_AT_ONCE = 64
+# Inputs made up: sequences long enough for every position of a rotation to matter.
+_LENGTH = 16
+_MOST_TOKENS = 128
 
 
 class _Float64(TorchFunctionMode):
@@ -59,13 +62,17 @@ class Probe:
 
     def __init__(self, model: nn.Module, inputs: Any, plan: Plan | None = None, seed: int = 0):
         self.model = copy.deepcopy(unwrap(model)).to("cpu", torch.float64).eval()
-        self.inputs = inputs
+        self.inputs = random_tokens(self.model) if inputs is None else inputs
         self.layouts: dict[str, Layout] = layouts(self.model, plan)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in named_parameters(self.model)
             if name in self.layouts
         }
+        config: Any = getattr(self.model, "config", None)
+        if getattr(config, "use_cache", False):
+            # Nothing is generated here; a cache costs time and is part of what is returned.
+            config.use_cache = False
         for module in self.model.modules():
             # A padding token has an embedding that is used but gets no gradient.
             if isinstance(module, nn.Embedding):
@@ -118,6 +125,19 @@ class Probe:
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
                 rows.append(self._derivatives(outputs, count))
         return torch.cat(rows)
+
+    @torch.no_grad()
+    def scales_single_outputs(self, axis: Axis) -> bool:
+        """Whether each entry of an axis scales one output feature and nothing else."""
+        before = self.outputs()
+        for entry in (0, self.num_entries(axis) - 1):
+            factors = torch.ones(self.num_entries(axis), dtype=torch.float64)
+            factors[entry] = 2.0
+            with self.rescaled({axis: factors}):
+                changed = (self.outputs() != before).any(0)
+            if int(changed.sum()) != 1:
+                return False
+        return True
 
     def absent(self, axis: Axis) -> Tensor:
         """Return which entries of an axis are none: rows that a plan leaves without."""
@@ -201,6 +221,22 @@ class Probe:
             else:
                 fan_in = parameter[0].numel() if parameter.ndim < 3 else parameter.shape[-1]
                 parameter.copy_(drawn / fan_in**0.5)
+
+
+def random_tokens(model: nn.Module) -> Tensor:
+    """Return sequences of random tokens for a language model, each token at least once."""
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None:
+        raise ValueError(
+            "the model has no embedding to make inputs for: give inputs, what it is called with"
+        )
+    generator = torch.Generator().manual_seed(0)
+    size = embedding.num_embeddings
+    count = math.ceil(max(_MOST_TOKENS, size) / _LENGTH) * _LENGTH
+    tokens = torch.cat(
+        [torch.randperm(size, generator=generator) for _ in range(count // size + 1)]
+    )
+    return tokens[:count].view(-1, _LENGTH)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
