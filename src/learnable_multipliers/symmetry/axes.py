@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,9 +17,6 @@ from learnable_multipliers.multiplier import (
 )
 from learnable_multipliers.names import named_parameters, unwrap
 from learnable_multipliers.roles import Reading, read_roles
-
-if TYPE_CHECKING:
-    from learnable_multipliers.plan import Plan
 
 AxisKind = Literal["row", "col", "scalar", "vector", "one-plus"]
 
@@ -113,21 +110,20 @@ class Layout:
         return sums.flatten()
 
 
-def layouts(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:
+def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> dict[str, Layout]:
     """Return how every trained parameter of a model is stored, by name.
 
     Module types say which weights are stored transposed or as a stack; names say nothing here.
-    With a plan, matrices have the axes that it puts on them, and no others.
+    Where it is given what matrices carry, they have these axes and no others.
     """
     readings = {reading.name: reading for reading in read_roles(unwrap(model)).parameters}
-    planned = {} if plan is None else {entry.name: entry for entry in plan.entries}
     found = {}
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
         layout = _layout(readings.get(name), parameter.ndim)
-        if layout.matrix and plan is not None:
-            matrix = planned[name].matrix
+        if layout.matrix and carried is not None:
+            matrix = carried.get(name)
             if matrix is None or not matrix.carries:
                 continue
             layout = replace(layout, carries=matrix)

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from learnable_multipliers.symmetry.axes import Axis
-from learnable_multipliers.symmetry.find import search
+from learnable_multipliers.symmetry.find import twin_of
 from learnable_multipliers.symmetry.probe import Probe
+from learnable_multipliers.symmetry.search import search
 from learnable_multipliers.symmetry.symmetry import Symmetries, Term
+from learnable_multipliers.symmetry.transfer import probe_like, transfer
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,13 @@ class Carried:
 
 def derived_placement(model: nn.Module, inputs: Any) -> dict[str, Carried]:
     """Return what every matrix of a model is to carry, computed from its symmetries."""
-    probe = Probe(model, inputs)
-    return derive(probe, search(probe))
+    small = twin_of(model, None, "auto")
+    if small is None:
+        probe = Probe(model, inputs)
+        return derive(probe, search(probe))
+    probe = Probe(small)
+    large = probe_like(probe, model, inputs, None)
+    return derive(large, transfer(search(probe), probe, large))
 
 
 def derive(probe: Probe, symmetries: Symmetries) -> dict[str, Carried]:

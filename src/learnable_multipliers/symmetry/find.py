@@ -1,274 +1,90 @@
-"""Finds the scale symmetries of a model, whatever its architecture is."""
+"""Finds the scale symmetries of a model: on itself if it is small, else through a small twin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from learnable_multipliers.symmetry.axes import Axis
-from learnable_multipliers.symmetry.families import (
-    Columns,
-    candidate_groups,
-    constant_vectors,
-    independent_of,
-    null_vectors,
-    reduce_columns,
-    reduced_along,
-)
+from learnable_multipliers.multiplier import Matrix
+from learnable_multipliers.names import named_parameters, unwrap
+from learnable_multipliers.roles import read_roles
+from learnable_multipliers.symmetry.axes import layouts
 from learnable_multipliers.symmetry.probe import Probe
-from learnable_multipliers.symmetry.symmetry import Kind, Symmetries, Symmetry, Term
+from learnable_multipliers.symmetry.search import search
+from learnable_multipliers.symmetry.symmetry import Symmetries
+from learnable_multipliers.symmetry.transfer import probe_like, transfer
+from learnable_multipliers.symmetry.twin import make_twin
 
 if TYPE_CHECKING:
     from learnable_multipliers.plan import Plan
 
-# Powers are small integers; what differs by this much is another power.
-_POWER_TOLERANCE = 1e-5
-# Outputs of a rescaled copy in float64 may differ by rounding alone.
-_UNCHANGED = 1e-8
+# Time grows with the cube of the number of scales: half a minute on one core for these.
+_MOST_SCALES = 1500
+
+Twin = nn.Module | Literal["auto"] | None
 
 
-def find_symmetries(model: nn.Module, plan: Plan | None, inputs: Any) -> Symmetries:
+def find_symmetries(
+    model: nn.Module, plan: Plan | None, inputs: Any = None, *, twin: Twin = "auto"
+) -> Symmetries:
     """Return every rescaling of a model's scales that leaves its outputs alone.
 
     The scales are the multipliers that `plan` puts on matrices (all rows and columns for None) and
     the entries of norm weights, biases and other vectors. `inputs` is what the model is called
-    with: a tensor, a tuple of arguments or a dict of keyword arguments; random tokens are best,
-    and all of them. Works on a copy of the model in float64 on the CPU.
+    with: a tensor, a tuple of arguments or a dict of keyword arguments; random tokens for a
+    language model if not given.
+
+    A small model is asked itself, in float64; a large one through its `twin`, a small model of the
+    same class: made from the model's config ("auto"), or given. Each symmetry of the twin is
+    confirmed on the model before it is told. None asks the model itself, whatever its size.
     """
-    return search(Probe(model, inputs, plan))
+    carried = None if plan is None else matrices_of(plan)
+    small = twin_of(model, carried, twin)
+    if small is None:
+        return search(Probe(model, inputs, carried))
+    probe = Probe(small, None, fitted(carried, small))
+    return transfer(search(probe), probe, probe_like(probe, model, inputs, carried))
 
 
-def search(probe: Probe) -> Symmetries:
-    """Return the symmetries of a probed model, each verified, complete by rank."""
-    columns = reduce_columns(
-        {axis: probe.num_entries(axis) for axis in probe.axes}, probe.jacobian()
+def twin_of(model: nn.Module, carried: Mapping[str, Matrix] | None, twin: Twin) -> nn.Module | None:
+    """Return the small model to ask in place of a large one; None to ask the model itself."""
+    if twin != "auto":
+        return twin
+    found = layouts(model, carried)
+    shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
+    scales = sum(
+        layout.num_entries(axis.kind, shapes[name])
+        for name, layout in found.items()
+        for axis in layout.axes(name, shapes[name])
     )
-    search = _Search(probe, columns)
-    search.exchanges()
-    for group in _many_members_first(columns, candidate_groups(columns)):
-        search.group(group)
-        if search.complete:
-            break
-    search.constants()
-    search.leftovers()
-    if not search.complete:
-        raise ValueError(
-            f"{columns.nullity - len(search.known)} of {columns.nullity} rescalings without "
-            "effect could not be told as symmetries of axes; please report the model"
+    return make_twin(model) if scales > _MOST_SCALES else None
+
+
+def matrices_of(plan: Plan) -> dict[str, Matrix]:
+    """Return what a plan puts on matrices, by parameter name."""
+    return {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}
+
+
+def fitted(carried: Mapping[str, Matrix] | None, twin: nn.Module) -> dict[str, Matrix] | None:
+    """Return the same multipliers on a twin's matrices."""
+    if carried is None:
+        return None
+    on_twin = {}
+    for reading in read_roles(unwrap(twin)).parameters:
+        matrix = carried.get(reading.name)
+        if matrix is None:
+            continue
+        sizes = [part.size for part in reading.parts]
+        if len(sizes) != len(matrix.blocks):
+            raise ValueError(
+                f"{reading.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} can "
+                "be told in a small twin of the model: pass twin=None to ask the model itself"
+            )
+        blocks = [replace(b, size=size) for b, size in zip(matrix.blocks, sizes, strict=True)]
+        on_twin[reading.name] = replace(
+            matrix, shape=reading.shape, blocks=tuple(blocks), repeats=reading.repeats
         )
-    for symmetry in search.found:
-        _verify(probe, symmetry)
-    silent = {
-        axis: int(count)
-        for axis, mask in columns.silent.items()
-        if (count := (mask & ~probe.absent(axis)).sum())
-    }
-    return Symmetries(tuple(search.found), columns.nullity, silent)
-
-
-class _Search:
-    """Symmetries found so far, and the directions they span."""
-
-    def __init__(self, probe: Probe, columns: Columns):
-        self.probe = probe
-        self.columns = columns
-        self.found: list[Symmetry] = []
-        self.known = columns.basis.new_zeros(0, columns.basis.shape[1])
-
-    @property
-    def complete(self) -> bool:
-        """Whether the symmetries found span the null space."""
-        return len(self.known) == self.columns.nullity
-
-    def exchanges(self) -> None:
-        """Take the row and column scales of each matrix, which always trade."""
-        for axis in self.columns.axes:
-            other = Axis(axis.name, "col")
-            if axis.kind != "row" or other not in self.columns.axes:
-                continue
-            if self.probe.absent(axis).any():
-                continue
-            layout = self.probe.layouts[axis.name]
-            matrices = 1
-            for size in self.probe.parameters[axis.name].shape[: layout.stack]:
-                matrices *= size
-            vectors = self.columns.basis.new_zeros(matrices, self.columns.basis.shape[1])
-            for side, power in ((axis, 1.0), (other, -1.0)):
-                where = self.columns.axes[side]
-                entries = (where.stop - where.start) // matrices
-                for matrix in range(matrices):
-                    start = where.start + matrix * entries
-                    vectors[matrix, start : start + entries] = power
-                vectors[:, where] *= ~self.columns.silent[side]
-            self._take(vectors)
-
-    def group(self, group: Sequence[Axis]) -> None:
-        """Take what is new among the null vectors of some axes alone.
-
-        A rescaling of a whole axis would be mixed into all of them. With one entry of each axis
-        left out there is none, and only the members that have that entry are missing: leaving out
-        the first entries and then the last finds all.
-        """
-        members: list[Tensor] = []
-        for left_out in (0, -1):
-            vectors = null_vectors(self.columns, group, left_out)
-            members += reduced_along(self.columns, vectors, _few_entries_first(self.columns, group))
-        members.sort(key=lambda vector: int(_support(vector).sum()))
-        if members:
-            self._take(independent_of(torch.stack(members), self.known))
-
-    def constants(self) -> None:
-        """Take scales of whole parameters, such as that of a residual stream."""
-        axes = list(self.columns.axes)
-        # Of a pair that trades, the rows are kept: one name for one scale.
-        axes = [a for a in axes if a.kind != "col" or Axis(a.name, "row") not in axes]
-        self._take_last(constant_vectors(self.columns, axes), axes)
-
-    def leftovers(self) -> None:
-        """Take what is left: scales of parts of several parameters, fused ones among them."""
-        axes = sorted(self.columns.axes, key=lambda axis: axis.kind == "row")
-        self._take_last(null_vectors(self.columns, axes), axes)
-
-    def _take_last(self, vectors: Tensor, axes: Sequence[Axis]) -> None:
-        """Take what is new among vectors over some axes, told in the scales that are least tied.
-
-        Scales that trade with others are eliminated first: what is told then is where the scale
-        cannot go anywhere else, as in the matrices that write to a residual stream.
-        """
-        if self.complete or not len(vectors):
-            return
-        trading = {
-            term.axis
-            for symmetry in self.found
-            if symmetry.kind != "exchange"
-            for term in symmetry.terms
-        }
-        order = sorted(axes, key=lambda axis: (not axis.is_vector, axis not in trading))
-        vectors = reduced_along(self.columns, vectors, order)
-        free = self.columns.of([axis for axis in axes if axis not in trading])
-
-        def ties(vector: Tensor) -> tuple[int, int]:
-            support = _support(vector)
-            return int(support.sum() - support[free].sum()), int(support.sum())
-
-        chosen = torch.stack(sorted(vectors, key=ties))
-        self._take(independent_of(chosen, self.known))
-
-    def _take(self, vectors: Tensor) -> None:
-        """Keep vectors as symmetries, those that are alike as members of one."""
-        if not len(vectors):
-            return
-        self.known = _extended(self.known, vectors)
-        self.found += _symmetries(self.probe, self.columns, vectors)
-
-
-def _extended(basis: Tensor, vectors: Tensor) -> Tensor:
-    """Return an orthonormal basis with some more vectors in its span."""
-    for vector in vectors:
-        rest = vector / vector.norm()
-        for _ in range(2):
-            rest = rest - basis.T @ (basis @ rest)
-        if rest.norm() > 1e-6:
-            basis = torch.cat((basis, rest[None] / rest.norm()))
-    return basis
-
-
-def _few_entries_first(columns: Columns, group: Sequence[Axis]) -> list[Axis]:
-    """Return the axes such that a scale that many share is named once: pivots come first."""
-    return sorted(group, key=lambda axis: len(columns.of([axis])))
-
-
-def _many_members_first(
-    columns: Columns, groups: Sequence[tuple[Axis, ...]]
-) -> list[tuple[Axis, ...]]:
-    """Return the groups, few axes first; among equals channels come before heads and experts."""
-    members = {group: len(null_vectors(columns, group, 0)) for group in groups}
-    return sorted(groups, key=lambda group: (len(group), -members[group]))
-
-
-def _symmetries(probe: Probe, columns: Columns, vectors: Tensor) -> list[Symmetry]:
-    """Turn null vectors into symmetries: those with the same powers on the same axes are one."""
-    alike: dict[tuple[tuple[Axis, float], ...], list[Tensor]] = {}
-    for vector in vectors:
-        normal = _powers(vector)
-        shape = tuple(
-            (axis, power)
-            for axis, where in columns.axes.items()
-            for power in normal[where].unique().flip(0).tolist()
-            if power != 0
-        )
-        alike.setdefault(shape, []).append(normal)
-    found = []
-    for shape, members in alike.items():
-        terms = []
-        for axis, power in shape:
-            of = torch.full_like(members[0][columns.axes[axis]], -1, dtype=torch.long)
-            for number, member in enumerate(members):
-                of[member[columns.axes[axis]] == power] = number
-            reached = of[~columns.silent[axis]]
-            if (reached == reached[0]).all():
-                # One member has all that the inputs reach, and then the rest as well.
-                of[~probe.absent(axis)] = reached[0]
-            terms.append(Term(axis, power, of))
-        kind = _kind(probe, Symmetry("multiplicative", tuple(terms), len(members)))
-        found.append(Symmetry(kind, tuple(terms), len(members)))
-    return found
-
-
-def _powers(vector: Tensor) -> Tensor:
-    """Return a null vector in whole powers, the first of them positive."""
-    present = vector[_support(vector)]
-    normal = vector / present[present.abs().argmin()].abs() * present[0].sign()
-    powers = normal.round()
-    if not torch.allclose(normal, powers, atol=_POWER_TOLERANCE):
-        odd = normal[(normal - powers).abs().argmax()]
-        raise ValueError(
-            f"a rescaling without effect has a power of {float(odd):.4f}: not a whole number; "
-            "please report the model"
-        )
-    return powers
-
-
-def _kind(probe: Probe, symmetry: Symmetry) -> Kind:
-    names = {term.axis.name for term in symmetry.terms}
-    powers = [term.power for term in symmetry.terms]
-    if len(names) == 1 and sorted(powers) == [-1, 1]:
-        return "exchange"
-    if min(powers) > 0 or max(powers) < 0:
-        return "normalization"
-    if not probe.has_epsilon:
-        return "multiplicative"
-    # What a norm takes away is not quite taken away once the norm adds a constant.
-    probe.set_epsilon(0.1)
-    try:
-        return "multiplicative" if _change(probe, symmetry) < _UNCHANGED else "normalization"
-    finally:
-        probe.set_epsilon(0.0)
-
-
-def _verify(probe: Probe, symmetry: Symmetry) -> None:
-    change = _change(probe, symmetry)
-    if change > _UNCHANGED:
-        raise ValueError(
-            f"rescaling along '{symmetry}' changed the outputs by {change:.1e}: the model's "
-            "forward pass is not a function of its parameters alone, or please report it"
-        )
-
-
-@torch.no_grad()
-def _change(probe: Probe, symmetry: Symmetry) -> float:
-    """Return how much a random rescaling changes the outputs, relative to them."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (symmetry.num_members,)
-    log_scales = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    before = probe.outputs()
-    with probe.rescaled(symmetry.factors(log_scales)):
-        after = probe.outputs()
-    return float((after - before).norm() / before.norm())
-
-
-def _support(vector: Tensor) -> Tensor:
-    return vector.abs() > 1e-6 * vector.abs().max()
+    return on_twin

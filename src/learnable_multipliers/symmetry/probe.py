@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from learnable_multipliers.multiplier import keep_carried_rows
+from learnable_multipliers.multiplier import Matrix, keep_carried_rows
 from learnable_multipliers.names import named_parameters, unwrap
 from learnable_multipliers.symmetry.axes import Axis, Layout, layouts
-
-if TYPE_CHECKING:
-    from learnable_multipliers.plan import Plan
 
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 # A symmetry holds at all weights; what holds at one set of weights alone, such as a shift of two
@@ -34,7 +31,7 @@ _PROJECTIONS_PER_AXIS = 1.5
 _PROJECTIONS_AT_ONCE = 64
 # Inputs made up: sequences long enough for every position of a rotation to matter.
 _LENGTH = 16
-_MOST_TOKENS = 128
+_FEWEST_TOKENS = 128
 
 
 class _Float64(TorchFunctionMode):
@@ -60,10 +57,20 @@ class _Float64(TorchFunctionMode):
 class Probe:
     """A copy of a model in float64 with random weights, and inputs to run it on."""
 
-    def __init__(self, model: nn.Module, inputs: Any, plan: Plan | None = None, seed: int = 0):
-        self.model = copy.deepcopy(unwrap(model)).to("cpu", torch.float64).eval()
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any = None,
+        carried: Mapping[str, Matrix] | None = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+        shifted: Collection[str] | None = None,
+        seed: int = 0,
+    ):
+        self.dtype = dtype
+        self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
         self.inputs = random_tokens(self.model) if inputs is None else inputs
-        self.layouts: dict[str, Layout] = layouts(self.model, plan)
+        self.layouts: dict[str, Layout] = layouts(self.model, carried)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in named_parameters(self.model)
@@ -80,7 +87,8 @@ class Probe:
         self._epsilons = list(_epsilons(self.model))
         self._generator = torch.Generator().manual_seed(seed)
         self._randomize()
-        self._find_shifted()
+        for name in self._find_shifted() if shifted is None else shifted:
+            self.layouts[name] = replace(self.layouts[name], one_plus=True)
         self.set_epsilon(0.0)
 
     @property
@@ -91,6 +99,11 @@ class Probe:
             for name, parameter in self.parameters.items()
             for axis in self.layouts[name].axes(name, parameter.shape)
         ]
+
+    @property
+    def shifted(self) -> set[str]:
+        """The vectors that the forward pass uses as 1 + their entries."""
+        return {name for name, layout in self.layouts.items() if layout.one_plus}
 
     @property
     def has_epsilon(self) -> bool:
@@ -104,7 +117,8 @@ class Probe:
 
     def outputs(self) -> Tensor:
         """Return the outputs, flat but for the last dimension: features or logits."""
-        with _Float64():
+        wide = _Float64() if self.dtype == torch.float64 else nullcontext()
+        with wide:
             return _joined(_call(self.model, self.inputs))
 
     def jacobian(self) -> Tensor:
@@ -131,7 +145,7 @@ class Probe:
         """Whether each entry of an axis scales one output feature and nothing else."""
         before = self.outputs()
         for entry in (0, self.num_entries(axis) - 1):
-            factors = torch.ones(self.num_entries(axis), dtype=torch.float64)
+            factors = torch.ones(self.num_entries(axis), dtype=self.dtype)
             factors[entry] = 2.0
             with self.rescaled({axis: factors}):
                 changed = (self.outputs() != before).any(0)
@@ -146,6 +160,11 @@ class Probe:
         if axis.kind != "row" or matrix is None:
             return ~entries
         return ~keep_carried_rows(matrix, entries.view(*matrix.stack, matrix.num_out)).flatten()
+
+    def derivatives(self, count: int) -> Tensor:
+        """Return d(random combinations of the outputs)/d(log of every scale), one by one."""
+        outputs = self.outputs()
+        return torch.cat([self._derivatives(outputs, 1) for _ in range(count)])
 
     def num_entries(self, axis: Axis) -> int:
         """Return how many entries an axis has."""
@@ -170,7 +189,7 @@ class Probe:
     def _derivatives(self, outputs: Tensor, count: int) -> Tensor:
         """Return derivatives of some random combinations of the outputs, (count, columns)."""
         shape = (count, *outputs.shape)
-        weights = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        weights = torch.randn(shape, generator=self._generator, dtype=self.dtype)
         grads = torch.autograd.grad(
             outputs,
             list(self.parameters.values()),
@@ -191,22 +210,23 @@ class Probe:
         changes = (parameter + axis.offset) * grads
         return torch.stack([layout.summed(axis.kind, change) for change in changes])
 
-    def _find_shifted(self) -> None:
-        """Find the vectors that are used as 1 + w: at w = -1 they cut something off."""
+    def _find_shifted(self) -> list[str]:
+        """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""
         everything = self._reached()
+        shifted = []
         for name, parameter in self.parameters.items():
-            axis = self.layouts[name].axes(name, parameter.shape)[0]
-            if not axis.is_vector:
+            if not self.layouts[name].axes(name, parameter.shape)[0].is_vector:
                 continue
             cut = Axis(name, "one-plus")
-            with self.rescaled({cut: torch.zeros(parameter.numel(), dtype=torch.float64)}):
+            with self.rescaled({cut: torch.zeros(parameter.numel(), dtype=self.dtype)}):
                 if self._reached() - {name} < everything - {name}:
-                    self.layouts[name] = replace(self.layouts[name], one_plus=True)
+                    shifted.append(name)
+        return shifted
 
     def _reached(self) -> set[str]:
         """Return the parameters that have an effect on the outputs."""
         outputs = self.outputs()
-        weights = torch.randn(outputs.shape, generator=self._generator, dtype=torch.float64)
+        weights = torch.randn(outputs.shape, generator=self._generator, dtype=self.dtype)
         parameters = list(self.parameters.values())
         grads = torch.autograd.grad(outputs, parameters, weights, allow_unused=True)
         named = zip(self.parameters, grads, strict=True)
@@ -215,7 +235,7 @@ class Probe:
     @torch.no_grad()
     def _randomize(self) -> None:
         for name, parameter in self.parameters.items():
-            drawn = torch.randn(parameter.shape, generator=self._generator, dtype=torch.float64)
+            drawn = torch.randn(parameter.shape, generator=self._generator, dtype=self.dtype)
             if self.layouts[name].axes(name, parameter.shape)[0].is_vector:
                 parameter.copy_(1 + 0.3 * drawn)
             else:
@@ -223,8 +243,8 @@ class Probe:
                 parameter.copy_(drawn / fan_in**0.5)
 
 
-def random_tokens(model: nn.Module) -> Tensor:
-    """Return sequences of random tokens for a language model, each token at least once."""
+def random_tokens(model: nn.Module, most: int | None = None) -> Tensor:
+    """Return sequences of random tokens for a language model: each one, or `most` of them."""
     embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if embedding is None:
         raise ValueError(
@@ -232,7 +252,7 @@ def random_tokens(model: nn.Module) -> Tensor:
         )
     generator = torch.Generator().manual_seed(0)
     size = embedding.num_embeddings
-    count = math.ceil(max(_MOST_TOKENS, size) / _LENGTH) * _LENGTH
+    count = math.ceil((most or max(_FEWEST_TOKENS, size)) / _LENGTH) * _LENGTH
     tokens = torch.cat(
         [torch.randperm(size, generator=generator) for _ in range(count // size + 1)]
     )
