@@ -13,9 +13,14 @@ from learnable_multipliers.equilibrium import (
     brownian_rms,
     brownian_step,
     equilibrium_rms,
+    equilibrium_rms_lion,
     equilibrium_rms_muon,
+    equilibrium_rms_sgdm,
+    lion_walk,
+    mixed_walk,
     muon_walk,
     relaxation_steps,
+    sgdm_walk,
 )
 
 NUM_WEIGHTS = 20_000
@@ -105,9 +110,19 @@ def test_nesterov_correlations_are_those_of_its_weights(mu):
         assert walk.overlap * mu**lag == pytest.approx(measured, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "walk", [adamw_walk(), adamw_walk(0.0), muon_walk(), muon_walk(0.9, False)]
-)
+WALKS = [
+    adamw_walk(),
+    adamw_walk(0.0),
+    muon_walk(),
+    muon_walk(0.9, False),
+    muon_walk(shape=(48, 96), coefficients="quintic"),
+    lion_walk(),
+    sgdm_walk(),
+    sgdm_walk(0.95, nesterov=True),
+]
+
+
+@pytest.mark.parametrize("walk", WALKS)
 @pytest.mark.parametrize("start_rms", [0.0, 3.0])
 def test_constant_rate_leads_to_the_closed_form_exactly(walk, start_rms):
     lr, decay = 0.2, 0.1
@@ -118,8 +133,49 @@ def test_constant_rate_leads_to_the_closed_form_exactly(walk, start_rms):
 
 def test_closed_forms_are_those_of_their_walks():
     assert brownian_rms([0.2] * 3000, 0.1)[-1] == pytest.approx(equilibrium_rms(0.2, 0.1))
-    muon = brownian_rms([0.2] * 3000, 0.1, walk=muon_walk())[-1]
-    assert muon == pytest.approx(equilibrium_rms_muon(0.2, 0.1))
+    forms = {
+        equilibrium_rms_muon: muon_walk(),
+        equilibrium_rms_lion: lion_walk(),
+        equilibrium_rms_sgdm: sgdm_walk(),
+    }
+    for form, walk in forms.items():
+        assert brownian_rms([0.2] * 3000, 0.1, walk=walk)[-1] == pytest.approx(form(0.2, 0.1))
+
+
+def test_slow_sgd_is_the_slow_form_over_one_minus_momentum():
+    lr, decay = 1e-9, 0.1
+    for momentum, nesterov in ((0.0, False), (0.9, False), (0.9, True)):
+        slow = math.sqrt(lr / (2 * decay)) / (1 - momentum)
+        assert equilibrium_rms_sgdm(lr, decay, momentum, nesterov) == pytest.approx(slow, rel=1e-6)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.0, 0.9)])
+def test_lions_signs_are_as_alike_as_those_of_its_gaussian(betas):
+    # u is the sign of a moving average of noise: g_t counts 1 - b1, g_{t-k} b1 (1-b2) b2^(k-1).
+    b1, b2 = betas
+    counts = [1 - b1, *(b1 * (1 - b2) * b2 ** (k - 1) for k in range(1, 3000))]
+    counts = torch.tensor(counts, dtype=torch.float64)
+    lags = range(1, 2500)
+    gaussian = [(counts[k:] @ counts[:-k] / (counts @ counts)).item() for k in lags]
+    alike = sum(2 / math.pi * math.asin(min(r, 1.0)) for r in gaussian)
+    walk = lion_walk(betas)
+    assert walk.overlap * b2 / (1 - b2) == pytest.approx(alike, rel=1e-5, abs=1e-9)
+    # The linear form of the literature, within the percents its docstring names.
+    k = math.sqrt((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2))
+    linear = math.sqrt(1e-9 / (math.pi * 0.1)) / k
+    if b1:
+        assert equilibrium_rms_lion(1e-9, 0.1, betas) == pytest.approx(linear, rel=0.05)
+
+
+def test_blocks_walk_each_by_itself():
+    one, other = muon_walk(shape=(32, 96), coefficients="quintic"), muon_walk()
+    mixed = mixed_walk([one, other], [32, 64])
+    for lr in (1e-3, 0.5):
+        parts = [brownian_rms([lr] * 50, 0.1, 0.2, walk)[-1] ** 2 for walk in (one, other)]
+        whole = brownian_rms([lr] * 50, 0.1, 0.2, mixed)[-1] ** 2
+        assert whole == pytest.approx((parts[0] + 2 * parts[1]) / 3, rel=1e-12)
+    with pytest.raises(ValueError, match="one optimizer and momentum"):
+        mixed_walk([one, adamw_walk()], [1, 1])
 
 
 def test_relaxation_is_exponential_in_the_square():
@@ -188,8 +244,10 @@ def test_muon_on_noise_follows_the_walk_through_a_schedule(nesterov):
 def test_muon_on_noise_stays_below_the_estimate_by_what_is_documented(shape, coefficients, ratio):
     lr, decay = 0.1, 0.2
     trajectory = muon_on_noise([lr] * 800, decay, shape, coefficients=coefficients)
-    measured = late_rms(trajectory, 600) / equilibrium_rms_muon(lr, decay)
-    assert measured == pytest.approx(ratio, abs=0.04)
+    measured = late_rms(trajectory, 600)
+    assert measured / equilibrium_rms_muon(lr, decay) == pytest.approx(ratio, abs=0.04)
+    corrected = equilibrium_rms_muon(lr, decay, shape=shape, coefficients=coefficients)
+    assert measured == pytest.approx(corrected, rel=0.04)
 
 
 def test_limits_and_impossible_settings():
@@ -203,3 +261,7 @@ def test_limits_and_impossible_settings():
         equilibrium_rms(0.1, 0.1, beta1=1.0)
     with pytest.raises(ValueError, match="shape"):
         muon_walk(adjust_lr="original")
+    with pytest.raises(ValueError, match="shape"):
+        muon_walk(coefficients="quintic")
+    with pytest.raises(ValueError, match="Lion's beta2"):
+        lion_walk((0.9, 0.0))

@@ -1,6 +1,17 @@
 """Learnable multipliers: the scale of every weight matrix, learned from data."""
 
 from learnable_multipliers import mup
+from learnable_multipliers.equilibrium import (
+    Diagnosis,
+    diagnose,
+    equilibrium_rms,
+    equilibrium_rms_lion,
+    equilibrium_rms_muon,
+    equilibrium_rms_sgdm,
+    relaxation_steps,
+    row_frequency,
+    simulate_brownian,
+)
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
 from learnable_multipliers.optim import (
@@ -20,6 +31,7 @@ __all__ = [
     "NO_EMBEDDING",
     "AdamW",
     "Block",
+    "Diagnosis",
     "Entry",
     "LearnableMultipliers",
     "Matrix",
@@ -29,7 +41,12 @@ __all__ = [
     "Symmetries",
     "Symmetry",
     "clip_grad_norm_",
+    "diagnose",
     "effective",
+    "equilibrium_rms",
+    "equilibrium_rms_lion",
+    "equilibrium_rms_muon",
+    "equilibrium_rms_sgdm",
     "find_symmetries",
     "initialize_",
     "merge",
@@ -37,6 +54,9 @@ __all__ = [
     "mup",
     "param_groups",
     "plan",
+    "relaxation_steps",
     "reparametrize",
+    "row_frequency",
+    "simulate_brownian",
     "split_gradient",
 ]

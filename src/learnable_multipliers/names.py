@@ -28,6 +28,11 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def layer_template(name: str) -> str:
+    """Put a star for every number in a name, so that repeated layers share one."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter once under the name it has in the bare model."""
     for name, parameter in unwrap(model).named_parameters():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
+from learnable_multipliers.names import layer_template
+
 if TYPE_CHECKING:
     from learnable_multipliers.plan import Entry, Plan
 
@@ -16,7 +18,7 @@ def render(plan: Plan) -> str:
     """Return the plan as text."""
     lines: dict[tuple[str, ...], list[Entry]] = {}
     for entry in plan.entries:
-        lines.setdefault((_template(entry.name), *_cells(entry)), []).append(entry)
+        lines.setdefault((layer_template(entry.name), *_cells(entry)), []).append(entry)
     matrices = [(_names(e), *key[1:]) for key, e in lines.items() if not e[0].vector]
     vectors = [(_names(e), *key[1:]) for key, e in lines.items() if e[0].vector]
     rows = [*matrices, *vectors]
@@ -51,10 +53,6 @@ def _cells(entry: Entry) -> tuple[str, str, str, str]:
         extras.append(f"also {', '.join(entry.aliases)}")
     reason = entry.reason + (f" [{'; '.join(extras)}]" if extras else "")
     return shape, entry.role, entry.multipliers, reason
-
-
-def _template(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _names(entries: list[Entry]) -> str:

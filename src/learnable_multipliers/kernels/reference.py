@@ -16,10 +16,11 @@ _CHUNK = 1 << 16
 """Numbers worked on at a time: temporaries of this size stay in a core's cache."""
 
 
-def reduce(works: Sequence[Work]) -> Tensor:
+def reduce(works: Sequence[Work], each: Tensor | None = None) -> Tensor:
     """Write the row and column sums of every matrix; return the squared norm of the gradients.
 
-    The norm is that of the raw gradients, `rows_i cols_j G_ij`; multipliers are not in it.
+    The norm is that of the raw gradients, `rows_i cols_j G_ij`; multipliers are not in it. Where
+    `each` is given, every parameter's own squared norm is written there, at its index.
     """
     squares = []
     for work in works:
@@ -37,7 +38,10 @@ def reduce(works: Sequence[Work]) -> Tensor:
             factors.col_sums[e] += factors.rows[e, rows] @ product
             total += factors.rows[e, rows].square() @ (g.square() @ factors.cols[e].square())
         squares.append(total)
-    return torch.stack(squares).sum()
+    stacked = torch.stack(squares)
+    if each is not None:
+        each[[work.index for work in works]] = stacked.to(each.dtype)
+    return stacked.sum()
 
 
 def tabulate(rates: Rates) -> tuple[Hyper, Hyper]:

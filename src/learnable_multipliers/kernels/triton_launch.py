@@ -86,6 +86,10 @@ class _Tables:
         self._factors = torch.ones(self.rows, dtype=torch.float32, device=device)
         self.kinds = list(kinds.values())
         self.num_partials = self.num_squares = 0
+        # Where the partial squares of each parameter lie, by its index.
+        self._square_runs: dict[int, range] = {}
+        self._order = [work.index for work in works]
+        self._square_lines: Tensor | None = None
         for kind in self.kinds:
             self._lay_out(kind, device)
         self.partials = torch.empty(self.num_partials, dtype=torch.float32, device=device)
@@ -120,6 +124,13 @@ class _Tables:
             empty = torch.empty(0, k.PROGRAM.value, dtype=torch.int64)
             return torch.cat([empty, *programs]).to(device)
 
+        first = self.num_squares
+        for work in kind.works:
+            stack, rows, _ = _grid(work)
+            whole = work.raw.numel()
+            count = stack * -(-rows // _REDUCE_ROWS) if kind.factors else -(-whole // _FLAT)
+            self._square_runs[work.index] = range(first, first + count)
+            first += count
         kind.row_blocks, kind.samples = table(blocks), table(samples)
         kind.reduce_blocks, kind.column_blocks = table(reduces), table(columns)
         kind.runs = table(runs)
@@ -140,6 +151,17 @@ class _Tables:
         fresh = torch.tensor(listed, dtype=torch.int64)
         self.addresses[self.indices, columns] = sent(fresh, self.device)
 
+    def squares_of_each(self) -> Tensor:
+        """Return the squared norm of each parameter's gradient, in the order of the works."""
+        if self._square_lines is None:
+            runs = [torch.tensor(self._square_runs.get(i, ())).long() for i in self._order]
+            self._square_lines = torch.nn.utils.rnn.pad_sequence(
+                runs, batch_first=True, padding_value=self.num_squares
+            ).to(self.device)
+        # Gathered into lines and summed along them: the same order every time, unlike atomics.
+        padded = torch.cat([self.squares, self.squares.new_zeros(1)])
+        return padded[self._square_lines].sum(1)
+
     def factors(self, adjust: Sequence[float]) -> Tensor:
         """Return the learning-rate factors of all parameters, on the device."""
         if list(adjust) != self._adjust:
@@ -156,7 +178,7 @@ class TritonKernels:
     def __init__(self) -> None:
         self._tables: dict[int, tuple[list[Work], list[torch.dtype], _Tables]] = {}
 
-    def reduce(self, works: list[Work]) -> Tensor:
+    def reduce(self, works: list[Work], each: Tensor | None = None) -> Tensor:
         """Write the row and column sums of every matrix; return the gradients' squared norm."""
         for work in works:
             if not work.grad.is_contiguous():
@@ -194,6 +216,8 @@ class TritonKernels:
                     num_warps=_WARPS,
                 )
             start += count
+        if each is not None:
+            each[tables.indices] = tables.squares_of_each()
         return tables.squares.sum()
 
     def tabulate(self, rates: Rates) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,11 @@ class Rates:
     steps: Tensor
     """Steps each parameter has taken, this one included."""
 
+    @property
+    def beta2(self) -> Tensor:
+        """By parameter."""
+        return self.table[self.class_of, 5]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hyper:

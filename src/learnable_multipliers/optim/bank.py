@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from learnable_multipliers.multiplier import Matrix, initial_values
 
-NAMES = ("row", "col", "scalar")
+NAMES: tuple[Literal["row", "col", "scalar"], ...] = ("row", "col", "scalar")
 MOMENTS = ("", "_exp_avg", "_exp_avg_sq")
 """Suffixes of a multiplier's value and its two AdamW moments in the optimizer's state."""
 

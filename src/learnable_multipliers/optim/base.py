@@ -25,6 +25,7 @@ from learnable_multipliers.optim.sharding import (
     Share,
     all_reduce_,
     as_sharded,
+    full,
     is_sharded,
     local,
     share_of,
@@ -35,6 +36,9 @@ from learnable_multipliers.plan import matrix_from
 
 MOST_SUBSETS = 16
 """Sets of parameters with gradients whose tables are kept; more of them start over."""
+MEAN_SQUARE = "mean_sq"
+"""Name in the state of an average of mean(g^2); a state of earlier releases lacks it, and it starts
+anew."""
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
@@ -75,6 +79,10 @@ class MultiplierOptimizer(Optimizer):
     def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         """Update raw weights and write effective weights; where `go` is 0, do nothing."""
         raise NotImplementedError
+
+    def _keeps_mean_square(self, matrix: Matrix | None) -> bool:
+        """Tell whether an average of mean(g^2), one number, stands in for a second moment."""
+        return False
 
     def _lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
         """Return the learning rate of a raw weight."""
@@ -189,10 +197,11 @@ class MultiplierOptimizer(Optimizer):
                 bank.out_sums.zero_()
                 bank.in_sums.zero_()
         if not any(slot.sharded for slot in active):
-            square = self._kernels.reduce(self._works(active))
+            square = self._kernels.reduce(self._works(active), self._squares)
             return {dtype: bank.gradients() for dtype, bank in self._banks.items()}, square.sqrt()
         squares = [
-            (self._kernels.reduce(works), over) for works, over in self._norm_classes(active)
+            (self._kernels.reduce(works, self._squares), over)
+            for works, over in self._norm_classes(active)
         ]
         grads = {dtype: bank.gradients() for dtype, bank in self._banks.items()}
         partial = list(squares)
@@ -289,6 +298,10 @@ class MultiplierOptimizer(Optimizer):
         dtypes = {raw_dtype(parameter) for parameter, *_ in found}
         self._kernels = choose_kernels(self.backend, device, dtypes)
         self._steps = torch.zeros(len(found), dtype=torch.float32, device=device)
+        widest = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._mean_squares = torch.zeros(len(found), dtype=widest, device=device)
+        kept_squares = any(self._keeps_mean_square(matrix) for *_, matrix, _ in found)
+        self._squares = torch.zeros_like(self._mean_squares) if kept_squares else None
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._make_banks(found, device)
@@ -361,6 +374,8 @@ class MultiplierOptimizer(Optimizer):
         weight = local(parameter.detach())
         dtype = raw_dtype(parameter)
         kept: dict[str, Tensor] = {"step": self._steps[index]}
+        if self._keeps_mean_square(matrix):
+            kept[MEAN_SQUARE] = self._mean_squares[index]
         factors = None
         bank, place = self._bank_of.get(index, (None, 0))
         if bank is not None:
@@ -458,17 +473,21 @@ class MultiplierOptimizer(Optimizer):
                 continue
             state = self.state[slot.parameter]
             found[slot.name] = {
-                name: multiplier(slot.matrix, _full(state[name]).detach().clone())
+                name: multiplier(slot.matrix, full(state[name]).detach().clone())
                 for name in NAMES
                 if name in state
             }
         return found
 
+    def raw_state(self, slot: Slot) -> dict[str, Any]:
+        """Return the state of what trains a raw weight: the moments are there."""
+        return self.state[slot.parameter]
+
     @torch.no_grad()
     def raw_weights(self) -> dict[str, Tensor]:
         """Return the raw weights by parameter name, full tensors; not copies where not sharded."""
         return {
-            slot.name: _full(self.state[slot.parameter].get("raw", slot.parameter.detach()))
+            slot.name: full(self.state[slot.parameter].get("raw", slot.parameter.detach()))
             for slot in self._bound()
         }
 
@@ -489,7 +508,3 @@ class MultiplierOptimizer(Optimizer):
             local(grad).mul_(clip.to(grad.dtype))
         self._let_go_of_gradients()
         return norm
-
-
-def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]

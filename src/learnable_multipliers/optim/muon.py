@@ -84,6 +84,9 @@ class Muon(MultiplierOptimizer):
     def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
         return ("momentum_buffer",) if is_hidden(matrix) else ("exp_avg", "exp_avg_sq")
 
+    def _keeps_mean_square(self, matrix: Matrix | None) -> bool:
+        return is_hidden(matrix)
+
     def _lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
         lr = super()._lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
@@ -98,10 +101,25 @@ class Muon(MultiplierOptimizer):
             self._batches[id(hidden)] = _Batches(hidden, self.adjust_lr)
         batches = self._batches[id(hidden)]
         works = self._works(hidden)
+        self._average_squares(batches, clip, go)
         updates = batches.fresh()
         self._kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
         updates = batches.orthogonalize(updates, self.coefficients)
         self._kernels.muon_apply_(works, updates, hyper, batches.adjust, go)
+
+    def _average_squares(self, batches: _Batches, clip: Tensor, go: Tensor) -> None:
+        """Follow mean(g^2) of the clipped raw gradients by an average with beta2.
+
+        It starts from the first one it sees, so that its expectation on noise needs no
+        correction, whenever that was.
+        """
+        assert self._squares is not None
+        at = batches.indices
+        before = self._mean_squares[at]
+        square = self._squares[at] * clip.to(before.dtype).square() / batches.sizes
+        towards = (1 - self._rates().beta2[at]).to(before.dtype)
+        after = torch.where(before == 0, square, before.lerp(square, towards))
+        self._mean_squares[at] = torch.where(go != 0, after, before)
 
     def _bind(self) -> None:
         super()._bind()
@@ -164,6 +182,10 @@ class _Batches:
             whole = len(places) == 1
             self.adjust.append(lr_factor(rule, matrix.num_out, matrix.num_in) if whole else 1.0)
         self._rule: AdjustLr = rule
+        raw = slots[0].work.raw
+        self.indices = torch.tensor([slot.work.index for slot in slots], device=raw.device)
+        sizes = [max(slot.work.raw.numel(), 1) for slot in slots]
+        self.sizes = torch.tensor(sizes, dtype=raw.dtype, device=raw.device)
 
     def fresh(self) -> list[Tensor]:
         """Return room for the update of each matrix."""

@@ -23,7 +23,8 @@ COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
         (2.3465, -1.7098, 0.4232),
     ),
 }
-_MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
+MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
+"""What the Frobenius norm is multiplied by before a matrix is divided by it."""
 
 
 def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
@@ -38,7 +39,7 @@ def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) 
             # The Frobenius norm bounds the largest singular value. Its square is the trace of the
             # Gram matrix, and dividing there costs less than dividing x.
             square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide_dtype(gram))
-            norm = (square.sqrt() * _MARGIN[coefficients]).clamp(min=eps)[:, None, None]
+            norm = (square.sqrt() * MARGIN[coefficients]).clamp(min=eps)[:, None, None]
             scale = (1 / norm).to(gram.dtype)
             gram = gram * (1 / norm**2).to(gram.dtype)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

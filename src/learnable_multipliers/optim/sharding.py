@@ -45,6 +45,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def full(tensor: Tensor) -> Tensor:
+    """Return a tensor in full, gathered from all ranks if it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def share_of(parameter: Tensor, matrix: Matrix | None) -> Share:
     """Return what of a parameter lies here, and over which mesh axes its sums are partial."""
     if not is_sharded(parameter):
@@ -84,7 +89,8 @@ def as_sharded(
     found: dict[str, Any] = {}
     for name, value in values.items():
         kind = name.split("_", 1)[0]
-        if kind == "step":
+        if value.ndim == 0:
+            # Counts and averages over a whole parameter: the same number on every rank.
             found[name] = value
             continue
         placements, shape = parameter.placements, tuple(parameter.shape)  # pyright: ignore[reportAttributeAccessIssue]

@@ -143,6 +143,11 @@ class LearnableMultipliers(MultiplierOptimizer):
             raise ValueError("add parameter groups to the optimizer before wrapping it")
         super().add_param_group(param_group)
 
+    def raw_state(self, slot: Slot) -> dict[str, Any]:
+        """Return the wrapped optimizer's state for a raw weight."""
+        trained = self._raw.get(slot.work.index, slot.parameter)
+        return self.inner.state.get(trained, {})
+
     def _hand_down(self) -> None:
         """Pass on what schedulers and users have changed in our groups, and nothing else.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnable_multipliers.optim.base import MEAN_SQUARE
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
@@ -65,7 +66,12 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
     """Bring weights and optimizer to where a checkpoint left them; all of it fits, or nothing."""
     for file, expected in tensors_of(model, optimizer).items():
-        _refuse_misfit(f"{file}.safetensors", expected, kept.tensors.get(file, {}))
+        found = kept.tensors.get(file, {})
+        # Earlier releases did not keep it, and it can start anew.
+        needed = {
+            n: t for n, t in expected.items() if n in found or not n.endswith(f"/{MEAN_SQUARE}")
+        }
+        _refuse_misfit(f"{file}.safetensors", needed, found)
     for name, parameter in model.named_parameters():
         parameter.copy_(kept.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}

@@ -11,38 +11,32 @@ from torch import Tensor
 from learnable_multipliers.equilibrium import (
     BrownianState,
     Walk,
-    adamw_walk,
     brownian_step,
-    muon_walk,
+    has_sparse_rows,
+    walk_of,
 )
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim import AdamW, Muon, multipliers, raw_weights
-from learnable_multipliers.optim.muon import is_hidden
+from learnable_multipliers.optim.trained import trained_tensors
 from learnable_multipliers.plan import Plan
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-# Their rows get gradients as often as their token occurs: one number does not predict them.
-_SPARSE = {"embedding", "tied-embedding", "position-embedding"}
 
 
 class Prediction:
     """The rms each matrix would have if its gradients were pure noise, as a run goes on."""
 
     def __init__(self, optimizer: AdamW | Muon, plan: Plan):
-        self._optimizer = optimizer
-        matrices = {
-            entry.name: entry.matrix
-            for entry in plan.entries
-            if entry.matrix is not None and not _roles(entry.matrix) & _SPARSE
-        }
-        start = raw_weights(optimizer)
+        matrices = {entry.name for entry in plan.entries if entry.matrix is not None}
         self._settings: dict[str, tuple[float, float, Walk]] = {}
         self._states: dict[str, BrownianState] = {}
-        for group in optimizer.param_groups:
-            for name in group["param_names"]:
-                if name in matrices and name in start:
-                    self._settings[name] = self._setting(group, matrices[name])
-                    self._states[name] = BrownianState(_rms(start[name]))
+        for tensor in trained_tensors(optimizer):
+            walk = walk_of(optimizer, tensor)
+            # One number does not predict an embedding, whose rows get gradients now and then.
+            sparse = has_sparse_rows(tensor.matrix)
+            if tensor.part == "weight" and tensor.name in matrices and walk and not sparse:
+                self._settings[tensor.name] = (tensor.lr_scale, tensor.weight_decay, walk)
+                self._states[tensor.name] = BrownianState(_rms(tensor.value))
 
     def step(self, lr: float) -> None:
         """Follow one step of the run, at its base learning rate."""
@@ -70,22 +64,6 @@ class Prediction:
         for name in self._states:
             rms, heading, steps = saved[name]
             self._states[name] = BrownianState(rms, heading, int(steps))
-
-    def _setting(self, group: dict[str, Any], matrix: Matrix) -> tuple[float, float, Walk]:
-        """Return the scale of the learning rate, the decay and the walk of a matrix."""
-        scale, decay = float(group["lr_scale"]), float(group["weight_decay"])
-        if isinstance(self._optimizer, Muon):
-            if is_hidden(matrix):
-                shape = (matrix.num_out, matrix.num_in)
-                walk = muon_walk(
-                    self._optimizer.momentum,
-                    self._optimizer.nesterov,
-                    adjust_lr=self._optimizer.adjust_lr,
-                    shape=shape,
-                )
-                return scale, decay, walk
-            scale *= float(group["adamw_lr_scale"])
-        return scale, decay, adamw_walk(group["betas"][0])
 
 
 @torch.no_grad()

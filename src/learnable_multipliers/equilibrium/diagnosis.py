@@ -1,0 +1,214 @@
+"""What each tensor of a run shows of the equilibrium of noise and decay.
+
+Measured rms, the rms that noise would have given, how noisy the gradients are, and the verdict of
+`verdict.py`: for raw weights, multipliers and vectors, and for embeddings row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.equilibrium.closed_forms import SETTLED
+from learnable_multipliers.equilibrium.diagnosis_table import render
+from learnable_multipliers.equilibrium.indicator import noise_indicator
+from learnable_multipliers.equilibrium.prediction import (
+    Expectation,
+    Expectations,
+    has_sparse_rows,
+    steady_expectation,
+    walk_of,
+)
+from learnable_multipliers.equilibrium.token_rows import TokenRows, read_rows
+from learnable_multipliers.equilibrium.verdict import Verdict, verdict_of
+from learnable_multipliers.optim.base import MultiplierOptimizer
+from learnable_multipliers.optim.trained import Part, Trained, trained_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one tensor shows."""
+
+    name: str
+    """Of the parameter."""
+    part: Part
+    """`weight` (the raw weight where there are multipliers), `row`, `col` or `scalar`."""
+    kind: Literal["matrix", "multiplier", "vector"]
+    role: str
+    size: int
+    """Numbers in it."""
+    steps: int
+    measured: float
+    """RMS now."""
+    predicted: float | None
+    """RMS that noise would have given it."""
+    error: float | None
+    """Standard deviation of log(measured / predicted) on noise."""
+    settling: float | None
+    """2 wd sum(lr) so far; from 4 on the start is forgotten."""
+    indicator: float | None
+    """Noise indicator: 1 for pure noise."""
+    verdict: Verdict
+    note: str = ""
+    """Why something is missing."""
+
+    @property
+    def log_ratio(self) -> float | None:
+        """log(measured / predicted)."""
+        if not self.predicted or not self.measured or math.isinf(self.predicted):
+            return None
+        return math.log(self.measured / self.predicted)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Readings of every tensor of an optimizer; `print` shows a table, layers on one line."""
+
+    readings: tuple[Reading, ...]
+    rows: Mapping[str, TokenRows]
+    """The rows of each embedding, by parameter name."""
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Reading:
+        name, part = (key, "weight") if isinstance(key, str) else key
+        for reading in self.readings:
+            if (reading.name, reading.part) == (name, part):
+                return reading
+        raise KeyError(f"no {part} of {name!r}")
+
+    def __str__(self) -> str:
+        return render(self.readings, self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""
+        return {
+            "readings": [
+                {**dataclasses.asdict(reading), "log_ratio": reading.log_ratio}
+                for reading in self.readings
+            ],
+            "rows": {name: rows.to_dict() for name, rows in self.rows.items()},
+        }
+
+
+@torch.no_grad()
+def diagnose(
+    optimizer: MultiplierOptimizer,
+    *,
+    lrs: Iterable[float] | None = None,
+    start: Diagnosis | None = None,
+    frequency: Tensor | None = None,
+) -> Diagnosis:
+    """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
+
+    Args:
+        lrs: The base learning rate of every step taken, in order. An optimizer does not remember
+            them; without them predictions are the equilibrium at the present rate, which holds
+            for a rate that has not changed for some 2 / (lr wd) steps.
+        start: A diagnosis from before the first step. Without it a start counts as zero where
+            decay has wiped it out, and there is no prediction where it has not.
+        frequency: For each row of the embedding, in what share of the steps it has had a gradient
+            (`row_frequency` makes it from counts). Rows are simulated by it; it cannot be told from
+            the moments, which know how long ago a token came last, not how often it comes.
+    """
+    if not isinstance(optimizer, MultiplierOptimizer):
+        raise TypeError(
+            f"diagnose reads lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
+            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
+        )
+    tensors = list(trained_tensors(optimizer))
+    history = None if lrs is None else [float(lr) for lr in lrs]
+    taken = max((tensor.steps for tensor in tensors), default=0)
+    if history is not None and len(history) != taken:
+        raise ValueError(
+            f"lrs has {len(history)} learning rates, but the optimizer has taken {taken} steps: "
+            "give the rate of each step taken, without those of steps it skipped"
+        )
+    expectations = None if history is None else Expectations(history)
+    readings, rows = [], {}
+    for tensor in tensors:
+        expected, note = _expectation(optimizer, tensor, expectations, taken)
+        readings.append(_read(tensor, expected, start, note))
+        if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
+            before = start.rows[tensor.name].rms if start is not None else None
+            rows[tensor.name] = read_rows(tensor, history, before, frequency)
+    if frequency is not None and not rows:
+        raise ValueError("frequency is given, but the optimizer trains no embedding")
+    return Diagnosis(tuple(readings), rows)
+
+
+def _expectation(
+    optimizer: MultiplierOptimizer, tensor: Trained, expectations: Expectations | None, taken: int
+) -> tuple[Expectation | None, str]:
+    """Return what noise would have made of a tensor; or why that is not known."""
+    walk = walk_of(optimizer, tensor)
+    if walk is None:
+        return None, "its optimizer's walk on noise is not known"
+    if tensor.steps == 0:
+        return None, "no step yet"
+    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
+        return None, "row by row: see the rows"
+    if expectations is not None:
+        if tensor.steps < taken:
+            return None, f"had a gradient in {tensor.steps} of {taken} steps"
+        return expectations.of(walk, tensor.lr_scale, tensor.weight_decay), ""
+    lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
+    if lr * tensor.weight_decay == 0:
+        return None, "no decay or no rate, so no equilibrium: give lrs"
+    return steady_expectation(walk, lr, tensor.weight_decay, tensor.steps), ""
+
+
+def _read(
+    tensor: Trained, expected: Expectation | None, start: Diagnosis | None, note: str
+) -> Reading:
+    size = tensor.value.numel()
+    measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
+    indicator = _indicator(tensor)
+    settling = predicted = error = None
+    if expected is not None:
+        settling = expected.settling
+        start_rms = tensor.start_rms
+        if start is not None:
+            start_rms = start[tensor.name, tensor.part].measured
+        elif start_rms is None and settling >= SETTLED:
+            start_rms = 0.0
+        if start_rms is None:
+            note = "its start is not forgotten: give start"
+        else:
+            predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
+    reading = Reading(
+        name=tensor.name,
+        part=tensor.part,
+        kind=tensor.kind,
+        role=_role(tensor),
+        size=size,
+        steps=tensor.steps,
+        measured=measured,
+        predicted=predicted,
+        error=error,
+        settling=settling,
+        indicator=indicator,
+        verdict="open",
+        note=note,
+    )
+    verdict = verdict_of(reading.log_ratio, error, settling, indicator, size)
+    return dataclasses.replace(reading, verdict=verdict)
+
+
+def _indicator(tensor: Trained) -> float | None:
+    if tensor.first is None or tensor.second is None or tensor.steps == 0:
+        return None
+    found = noise_indicator(
+        tensor.first, tensor.second, tensor.beta1, tensor.beta2, tensor.steps
+    ).item()
+    return None if math.isnan(found) else found
+
+
+def _role(tensor: Trained) -> str:
+    if tensor.matrix is None:
+        return tensor.kind
+    return "/".join(dict.fromkeys(block.role for block in tensor.matrix.blocks))
