@@ -14,12 +14,9 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.hybrid import build
 
-STEPS, BATCH, LENGTH = 2000, 16, 17
-SETTINGS = {
-    # Rates and decays at which 2 wd sum(lr) is 4.3; scalars like a rate several times as high.
-    "adamw": {"lr": 2e-3, "weight_decay": 0.75, "multiplier_lr_scale": 6.0},
-    "muon": {"lr": 2e-3, "weight_decay": 0.75, "multiplier_lr_scale": 6.0},
-}
+STEPS, BATCH, LENGTH = 1500, 16, 17
+LR, WEIGHT_DECAY = 2e-3, 1.0
+"""2 wd sum(lr) is 4.3 over the run."""
 
 
 def text():
@@ -32,7 +29,7 @@ def text():
 
 def warmup_constant_decay(peak, steps):
     """A tenth of warmup, half of it constant, then an eightfold decay."""
-    warmup, decay = steps // 10, steps * 2 // 5
+    warmup, decay = max(steps // 10, 1), max(steps * 2 // 5, 1)
     return [
         peak * min(1.0, (t + 1) / warmup) * 8 ** (-max(0, t + 1 - (steps - decay)) / decay)
         for t in range(steps)
@@ -45,8 +42,9 @@ class Run:
     lrs: list
     start: lrm.Diagnosis
     frequency: torch.Tensor
-    placement: str
     loss: float
+    """Over the last hundred steps, nats per byte."""
+    weight_decay: float = WEIGHT_DECAY
 
     def diagnosis(self, lrs=None):
         return lrm.diagnose(
@@ -54,7 +52,8 @@ class Run:
         )
 
 
-def train(kind="adamw", placement="scalar", steps=STEPS, seed=0):
+def train(kind="adamw", placement="scalar", steps=STEPS, seed=0, ssm_size=0):
+    """Train a Llama, or a hybrid, on Python source."""
     numbers, vocabulary = text()
     config = ModelConfig(
         vocab_size=vocabulary,
@@ -64,16 +63,18 @@ def train(kind="adamw", placement="scalar", steps=STEPS, seed=0):
         num_kv_heads=4,
         head_dim=16,
         intermediate_size=128,
+        ssm_size=ssm_size,
     )
     model = build(config, seed)
     rules = [lrm.Rule("", "none")] if placement == "none" else []
     plan = lrm.plan(model, "full" if placement == "none" else placement, rules)
-    settings = dict(SETTINGS[kind])
-    groups = lrm.param_groups(model, plan, weight_decay=settings.pop("weight_decay"))
-    optimizer_class = {"adamw": lrm.AdamW, "muon": lrm.Muon}[kind]
-    optimizer = optimizer_class(groups, max_grad_norm=1.0, **settings)
+    groups = lrm.param_groups(model, plan, weight_decay=WEIGHT_DECAY)
+    # Scalars like a rate several times as high as matrices.
+    optimizer = {"adamw": lrm.AdamW, "muon": lrm.Muon}[kind](
+        groups, lr=LR, multiplier_lr_scale=6.0, max_grad_norm=1.0
+    )
     start = lrm.diagnose(optimizer)
-    lrs = warmup_constant_decay(settings["lr"], steps)
+    lrs = warmup_constant_decay(LR, steps)
     generator = torch.Generator().manual_seed(seed)
     seen, losses = torch.zeros(vocabulary), []
     for lr in lrs:
@@ -87,4 +88,5 @@ def train(kind="adamw", placement="scalar", steps=STEPS, seed=0):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Run(optimizer, lrs, start, seen / steps, placement, sum(losses[-100:]) / 100)
+    loss = sum(losses[-100:]) / len(losses[-100:])
+    return Run(optimizer, lrs, start, seen / steps, loss)

@@ -2,8 +2,9 @@
 
 Muon orthogonalizes momenta that share most of their gradients. Two N(0,1) matrices of
 correlation r have, orthogonalized, a correlation below r, the more so the nearer the matrix is to a
-square, whose smallest singular values belong to noise alone. No closed form is known; both
-numbers go by the aspect ratio, so a small matrix tells those of a large one.
+square, whose smallest singular values belong to noise alone. No closed form is known. Singular
+values of noise over the Frobenius norm go by the aspect ratio and 1/sqrt(short side), so a small
+matrix of the same aspect, scaled to the large one's singular values, tells both numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from learnable_multipliers.optim.newton_schulz import Coefficients, orthogonalize
+from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, MARGIN, Coefficients
 
 _SHORT_SIDE, _LONGEST_ASPECT = 48, 8
 """Of the matrices drawn; beyond this aspect, orthogonalizing hardly does more than rescale."""
@@ -39,28 +41,41 @@ def overlap_after(
     return ratio * correlation
 
 
-def _twin(num_out: int, num_in: int) -> tuple[int, int]:
-    """Return the sides of a small matrix of the same aspect, the short one first."""
-    short, long = sorted((num_out, num_in))
-    aspect = min(long / max(short, 1), _LONGEST_ASPECT)
-    short = min(max(short, 1), _SHORT_SIDE)
-    return short, round(short * aspect)
+def _twin(num_out: int, num_in: int) -> tuple[int, int, int]:
+    """Return the sides of a small matrix of the same aspect, and the short side it stands for."""
+    short, long = sorted((max(num_out, 1), max(num_in, 1)))
+    aspect = min(long / short, _LONGEST_ASPECT)
+    drawn = min(short, _SHORT_SIDE)
+    return drawn, round(drawn * aspect), short
 
 
 @lru_cache(maxsize=256)
 @torch.no_grad()
-def _measured(short: int, long: int, coefficients: Coefficients) -> tuple[float, tuple[float, ...]]:
+def _measured(
+    short: int, long: int, meant: int, coefficients: Coefficients
+) -> tuple[float, tuple[float, ...]]:
     """Return the rms, and correlation after over correlation before along the grid."""
     count = max(2, _NUMBERS // (short * long))
     generator = torch.Generator().manual_seed(0)
-    one, other = torch.randn(2, count, short, long, generator=generator).double()
-    first = orthogonalize(one, coefficients)
+    one, other = torch.randn(2, count, short, long, generator=generator)
+    smaller = (short / meant) ** 0.5
+    first = _orthogonalized(one, smaller, coefficients)
     square = first.square().mean()
     ratios = []
     for correlation in _GRID[1:-1]:
         mixed = correlation * one + (1 - correlation**2) ** 0.5 * other
-        after = (first * orthogonalize(mixed, coefficients)).mean() / square
+        after = (first * _orthogonalized(mixed, smaller, coefficients)).mean() / square
         ratios.append(after.item() / correlation)
     rms = (square * long).sqrt().item()
     # At no correlation the ratio is a slope; its nearest neighbour stands for it.
     return rms, (ratios[0], *ratios, 1.0)
+
+
+def _orthogonalized(batch: Tensor, smaller: float, coefficients: Coefficients) -> Tensor:
+    """Newton-Schulz from singular values smaller than the batch's own over its norm."""
+    norm = torch.linalg.matrix_norm(batch, keepdim=True) * MARGIN[coefficients]
+    x = batch * (smaller / norm)
+    for a, b, c in COEFFICIENTS[coefficients]:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
