@@ -1,9 +1,16 @@
-"""A real training run, small enough for a test: a hybrid on Python source, byte by byte."""
+"""A real training run, small enough for a test: a Llama on Python source, byte by byte.
 
+    python tests/small_training.py --placement scalar --seed 0
+
+prints its diagnosis, and the medians of |log(measured / predicted)|.
+"""
+
+import argparse
 import ast
 import dataclasses
 import difflib
 import inspect
+import statistics
 import tarfile
 import typing
 from pathlib import Path
@@ -90,3 +97,38 @@ def train(kind="adamw", placement="scalar", steps=STEPS, seed=0, ssm_size=0):
         losses.append(loss.item())
     loss = sum(losses[-100:]) / len(losses[-100:])
     return Run(optimizer, lrs, start, seen / steps, loss)
+
+
+ENDS = ("embedding", "head")
+
+
+def median_departure(found, kind):
+    """Return the median of |log(measured / predicted)| over hidden matrices, or multipliers."""
+    departures = [
+        abs(reading.log_ratio)
+        for reading in found.readings
+        if reading.kind == kind and (kind == "multiplier" or reading.role not in ENDS)
+    ]
+    return statistics.median(departures) if departures else None
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--placement", default="scalar")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    run = train(options.optimizer, options.placement, seed=options.seed)
+    found = run.diagnosis()
+    constant = run.diagnosis([max(run.lrs)] * len(run.lrs))
+    print(found)
+    print(
+        f"loss {run.loss:.3f}; hidden matrices {median_departure(found, 'matrix'):.3f}, under a "
+        f"constant rate {median_departure(constant, 'matrix'):.3f}; multipliers",
+        median_departure(found, "multiplier"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
-"""The README's Python runs, top to bottom, in one namespace."""
+"""The Python of README and documents runs, top to bottom, in one namespace each."""
 
 import re
 import shlex
 from pathlib import Path
+
+import pytest
 
 from learnable_multipliers.cli import COMMANDS, main
 
@@ -23,6 +25,15 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     table = str(namespace["lrm"].plan(namespace["model"], "symmetry-aware"))
     for line in shown.splitlines():
         assert line in table
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "docs").glob("*.md"))])
+def test_code_in_documents_runs(name, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / name).read_text()
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        exec(compile(block, name, "exec"), namespace)
 
 
 # A few steps do in a test; the demo has a test of its own.
