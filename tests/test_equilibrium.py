@@ -22,6 +22,12 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     sgdm_walk,
 )
+from learnable_multipliers.equilibrium.orthogonal_noise import (
+    _orthogonalized,
+    overlap_after,
+    rms_after,
+)
+from learnable_multipliers.optim.newton_schulz import orthogonalize
 
 NUM_WEIGHTS = 20_000
 
@@ -165,6 +171,21 @@ def test_lions_signs_are_as_alike_as_those_of_its_gaussian(betas):
     linear = math.sqrt(1e-9 / (math.pi * 0.1)) / k
     if b1:
         assert equilibrium_rms_lion(1e-9, 0.1, betas) == pytest.approx(linear, rel=0.05)
+
+
+@pytest.mark.parametrize("coefficients", ["quintic", "polar-express"])
+def test_small_noise_stands_for_large(coefficients):
+    large = torch.randn(2, 160, 240, generator=torch.Generator().manual_seed(1))
+    mixed = 0.8 * large[0] + 0.6 * large[1]
+    one, other = orthogonalize(torch.stack([large[0], mixed]), coefficients)
+    rms = one.square().mean().sqrt().item() * math.sqrt(240)
+    assert rms_after(240, 160, coefficients) == pytest.approx(rms, rel=0.02)
+    alike = ((one * other).mean() / one.square().mean()).item()
+    assert overlap_after(0.8, 240, 160, coefficients) == pytest.approx(alike, abs=0.01)
+    # At its own size the small matrix is orthogonalized as any other.
+    small = torch.randn(3, 20, 50)
+    exact = orthogonalize(small, coefficients)
+    torch.testing.assert_close(_orthogonalized(small, 1.0, coefficients), exact, rtol=0, atol=1e-4)
 
 
 def test_blocks_walk_each_by_itself():

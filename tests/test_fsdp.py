@@ -53,11 +53,12 @@ def worker(rank, port, kind, path):
             if p.requires_grad
         }
         mults = lrm.multipliers(optimizer)
+        readings = lrm.diagnose(optimizer, lrs=[1e-2] * STEPS).to_dict()
         # State dicts load back, and the run goes on.
         optimizer.load_state_dict(optimizer.state_dict())
         run(model, plan, 1)
         if rank == 0:
-            torch.save((weights, state, mults, norm), path)
+            torch.save((weights, state, mults, norm, readings), path)
     finally:
         dist.destroy_process_group()
 
@@ -70,7 +71,7 @@ def test_two_ranks_equal_one_process(kind, tmp_path):
         port = free.getsockname()[1]
     path = tmp_path / "sharded"
     mp.spawn(worker, (port, kind, path), nprocs=2)
-    weights, state, mults, norm = torch.load(path, weights_only=True)
+    weights, state, mults, norm, readings = torch.load(path, weights_only=True)
 
     model, plan = fresh(kind)
     optimizer, expected_norm = run(model, plan)
@@ -86,3 +87,10 @@ def test_two_ranks_equal_one_process(kind, tmp_path):
     for name, values in lrm.multipliers(optimizer).items():
         for key, value in values.items():
             torch.testing.assert_close(mults[name][key], value, **tight)
+    expected = lrm.diagnose(optimizer, lrs=[1e-2] * STEPS).to_dict()
+    for one, other in zip(readings["readings"], expected["readings"], strict=True):
+        if one["name"] == "single.weight":
+            # The same for all logits, so that its gradients are rounding alone.
+            one["indicator"] = other["indicator"]
+        close = {k: v if isinstance(v, str | None) else pytest.approx(v) for k, v in other.items()}
+        assert one == close

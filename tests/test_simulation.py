@@ -82,7 +82,7 @@ def test_lion_and_sgd_come_to_their_closed_forms(rate_times_decay, name):
     assert found == pytest.approx(closed, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [(4, 48, 48), (4, 24, 96), (4, 96, 24)])
+@pytest.mark.parametrize("shape", [(4, 48, 48), (4, 24, 96), (4, 96, 24), (1, 112, 112)])
 @pytest.mark.parametrize("coefficients", ["quintic", "polar-express"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_comes_to_its_corrected_formula(shape, coefficients, nesterov):
