@@ -81,9 +81,10 @@ def state_bytes(config: TrainConfig, model: HybridLM, plan: Plan) -> dict[str, i
             continue
         size, matrix = _FLOAT * parameter.numel(), matrices[name]
         gradients += size
-        # Muon keeps one moment of a hidden matrix, AdamW two; both count steps.
+        # Muon keeps one moment of a hidden matrix and an average over it, AdamW two moments; both
+        # count steps.
         one = config.optimizer.kind == "muon" and is_hidden(matrix)
-        sizes["moments"] += (1 if one else 2) * size + _FLOAT
+        sizes["moments"] += size + 2 * _FLOAT if one else 2 * size + _FLOAT
         if matrix is not None and matrix.carries:
             carried = sum(value.numel() for value in initial_values(matrix).values())
             sizes["raw weights"] += size
