@@ -78,15 +78,17 @@ class Awkward(torch.nn.Module):
         self.odd = torch.nn.Parameter(torch.randn(1030))
 
 
+@pytest.mark.parametrize("kind", ["row+col", "none"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
-def test_ragged_tiles(optimizer_class, nesterov):
+def test_ragged_tiles(optimizer_class, nesterov, kind):
     settings = {"nesterov": nesterov} if optimizer_class is lrm.Muon else {}
     runs = []
     for backend in ("torch", "triton"):
         torch.manual_seed(0)
         model = Awkward().to(DEVICE)
-        plan = lrm.plan(model, "full", [lrm.Rule("stack", "row+col", role="down")])
+        rules = [lrm.Rule("stack", kind, role="down"), lrm.Rule(r"wide|line|column", kind)]
+        plan = lrm.plan(model, "full", rules)
         optimizer = make(optimizer_class, backend, **settings)(model, plan)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
@@ -96,6 +98,8 @@ def test_ragged_tiles(optimizer_class, nesterov):
                 p.grad = grad.permute(*reversed(range(p.ndim))).to(DEVICE)
             optimizer.step()
         runs.append((model, optimizer))
+    if optimizer_class is lrm.Muon:
+        assert runs[1][1].state[runs[1][0].stack]["mean_sq"] > 0
     # Newton-Schulz in bfloat16 turns the last bit of its input into more than that.
     loose = optimizer_class is lrm.Muon and DEVICE == "cuda"
     assert_same(runs, rtol=1e-2 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
