@@ -317,10 +317,17 @@ def test_without_rates_the_present_rate_counts():
         group["lr"] = LR / 10
     slow = lrm.diagnose(optimizer)["up_proj.weight"]
     assert (slow.predicted, slow.verdict) == (None, "open")
-    assert slow.note == "its start is not forgotten: give start"
+    assert slow.note.startswith("too early for the equilibrium at the present rate")
+    assert slow.settling == pytest.approx(2 * DECAY * LR / 10 * STEPS, rel=0.02)
+    # Nor of multipliers, whose decay has hardly begun.
+    row = lrm.diagnose(optimizer, start=start)["up_proj.weight", "row"]
+    assert (row.predicted, row.verdict) == (None, "open")
     assert lrm.diagnose(optimizer)["norm.weight"].note.startswith("no decay or no rate")
-    # A start that is known counts, settled or not.
-    assert lrm.diagnose(optimizer, start=start)["up_proj.weight"].predicted > 0
+    # With rates and no start, what has forgotten its start is predicted, and multipliers are.
+    found = lrm.diagnose(optimizer, lrs=lrs)
+    assert found["up_proj.weight"].predicted > 0
+    assert found["up_proj.weight", "row"].predicted > 0
+    assert found["norm.weight"].note == "its start is not forgotten: give start"
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])

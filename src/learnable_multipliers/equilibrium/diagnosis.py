@@ -107,8 +107,9 @@ def diagnose(
 
     Args:
         lrs: The base learning rate of every step taken, in order. An optimizer does not remember
-            them; without them predictions are the equilibrium at the present rate, which holds
-            for a rate that has not changed for some 2 / (lr wd) steps.
+            them. Without them predictions are the equilibrium at the present rate, for tensors
+            that the steps so far would have brought there: right if the rate has not changed for
+            some 2 / (lr wd) steps.
         start: A diagnosis from before the first step. Without it a start counts as zero where
             decay has wiped it out, and there is no prediction where it has not.
         frequency: For each row of the embedding, in what share of the steps it has had a gradient
@@ -144,7 +145,7 @@ def diagnose(
 def _expectation(
     optimizer: MultiplierOptimizer, tensor: Trained, expectations: Expectations | None, taken: int
 ) -> tuple[Expectation | None, str]:
-    """Return what noise would have made of a tensor; or why that is not known."""
+    """Return what noise would have made of a tensor; with a reason, if that says too little."""
     walk = walk_of(optimizer, tensor)
     if walk is None:
         return None, "its optimizer's walk on noise is not known"
@@ -159,7 +160,9 @@ def _expectation(
     lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
     if lr * tensor.weight_decay == 0:
         return None, "no decay or no rate, so no equilibrium: give lrs"
-    return steady_expectation(walk, lr, tensor.weight_decay, tensor.steps), ""
+    expected = steady_expectation(walk, lr, tensor.weight_decay, tensor.steps)
+    early = "too early for the equilibrium at the present rate: give lrs"
+    return expected, "" if expected.settling >= SETTLED else early
 
 
 def _read(
@@ -168,13 +171,13 @@ def _read(
     size = tensor.value.numel()
     measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
     indicator = _indicator(tensor)
-    settling = predicted = error = None
-    if expected is not None:
-        settling = expected.settling
+    predicted = error = None
+    settling = None if expected is None else expected.settling
+    if expected is not None and not note:
         start_rms = tensor.start_rms
         if start is not None:
             start_rms = start[tensor.name, tensor.part].measured
-        elif start_rms is None and settling >= SETTLED:
+        elif start_rms is None and expected.settling >= SETTLED:
             start_rms = 0.0
         if start_rms is None:
             note = "its start is not forgotten: give start"

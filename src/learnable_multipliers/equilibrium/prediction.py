@@ -99,9 +99,9 @@ class Expectations:
 
 
 def steady_expectation(walk: Walk, lr: float, weight_decay: float, steps: int) -> Expectation:
-    """Return the equilibrium at one rate, with a start left as if the rate had always been this."""
+    """Return what is expected if the rate has always been this one."""
     kept = abs(1 - lr * weight_decay) ** steps
-    return Expectation(walk_equilibrium(lr, weight_decay, walk), kept)
+    return Expectation(walk_equilibrium(lr, weight_decay, walk) * math.sqrt(1 - kept**2), kept)
 
 
 def decayed(lrs: Sequence[float], weight_decay: float) -> float:
