@@ -193,22 +193,24 @@ class Probe:
         grads = torch.autograd.grad(
             outputs,
             list(self.parameters.values()),
-            weights,
+            weights if count > 1 else weights[0],
             retain_graph=True,
             allow_unused=True,
-            is_grads_batched=True,
+            is_grads_batched=count > 1,
         )
-        by_name = dict(zip(self.parameters, grads, strict=True))
-        return torch.cat([self._by_axis(axis, by_name[axis.name], count) for axis in self.axes], 1)
-
-    def _by_axis(self, axis: Axis, grads: Tensor | None, count: int) -> Tensor:
-        """Return sum W * dL/dW along an axis for each of the gradients."""
-        parameter = self.parameters[axis.name].detach()
-        if grads is None:
-            return parameter.new_zeros(count, self.num_entries(axis))
-        layout = self.layouts[axis.name]
-        changes = (parameter + axis.offset) * grads
-        return torch.stack([layout.summed(axis.kind, change) for change in changes])
+        columns = []
+        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
+            axes = self.layouts[name].axes(name, parameter.shape)
+            if grad is None:
+                columns += [outputs.new_zeros(count, self.num_entries(axis)) for axis in axes]
+                continue
+            # sum W * dL/dW along each axis, for each of the gradients.
+            changes = (parameter.detach() + axes[0].offset) * grad.view(count, *parameter.shape)
+            columns += [
+                torch.stack([self.layouts[name].summed(axis.kind, one) for one in changes])
+                for axis in axes
+            ]
+        return torch.cat(columns, 1)
 
     def _find_shifted(self) -> list[str]:
         """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""

@@ -24,8 +24,8 @@ from learnable_multipliers.symmetry.symmetry import Symmetries, Symmetry, Term
 
 # The derivative is taken in float32; a wrong guess is wrong by about 1.
 _CONFIRMED = 1e-2
-_NUM_PROJECTIONS = 3
-_NUM_TOKENS = 64
+_NUM_PROJECTIONS = 2
+_NUM_TOKENS = 32
 
 
 def probe_like(
