@@ -113,15 +113,22 @@ class Layout:
 def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> dict[str, Layout]:
     """Return how every trained parameter of a model is stored, by name.
 
-    Module types say which weights are stored transposed or as a stack; names say nothing here.
+    Module types say which weights are stored transposed; what has three dimensions and is not
+    the filters of a convolution is a stack of matrices. Names say nothing here.
     Where it is given what matrices carry, they have these axes and no others.
     """
     readings = {reading.name: reading for reading in read_roles(unwrap(model)).parameters}
+    filters = {
+        id(parameter)
+        for module in model.modules()
+        if hasattr(module, "kernel_size")
+        for parameter in module.parameters(recurse=False)
+    }
     found = {}
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        layout = _layout(readings.get(name), parameter.ndim)
+        layout = _layout(readings.get(name), parameter.shape, id(parameter) in filters)
         if layout.matrix and carried is not None:
             matrix = carried.get(name)
             if matrix is None or not matrix.carries:
@@ -131,10 +138,9 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     return found
 
 
-def _layout(reading: Reading | None, ndim: int) -> Layout:
-    if ndim == 2:
-        return Layout(transposed=reading is not None and reading.transposed)
-    stacked = ndim == 3 and reading is not None and bool(reading.parts) and not reading.opaque
-    if stacked and reading is not None:
-        return Layout(stack=1, transposed=reading.transposed)
+def _layout(reading: Reading | None, shape: Sequence[int], is_filter: bool) -> Layout:
+    # One filter for each channel is often a bare parameter, (channels, 1, taps).
+    is_stack = len(shape) == 3 and shape[1] > 1 and not is_filter
+    if len(shape) == 2 or is_stack:
+        return Layout(stack=len(shape) - 2, transposed=reading is not None and reading.transposed)
     return Layout(matrix=False)

@@ -37,24 +37,29 @@ class Columns:
     nullity: int
     silent: dict[Axis, Tensor]
     """Entries that do not reach the outputs, as for tokens that do not occur; left out."""
+    alone: dict[Axis, Tensor]
+    """Entries without effect that do reach the outputs: a norm takes them away, each by itself."""
 
     def of(self, axes: Iterable[Axis]) -> Tensor:
-        """Return the numbers of the columns of some axes, silent ones left out."""
+        """Return the numbers of the columns of some axes, silent and lone ones left out."""
         return torch.cat(
             [
-                torch.arange(self.axes[axis].start, self.axes[axis].stop)[~self.silent[axis]]
+                torch.arange(self.axes[axis].start, self.axes[axis].stop)[
+                    ~(self.silent[axis] | self.alone[axis])
+                ]
                 for axis in axes
             ]
         )
 
 
-def reduce_columns(entries: Mapping[Axis, int], jacobian: Tensor) -> Columns:
+def reduce_columns(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> Columns:
     """Find rank and nullity of a Jacobian; raise where they cannot be told apart."""
-    norms = jacobian.norm(dim=0)
-    silent = norms <= _ZERO * norms.max()
-    scaled = jacobian / norms.where(~silent, torch.ones_like(norms))
-    _, values, basis = torch.linalg.svd(scaled[:, ~silent], full_matrices=False)
-    values = values / values[0]
+    norms, sizes = jacobian.norm(dim=0), sizes.norm(dim=0)
+    silent = sizes <= _ZERO * sizes.max()
+    alone = (norms <= _ZERO * sizes) & ~silent
+    live = ~(silent | alone)
+    _, values, basis = torch.linalg.svd(jacobian[:, live] / norms[live], full_matrices=False)
+    values = values / values[:1]
     between = values[(values > _ZERO) & (values < _NONZERO)]
     if len(between):
         raise ValueError(
@@ -65,7 +70,7 @@ def reduce_columns(entries: Mapping[Axis, int], jacobian: Tensor) -> Columns:
     rank = int((values >= _NONZERO).sum())
     whole = jacobian.new_zeros(rank, jacobian.shape[1])
     # Back to the Jacobian's own units, in which exponents are small integers.
-    whole[:, ~silent] = basis[:rank] * norms[~silent]
+    whole[:, live] = basis[:rank] * norms[live]
     slices: dict[Axis, slice] = {}
     start = 0
     for axis, count in entries.items():
@@ -76,6 +81,7 @@ def reduce_columns(entries: Mapping[Axis, int], jacobian: Tensor) -> Columns:
         basis=whole,
         nullity=int((~silent).sum()) - rank,
         silent={axis: silent[where] for axis, where in slices.items()},
+        alone={axis: alone[where] for axis, where in slices.items()},
     )
 
 
@@ -119,19 +125,41 @@ def null_vectors(columns: Columns, group: Sequence[Axis], left_out: int | None =
     return vectors
 
 
-def constant_vectors(columns: Columns, axes: Sequence[Axis]) -> Tensor:
-    """Return a basis of the null vectors that are one number along each of some axes."""
-    lumps = columns.basis.new_zeros(len(axes), columns.basis.shape[1])
-    for lump, axis in zip(lumps, axes, strict=True):
-        lump[columns.axes[axis]] = (~columns.silent[axis]).to(lump)
-    lumps = lumps[lumps.any(1)]
-    effects = columns.basis @ lumps.T
+def whole_axes(columns: Columns, axes: Sequence[Axis]) -> list[Tensor]:
+    """Return the columns of each axis."""
+    return [numbers for axis in axes if len(numbers := columns.of([axis]))]
+
+
+def entries_alike(columns: Columns, axes: Sequence[Axis]) -> list[Tensor]:
+    """Return the columns of each axis, split where null vectors tell its entries apart.
+
+    Biases of queries and values may be one vector, and yet scale differently.
+    """
+    vectors = null_vectors(columns, list(columns.axes), None)
+    vectors = vectors / vectors.abs().amax(1, keepdim=True)
+    lumps = []
+    for numbers in whole_axes(columns, axes):
+        left = numbers
+        while len(left):
+            same = (vectors[:, left] - vectors[:, left[:1]]).abs().amax(0) <= _ABSENT
+            lumps.append(left[same])
+            left = left[~same]
+    return lumps
+
+
+def constant_vectors(columns: Columns, lumps: Sequence[Tensor]) -> Tensor:
+    """Return a basis of the null vectors that are one number on each of some sets of columns."""
+    indicators = columns.basis.new_zeros(len(lumps), columns.basis.shape[1])
+    for indicator, numbers in zip(indicators, lumps, strict=True):
+        indicator[numbers] = 1.0
+    effects = columns.basis @ indicators.T
     scale = effects.norm(dim=0)
-    # An axis that has no effect as a whole is a null vector by itself.
-    scale = scale.where(scale > _NONZERO * scale.max(), torch.ones_like(scale))
+    # An axis that has no effect as a whole is a null vector by itself: what is left is rounding.
+    present = scale > _NONZERO * (indicators @ columns.basis.norm(dim=0))
+    effects, scale = effects * present, scale.where(present, torch.ones_like(scale))
     _, values, basis = torch.linalg.svd(effects / scale, full_matrices=True)
-    rank = int((values > _NONZERO * values[0]).sum())
-    return (basis[rank:] / scale) @ lumps
+    rank = int((values > _NONZERO * values[:1]).sum())
+    return (basis[rank:] / scale) @ indicators
 
 
 def reduced_along(columns: Columns, vectors: Tensor, order: Sequence[Axis]) -> Tensor:

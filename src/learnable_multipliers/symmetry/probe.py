@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,18 @@ class Probe:
     ):
         self.dtype = dtype
         self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
-        self.inputs = random_tokens(self.model) if inputs is None else inputs
+        self.inputs = _like_the_copy(random_tokens(self.model) if inputs is None else inputs, dtype)
         self.layouts: dict[str, Layout] = layouts(self.model, carried)
         self.parameters: dict[str, nn.Parameter] = {
             name: parameter
             for name, parameter in named_parameters(self.model)
             if name in self.layouts
         }
+        if not self.parameters:
+            raise ValueError(
+                f"{type(self.model).__name__} has no trained parameters with a scale to learn: "
+                "unfreeze some, or give a plan that puts multipliers on them"
+            )
         config: Any = getattr(self.model, "config", None)
         if getattr(config, "use_cache", False):
             # Nothing is generated here; a cache costs time and is part of what is returned.
@@ -121,24 +127,28 @@ class Probe:
         with wide:
             return _joined(_call(self.model, self.inputs))
 
-    def jacobian(self) -> Tensor:
+    def jacobian(self) -> tuple[Tensor, Tensor]:
         """Return d(random combinations of the outputs)/d(log of every scale), at several weights.
 
-        The columns are the entries of the axes, in order.
+        The columns are the entries of the axes, in order. Also the sums of the absolute values
+        that each derivative is the sum of: a sum of 0 may be that of many that cancel.
         """
         num_columns = sum(self.num_entries(axis) for axis in self.axes)
-        rows_left = math.ceil(_PROJECTIONS_PER_AXIS * num_columns)
-        rows_each = math.ceil(rows_left / _NUM_POINTS)
+        num_rows = math.ceil(_PROJECTIONS_PER_AXIS * num_columns)
+        # A few outputs, or the loss alone, say little at one set of weights.
+        num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
+        rows_each = math.ceil(num_rows / num_points)
         rows = []
-        for _ in range(_NUM_POINTS):
+        sizes = []
+        for _ in range(num_points):
             self._randomize()
-            outputs = self.outputs()
-            if not outputs.requires_grad:
-                raise ValueError("the outputs do not depend on any trained parameter of the model")
+            outputs = self._differentiable_outputs()
             for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
-                rows.append(self._derivatives(outputs, count))
-        return torch.cat(rows)
+                row, size = self._derivatives(outputs, count)
+                rows.append(row)
+                sizes.append(size)
+        return torch.cat(rows), torch.cat(sizes)
 
     @torch.no_grad()
     def scales_single_outputs(self, axis: Axis) -> bool:
@@ -164,7 +174,7 @@ class Probe:
     def derivatives(self, count: int) -> Tensor:
         """Return d(random combinations of the outputs)/d(log of every scale), one by one."""
         outputs = self.outputs()
-        return torch.cat([self._derivatives(outputs, 1) for _ in range(count)])
+        return torch.cat([self._derivatives(outputs, 1)[0] for _ in range(count)])
 
     def num_entries(self, axis: Axis) -> int:
         """Return how many entries an axis has."""
@@ -186,8 +196,17 @@ class Probe:
                 for name, parameter in self.parameters.items():
                     parameter.copy_(before[name])
 
-    def _derivatives(self, outputs: Tensor, count: int) -> Tensor:
-        """Return derivatives of some random combinations of the outputs, (count, columns)."""
+    def _differentiable_outputs(self) -> Tensor:
+        outputs = self.outputs()
+        if not outputs.requires_grad:
+            raise ValueError("the outputs do not depend on any trained parameter of the model")
+        return outputs
+
+    def _derivatives(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return derivatives of some random combinations of the outputs, and their sizes.
+
+        Both are (count, columns).
+        """
         shape = (count, *outputs.shape)
         weights = torch.randn(shape, generator=self._generator, dtype=self.dtype)
         grads = torch.autograd.grad(
@@ -198,19 +217,21 @@ class Probe:
             allow_unused=True,
             is_grads_batched=count > 1,
         )
-        columns = []
+        sums, sizes = [], []
         for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
-            axes = self.layouts[name].axes(name, parameter.shape)
+            layout, axes = self.layouts[name], self.layouts[name].axes(name, parameter.shape)
             if grad is None:
-                columns += [outputs.new_zeros(count, self.num_entries(axis)) for axis in axes]
+                nothing = [outputs.new_zeros(count, self.num_entries(axis)) for axis in axes]
+                sums += nothing
+                sizes += nothing
                 continue
-            # sum W * dL/dW along each axis, for each of the gradients.
+            # sum W * dL/dW along each axis, for each of the gradients, and sum |W * dL/dW|.
             changes = (parameter.detach() + axes[0].offset) * grad.view(count, *parameter.shape)
-            columns += [
-                torch.stack([self.layouts[name].summed(axis.kind, one) for one in changes])
-                for axis in axes
-            ]
-        return torch.cat(columns, 1)
+            for axis in axes:
+                summed = torch.vmap(partial(layout.summed, axis.kind))
+                sums.append(summed(changes))
+                sizes.append(summed(changes.abs()))
+        return torch.cat(sums, 1), torch.cat(sizes, 1)
 
     def _find_shifted(self) -> list[str]:
         """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""
@@ -227,7 +248,7 @@ class Probe:
 
     def _reached(self) -> set[str]:
         """Return the parameters that have an effect on the outputs."""
-        outputs = self.outputs()
+        outputs = self._differentiable_outputs()
         weights = torch.randn(outputs.shape, generator=self._generator, dtype=self.dtype)
         parameters = list(self.parameters.values())
         grads = torch.autograd.grad(outputs, parameters, weights, allow_unused=True)
@@ -261,6 +282,17 @@ def random_tokens(model: nn.Module, most: int | None = None) -> Tensor:
     return tokens[:count].view(-1, _LENGTH)
 
 
+def _like_the_copy(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return inputs for a copy in some dtype on the CPU, inside tuples, lists and mappings too."""
+    if isinstance(inputs, Tensor):
+        return inputs.to("cpu", dtype if inputs.is_floating_point() else inputs.dtype)
+    if isinstance(inputs, Mapping):
+        return {key: _like_the_copy(value, dtype) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_like_the_copy(value, dtype) for value in inputs)
+    return inputs
+
+
 def _call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -270,13 +302,14 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 def _joined(outputs: Any) -> Tensor:
     """Return the first floating-point tensor of what a model returned: logits, as a rule."""
     if isinstance(outputs, Tensor):
-        return outputs.reshape(-1, outputs.shape[-1]) if outputs.ndim else outputs.reshape(1, 1)
-    if hasattr(outputs, "logits"):
-        return _joined(outputs.logits)
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    for value in values:
+        values: Any = (outputs,)
+    elif hasattr(outputs, "logits"):
+        values = (outputs.logits,)
+    else:
+        values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor) and value.is_floating_point():
-            return _joined(value)
+            return value.reshape(-1, value.shape[-1]) if value.ndim else value.reshape(1, 1)
     raise ValueError(f"the model returned no floating-point tensor but a {type(outputs).__name__}")
 
 

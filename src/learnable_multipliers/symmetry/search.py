@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,16 +13,20 @@ from learnable_multipliers.symmetry.families import (
     Columns,
     candidate_groups,
     constant_vectors,
+    entries_alike,
     independent_of,
     null_vectors,
     reduce_columns,
     reduced_along,
+    whole_axes,
 )
 from learnable_multipliers.symmetry.probe import Probe
 from learnable_multipliers.symmetry.symmetry import Kind, Symmetries, Symmetry, Term
 
 # Powers are small integers; what differs by this much is another power.
 _POWER_TOLERANCE = 1e-5
+# The smallest power need not be 1: a scale squared trades with another cubed.
+_LARGEST_SMALLEST_POWER = 4
 # Outputs of a rescaled copy in float64 may differ by rounding alone.
 _UNCHANGED = 1e-8
 
@@ -30,16 +34,18 @@ _UNCHANGED = 1e-8
 def search(probe: Probe) -> Symmetries:
     """Return the symmetries of a probed model, each verified, complete by rank."""
     columns = reduce_columns(
-        {axis: probe.num_entries(axis) for axis in probe.axes}, probe.jacobian()
+        {axis: probe.num_entries(axis) for axis in probe.axes}, *probe.jacobian()
     )
     search = _Search(probe, columns)
     search.exchanges()
-    for group in _many_members_first(columns, candidate_groups(columns)):
+    search.alone()
+    groups = [] if search.complete else candidate_groups(columns)
+    for group in _many_members_first(columns, groups):
         search.group(group)
         if search.complete:
             break
-    search.constants()
-    search.leftovers()
+    search.constants(whole_axes)
+    search.constants(entries_alike)
     if not search.complete:
         raise ValueError(
             f"{columns.nullity - len(search.known)} of {columns.nullity} rescalings without "
@@ -89,7 +95,13 @@ class _Search:
                     start = where.start + matrix * entries
                     vectors[matrix, start : start + entries] = power
                 vectors[:, where] *= ~self.columns.silent[side]
-            self._take(vectors)
+            # Nothing is known of a matrix that the inputs do not reach, such as an expert's.
+            self._take(vectors[vectors.any(1)])
+
+    def alone(self) -> None:
+        """Take the scales that a norm takes away, each by itself."""
+        lone = torch.cat(list(self.columns.alone.values()))
+        self._take(torch.eye(len(lone), dtype=self.known.dtype)[lone])
 
     def group(self, group: Sequence[Axis]) -> None:
         """Take what is new among the null vectors of some axes alone.
@@ -106,26 +118,18 @@ class _Search:
         if members:
             self._take(independent_of(torch.stack(members), self.known))
 
-    def constants(self) -> None:
-        """Take scales of whole parameters, such as that of a residual stream."""
+    def constants(self, lumps: Callable[[Columns, Sequence[Axis]], list[Tensor]]) -> None:
+        """Take what is left: scales of whole parameters, such as that of a residual stream.
+
+        `lumps` says which entries of axes scale as one. Scales that trade with others are
+        eliminated first: what is told then is where the scale cannot go anywhere else, as in the
+        matrices that write to a residual stream.
+        """
+        if self.complete:
+            return
         axes = list(self.columns.axes)
         # Of a pair that trades, the rows are kept: one name for one scale.
         axes = [a for a in axes if a.kind != "col" or Axis(a.name, "row") not in axes]
-        self._take_last(constant_vectors(self.columns, axes), axes)
-
-    def leftovers(self) -> None:
-        """Take what is left: scales of parts of several parameters, fused ones among them."""
-        axes = sorted(self.columns.axes, key=lambda axis: axis.kind == "row")
-        self._take_last(null_vectors(self.columns, axes), axes)
-
-    def _take_last(self, vectors: Tensor, axes: Sequence[Axis]) -> None:
-        """Take what is new among vectors over some axes, told in the scales that are least tied.
-
-        Scales that trade with others are eliminated first: what is told then is where the scale
-        cannot go anywhere else, as in the matrices that write to a residual stream.
-        """
-        if self.complete or not len(vectors):
-            return
         trading = {
             term.axis
             for symmetry in self.found
@@ -133,6 +137,7 @@ class _Search:
             for term in symmetry.terms
         }
         order = sorted(axes, key=lambda axis: (not axis.is_vector, axis not in trading))
+        vectors = constant_vectors(self.columns, lumps(self.columns, axes))
         vectors = reduced_along(self.columns, vectors, order)
         free = self.columns.of([axis for axis in axes if axis not in trading])
 
@@ -140,8 +145,9 @@ class _Search:
             support = _support(vector)
             return int(support.sum() - support[free].sum()), int(support.sum())
 
-        chosen = torch.stack(sorted(vectors, key=ties))
-        self._take(independent_of(chosen, self.known))
+        if len(vectors):
+            chosen = torch.stack(sorted(vectors, key=ties))
+            self._take(independent_of(chosen, self.known))
 
     def _take(self, vectors: Tensor) -> None:
         """Keep vectors as symmetries, those that are alike as members of one."""
@@ -215,14 +221,16 @@ def _powers(vector: Tensor) -> Tensor:
     """Return a null vector in whole powers, the first of them positive."""
     present = vector[_support(vector)]
     normal = vector / present[present.abs().argmin()].abs() * present[0].sign()
-    powers = normal.round()
-    if not torch.allclose(normal, powers, atol=_POWER_TOLERANCE):
-        odd = normal[(normal - powers).abs().argmax()]
-        raise ValueError(
-            f"a rescaling without effect has a power of {float(odd):.4f}: not a whole number; "
-            "please report the model"
-        )
-    return powers
+    for smallest in range(1, _LARGEST_SMALLEST_POWER + 1):
+        powers = (smallest * normal).round()
+        if torch.allclose(smallest * normal, powers, atol=_POWER_TOLERANCE):
+            return powers
+    odd = normal[(normal - normal.round()).abs().argmax()]
+    raise ValueError(
+        f"a rescaling without effect has a power of {float(odd):.4f}: not a ratio of small whole "
+        "numbers. Give longer or more inputs: few tokens leave too much open. If that does not "
+        "help, please report the model."
+    )
 
 
 def _kind(probe: Probe, symmetry: Symmetry) -> Kind:
