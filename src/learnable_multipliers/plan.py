@@ -95,6 +95,8 @@ class Plan:
     folds: tuple[tuple[str, float], ...] = ()
     """The model's own fixed multipliers that `initialize_` takes over, with their values."""
     assumptions: tuple[str, ...] = ()
+    symmetries: tuple[str, ...] = ()
+    """What remains of the model's symmetries, in words, for a placement derived from them."""
 
     def __getitem__(self, name: str) -> Entry:
         for entry in self.entries:
@@ -164,7 +166,14 @@ class Plan:
             entries = tuple(_entry_from(entry) for entry in content.pop("entries"))
             folds = tuple((field, value) for field, value in content.pop("folds"))
             assumptions = tuple(content.pop("assumptions"))
-            plan = cls(entries=entries, folds=folds, assumptions=assumptions, **content)
+            symmetries = tuple(content.pop("symmetries", ()))
+            plan = cls(
+                entries=entries,
+                folds=folds,
+                assumptions=assumptions,
+                symmetries=symmetries,
+                **content,
+            )
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a plan: {error}") from error
         if plan.placement not in PLACEMENTS:
@@ -216,8 +225,8 @@ def plan(
         assumptions=(*assumptions, *kept),
     )
     if derive:
-        left = (f"remains: {symmetry}" for symmetry in find_symmetries(bare, made, inputs))
-        made = replace(made, assumptions=(*made.assumptions, *left))
+        remaining = find_symmetries(bare, made, inputs)
+        made = replace(made, symmetries=tuple(map(str, remaining)))
     return made
 
 

@@ -32,6 +32,10 @@ def render(plan: Plan) -> str:
         text += [f"Taken over from the model by initialize_: {folded}."]
     for sentence in plan.assumptions:
         text += textwrap.wrap(f"Assumes: {sentence}.", 100, subsequent_indent="  ")
+    if plan.symmetries:
+        text += ["Symmetries that remain:"]
+    for sentence in plan.symmetries:
+        text += textwrap.wrap(sentence, 100, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(line.rstrip() for line in text)
 
 

@@ -74,6 +74,9 @@ class Symmetry:
         return f"in {self.num_members} sets of {'+'.join(map(str, sizes))}"
 
     def __str__(self) -> str:
+        if self.kind == "exchange":
+            where = str(self.terms[0].axis).removeprefix("rows of ")
+            return f"rows against columns of {where}, {self.per} (exchange)"
         ups = [_phrase(term) for term in self.terms if term.power > 0]
         downs = [_phrase(term) for term in self.terms if term.power < 0]
         sides = " against ".join(_listed(side) for side in (ups, downs) if side)
