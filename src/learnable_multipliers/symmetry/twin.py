@@ -63,13 +63,10 @@ def make_twin(model: nn.Module) -> nn.Module:
 def _candidates(config: Any) -> list[dict[str, Any]]:
     """Return sizes to try, the smallest first: some models tie their width to their heads."""
     sizes: dict[str, Any] = {
-        name: size
-        for names, size in _SIZES.items()
-        for name in names
-        if isinstance(getattr(config, name, None), int)
+        name: size for names, size in _SIZES.items() for name in names if _present(config, name)
     }
-    heads = next((name for name in _HEADS if hasattr(config, name)), None)
-    grouped = next((name for name in _KV_HEADS if hasattr(config, name)), None)
+    heads = next((name for name in _HEADS if _present(config, name)), None)
+    grouped = next((name for name in _KV_HEADS if _present(config, name)), None)
     if heads is not None:
         sizes[heads] = 3
         if grouped is not None:
@@ -88,6 +85,12 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
         if isinstance(expand, int):
             tries.insert(0, {**sizes, width: inner // expand})
     return tries
+
+
+def _present(config: Any, name: str) -> bool:
+    """Whether a configuration has a size; one of 0 leaves its part out, and the twin must too."""
+    size = getattr(config, name, None)
+    return isinstance(size, int) and size > 0
 
 
 def _changed(config: Any, sizes: dict[str, Any]) -> Any:
