@@ -74,7 +74,8 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
             kv_heads = 3 if few == many else 1 if few == 1 else 2
             sizes |= {grouped: kv_heads, heads: kv_heads if few == many else 3 * kv_heads}
     for name in ("layer_types", "layers_block_type"):
-        if isinstance(getattr(config, name, None), list):
+        # Some configurations compute the list from others and do not let it be set.
+        if isinstance(vars(config).get(name), list):
             sizes[name] = list(getattr(config, name))[:_NUM_LAYERS]
     width = next((n for n in ("hidden_size", "n_embd", "d_model") if n in sizes), None)
     tries = [sizes]
