@@ -12,6 +12,7 @@ from learnable_multipliers.equilibrium import (
     row_frequency,
     simulate_brownian,
 )
+from learnable_multipliers.gauge import drift, rebalance_
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
 from learnable_multipliers.optim import (
@@ -42,6 +43,7 @@ __all__ = [
     "Symmetry",
     "clip_grad_norm_",
     "diagnose",
+    "drift",
     "effective",
     "equilibrium_rms",
     "equilibrium_rms_lion",
@@ -54,6 +56,7 @@ __all__ = [
     "mup",
     "param_groups",
     "plan",
+    "rebalance_",
     "relaxation_steps",
     "reparametrize",
     "row_frequency",

@@ -92,6 +92,11 @@ class MultiplierOptimizer(Optimizer):
         """Return beta1, beta2 and eps of the AdamW side."""
         return (*group["betas"], group["eps"])
 
+    def _moments_of(self, slot: Slot) -> dict[str, Tensor]:
+        """Return the moments kept beside a raw weight, by name."""
+        names = self._moment_names(slot.group, slot.matrix)
+        return dict(zip(names, slot.work.moments, strict=True))
+
     # -- a step -------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ class Watch:
         moved = [slot for slot in self._slots if slot.lies_elsewhere()]
         for slot in moved:
             slot.work.weight = local(slot.parameter.detach())
-        self._refuse_other_numbers(moved)
+        self.refuse_other_numbers(moved)
         return bool(moved)
 
     def look(self, works: list[Any]) -> Tensor:
@@ -49,7 +49,7 @@ class Watch:
         Kernels that do not wait for the host leave the step out, and `raise_late` tells.
         """
         suspects = [s for s in self._slots if s.owns_raw and s.parameter._version != s.version]
-        self._refuse_other_numbers(suspects)
+        self.refuse_other_numbers(suspects)
         self.remember(suspects)
         # Writes through `.data` leave no trace but their numbers.
         touched = self._kernels.touched_from_outside(works)
@@ -69,7 +69,7 @@ class Watch:
             event.synchronize()
         self._raise_for(flags)
 
-    def _refuse_other_numbers(self, slots: list[Slot]) -> None:
+    def refuse_other_numbers(self, slots: list[Slot]) -> None:
         """Compare all of some parameters with their raw weights and multipliers.
 
         A swap and back (an average for evaluation) leaves the same numbers, and is fine.

@@ -97,6 +97,11 @@ class LearnableMultipliers(MultiplierOptimizer):
     def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
         return ()
 
+    def _moments_of(self, slot: Slot) -> dict[str, Tensor]:
+        held = self._raw.get(slot.work.index, slot.parameter)
+        state = self.inner.state.get(held, {})
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
     def _bind(self) -> None:
         super()._bind()
         assert self._slots is not None
