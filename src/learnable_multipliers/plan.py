@@ -211,7 +211,7 @@ def plan(
     ]
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
-    carried = derived_placement(bare, inputs) if derive else {}
+    carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
     planner = _Planner(placement, tuple(rules), carried)
     entries = tuple(planner.entry(parameter) for parameter in readings)
     planner.check(readings)
@@ -225,8 +225,11 @@ def plan(
         assumptions=(*assumptions, *kept),
     )
     if derive:
-        remaining = find_symmetries(bare, made, inputs)
-        made = replace(made, symmetries=tuple(map(str, remaining)))
+        left = find_symmetries(bare, made, inputs)
+        unsure = dict.fromkeys((*unconfirmed, *left.unconfirmed))
+        told = [str(symmetry) for symmetry in left]
+        told += [f"perhaps, not confirmed through a small twin: {words}" for words in unsure]
+        made = replace(made, symmetries=tuple(told))
     return made
 
 

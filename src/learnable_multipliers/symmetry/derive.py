@@ -40,15 +40,19 @@ class Carried:
     reason: str
 
 
-def derived_placement(model: nn.Module, inputs: Any) -> dict[str, Carried]:
-    """Return what every matrix of a model is to carry, computed from its symmetries."""
+def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried], tuple[str, ...]]:
+    """Return what every matrix of a model is to carry, computed from its symmetries.
+
+    Also the symmetries of its twin that were not confirmed: they took nothing away.
+    """
     small = twin_of(model, None, "auto")
     if small is None:
         probe = Probe(model, inputs)
-        return derive(probe, search(probe))
+        return derive(probe, search(probe)), ()
     probe = Probe(small)
     large = probe_like(probe, model, inputs, None)
-    return derive(large, transfer(search(probe), probe, large))
+    symmetries = transfer(search(probe), probe, large)
+    return derive(large, symmetries), symmetries.unconfirmed
 
 
 def derive(probe: Probe, symmetries: Symmetries) -> dict[str, Carried]:

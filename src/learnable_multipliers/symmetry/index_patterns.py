@@ -66,6 +66,13 @@ def resized(patterns: Sequence[Pattern], lengths: Sequence[int]) -> Iterator[lis
     Fused parts stay as many as they are.
     """
     refined = max((pattern.member_sizes for pattern in patterns), key=len)
+    if not refined:
+        # A single member: the axes have nothing in common.
+        options = [
+            _fitted(pattern, (), length) for pattern, length in zip(patterns, lengths, strict=True)
+        ]
+        yield from map(list, itertools.product(*options))
+        return
     seen: set[tuple[int, ...]] = set()
     for total in sorted(_common_divisors(lengths), reverse=True):
         for sizes in _factorizations(total, len(refined), least=1):

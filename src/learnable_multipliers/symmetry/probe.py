@@ -86,6 +86,9 @@ class Probe:
         if getattr(config, "use_cache", False):
             # Nothing is generated here; a cache costs time and is part of what is returned.
             config.use_cache = False
+        if hasattr(config, "_experts_implementation"):
+            # The grouped kernels that Hugging Face's experts use by default have no float64.
+            config._experts_implementation = "eager"
         for module in self.model.modules():
             # A padding token has an embedding that is used but gets no gradient.
             if isinstance(module, nn.Embedding):

@@ -85,13 +85,19 @@ class Symmetry:
 
 @dataclass(frozen=True)
 class Symmetries:
-    """All scale symmetries of a model: those listed span every rescaling without effect."""
+    """All scale symmetries of a model: those listed span every rescaling without effect.
+
+    Where they came through a twin, some may be missing: `unconfirmed` says which.
+    """
 
     found: tuple[Symmetry, ...]
     nullity: int
     """Independent rescalings without effect, counted by the rank of the derivative."""
     silent: Mapping[Axis, int]
     """Entries that the inputs did not reach, by axis: nothing is known of them."""
+    unconfirmed: tuple[str, ...] = ()
+    """Symmetries of a twin that were not confirmed on the model itself, in words, with where: the
+    model may or may not have them."""
 
     def __iter__(self) -> Iterator[Symmetry]:
         return iter(self.found)
@@ -108,6 +114,9 @@ class Symmetries:
         if self.silent:
             reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
             lines.append(f"not reached by the inputs: {reached}")
+        if self.unconfirmed:
+            lines.append("the list may be incomplete; of a small twin, but not confirmed here:")
+            lines += [f"  {symmetry}" for symmetry in self.unconfirmed]
         return "\n".join(lines)
 
 

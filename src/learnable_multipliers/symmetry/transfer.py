@@ -2,14 +2,16 @@
 
 Names differ in numbers (layers) alone, and index patterns carry over to other sizes where a
 handful of sizes (heads, channels) is guessed; every guess is checked on the model itself, by the
-derivative of its outputs at random weights. What is not confirmed there is not taken over.
+derivative of its outputs at random weights. What is not confirmed there is not taken over, but
+told as such.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ _CONFIRMED = 1e-2
 _NUM_PROJECTIONS = 2
 _NUM_TOKENS = 32
 
+# Axes and powers of a symmetry, and whether it has all entries of each.
+_Place = frozenset[tuple[str, str, float, bool]]
+
 
 def probe_like(
     twin: Probe, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
@@ -41,15 +46,23 @@ def probe_like(
 def transfer(found: Symmetries, twin: Probe, probe: Probe) -> Symmetries:
     """Return the symmetries of a model, given those of its twin."""
     model = _Model(probe)
-    carried: dict[tuple[str, ...], Symmetry] = {}
+    carried: dict[_Place, Symmetry] = {}
+    tried: dict[_Place, str] = {}
     for symmetry in found:
-        for names in _namesakes(symmetry, twin, probe):
+        places = list(_namesakes(symmetry, probe))
+        if not places:
+            tried[_place(symmetry, {})] = str(symmetry)
+        for names in places:
+            place = _place(symmetry, names)
+            tried.setdefault(place, str(replace(symmetry, terms=_renamed(symmetry, names))))
             moved = model.resized(symmetry, twin, names)
-            if moved is not None:
-                key = tuple(f"{term.axis}{term.power}{term.block}" for term in moved.terms)
-                carried.setdefault(key, moved)
+            # Layers may differ: what holds in one may be part of what holds in the other.
+            if moved and (place not in carried or moved.num_members > carried[place].num_members):
+                carried[place] = moved
     symmetries = tuple(carried.values())
-    return Symmetries(symmetries, sum(s.num_members for s in symmetries), {})
+    unconfirmed = tuple(dict.fromkeys(tried[place] for place in tried if place not in carried))
+    nullity = sum(symmetry.num_members for symmetry in symmetries)
+    return Symmetries(symmetries, nullity, {}, unconfirmed)
 
 
 @dataclass
@@ -77,14 +90,7 @@ class _Model:
     ) -> Symmetry | None:
         """Return a symmetry of the twin at the model's sizes, if the model confirms it."""
         if symmetry.num_members == 1:
-            # Those of several layers of the twin stand for the same ones here: each axis once.
-            powers = {
-                Axis(name, term.axis.kind): term.power
-                for term in symmetry.terms
-                for name in names[term.axis.name]
-            }
-            terms = [Term(axis, power, self._everywhere(axis)) for axis, power in powers.items()]
-            return self._confirmed(symmetry, terms, 1)
+            return self._as_a_whole(symmetry, twin, names)
         slots = [
             _Slot(axis, term.power, describe(term.members), self.probe.num_entries(axis))
             for term in symmetry.terms
@@ -105,6 +111,36 @@ class _Model:
                 confirmed = self._confirmed(symmetry, placed, count)
                 if confirmed is not None:
                     return confirmed
+        return None
+
+    def _as_a_whole(
+        self, symmetry: Symmetry, twin: Probe, names: dict[str, list[str]]
+    ) -> Symmetry | None:
+        """Return a symmetry of one member at the model's sizes, if the model confirms it."""
+        options: dict[tuple[Axis, float, Pattern | None], list[Term]] = {}
+        for term in symmetry.terms:
+            all_there_are = torch.equal(term.members < 0, twin.absent(term.axis))
+            pattern = None if all_there_are else describe(term.members)
+            if pattern is None and not all_there_are:
+                return None
+            for name in names[term.axis.name]:
+                axis = Axis(name, term.axis.kind)
+                # Those of several layers of the twin stand for the same ones here: each once.
+                options[axis, term.power, pattern] = [
+                    Term(axis, term.power, members)
+                    for members in (
+                        [self._everywhere(axis)]
+                        if pattern is None
+                        else [
+                            fitted.members()
+                            for (fitted,) in resized([pattern], [self.probe.num_entries(axis)])
+                        ]
+                    )
+                ]
+        for terms in itertools.product(*options.values()):
+            confirmed = self._confirmed(symmetry, terms, 1)
+            if confirmed is not None:
+                return confirmed
         return None
 
     def _everywhere(self, axis: Axis) -> Tensor:
@@ -137,12 +173,13 @@ class _Model:
             change.index_add_(1, place, effect)
             size.index_add_(0, place, effect.square().sum(0))
         left = change[:, :count].norm(dim=0) / size[:count].sqrt().clamp(min=1e-30)
-        if float(left.max()) > _CONFIRMED:
+        # Where nothing has an effect, nothing is known.
+        if float(left.max()) > _CONFIRMED or not size[:count].any():
             return None
         return Symmetry(symmetry.kind, tuple(terms), count)
 
 
-def _namesakes(symmetry: Symmetry, twin: Probe, probe: Probe) -> Iterator[dict[str, list[str]]]:
+def _namesakes(symmetry: Symmetry, probe: Probe) -> Iterator[dict[str, list[str]]]:
     """Yield for each place in the model the names that stand for those of the twin.
 
     A symmetry inside one layer comes back in every layer that has all its parameters; one that
@@ -154,16 +191,39 @@ def _namesakes(symmetry: Symmetry, twin: Probe, probe: Probe) -> Iterator[dict[s
     names = [term.axis.name for term in symmetry.terms]
     numbered = {_numbers(name) for name in names if _numbers(name)}
     if len(numbered) > 1:
-        yield {name: kinds.get(_kind(name), []) for name in names}
+        if all(_kind(name) in kinds for name in names):
+            yield {name: kinds[_kind(name)] for name in names}
         return
     if not numbered:
-        yield {name: [name] for name in names if name in probe.parameters}
+        if all(name in probe.parameters for name in names):
+            yield {name: [name] for name in names}
         return
     places = {_numbers(n) for name in names for n in kinds.get(_kind(name), [])}
     for place in sorted(places):
         at = {name: [_at(name, place)] if _numbers(name) else [name] for name in names}
         if all(n in probe.parameters for found in at.values() for n in found):
             yield at
+
+
+def _place(symmetry: Symmetry, names: Mapping[str, list[str]]) -> _Place:
+    """Return what a symmetry scales in the model: those of one place are one, told in two ways."""
+    return frozenset(
+        (name, term.axis.kind, term.power, term.block is None)
+        for term in symmetry.terms
+        for name in names.get(term.axis.name, [term.axis.name])
+    )
+
+
+def _renamed(symmetry: Symmetry, names: Mapping[str, list[str]]) -> tuple[Term, ...]:
+    """Return a twin's terms under the names of the model, one for each."""
+    renamed = {
+        (name, term.axis.kind, number % len(symmetry.terms)): replace(
+            term, axis=Axis(name, term.axis.kind)
+        )
+        for number, term in enumerate(symmetry.terms)
+        for name in names[term.axis.name]
+    }
+    return tuple(renamed.values())
 
 
 def _kind(name: str) -> str:

@@ -18,9 +18,10 @@ from learnable_multipliers.names import unwrap
 # Sizes are small, and differ where they can, so that none is mistaken for another.
 _HEAD_DIM = 6
 _NUM_LAYERS = 2
+_LAYERS = {"num_hidden_layers", "n_layer", "num_layers"}
 _SIZES = {
     ("vocab_size",): 13,
-    ("num_hidden_layers", "n_layer", "num_layers"): _NUM_LAYERS,
+    tuple(_LAYERS): _NUM_LAYERS,
     ("hidden_size", "n_embd", "d_model"): 8,
     ("head_dim",): _HEAD_DIM,
     ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"): 7,
@@ -65,6 +66,9 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
     sizes: dict[str, Any] = {
         name: size for names, size in _SIZES.items() for name in names if _present(config, name)
     }
+    for name in _LAYERS & sizes.keys():
+        # With more layers than the model, a plan for it would leave some without multipliers.
+        sizes[name] = min(_NUM_LAYERS, getattr(config, name))
     heads = next((name for name in _HEADS if _present(config, name)), None)
     grouped = next((name for name in _KV_HEADS if _present(config, name)), None)
     if heads is not None:
