@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from learnable_multipliers.cli import main
+
 # The same examples on every run: a red test stays red until it is fixed.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -28,6 +30,32 @@ def data(tmp_path_factory) -> Path:
     from runs import prepared
 
     return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Work in an empty folder, with a cache of its own and a terminal of 80 columns."""
+    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def ask(place, capsys):
+    """Return a function that runs the command and returns exit code, output and complaints."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code: object = 0
+        try:
+            main([str(word) for word in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        # Python prints what is no number and exits with 1.
+        return (code, out, err) if isinstance(code, int) else (1, out, err + str(code))
+
+    return run
 
 
 def pytest_collection_modifyitems(items):

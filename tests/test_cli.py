@@ -25,34 +25,10 @@ from learnable_multipliers.pretrain.models.presets import PRESETS
 from learnable_multipliers.pretrain.recipes import RECIPES
 from runs import small_run
 
+pytestmark = pytest.mark.usefixtures("place")
+
 RECIPE = RECIPES["tiny"][1]
 LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """Work in an empty folder, with a cache of its own and a terminal of 80 columns."""
-    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-
-
-@pytest.fixture
-def ask(capsys):
-    """Return a function that runs the command and returns exit code, output and complaints."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code: object = 0
-        try:
-            main([str(word) for word in arguments])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        # Python prints what is no number and exits with 1.
-        return (code, out, err) if isinstance(code, int) else (1, out, err + str(code))
-
-    return run
 
 
 def in_one_line(text: str) -> str:
@@ -230,6 +206,8 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         ("train tiny --schedule.tokens 100", "shorten them or lengthen"),
         ("plan", "MODEL"),
         ("plan tiny --placement ful", "'symmetry-aware'"),
+        ("symmetries", "MODEL"),
+        ("symmetries tiny --placement none", "'all'"),
         ("export run", "OUT"),
         ("report", "name one or several folders of runs"),
         ("data prepare", "--out PATH"),
@@ -248,6 +226,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, sa
         ("train tiny --data.path nowhere", "no token dataset at nowhere"),
         ("train tiny --runtime.device warp", "runtime.device=warp cannot be used here"),
         ("plan tinny", "'tinny' is neither a preset (tiny, "),
+        ("symmetries tinny", "'tinny' is neither a preset (tiny, "),
         ("export nowhere out", "nowhere is neither a run nor a checkpoint"),
         ("report nowhere", "no run folder 'nowhere'"),
         ("data prepare nowhere --out data", "no file or folder 'nowhere'"),

@@ -572,6 +572,64 @@ def test_experts_have_symmetries_of_their_own():
     check(Experts(), torch.arange(9), experts_table(3))
 
 
+# In words
+
+
+def lines(symmetries: lrm.Symmetries) -> list[tuple[int, str]]:
+    """The lines of a summary: how many rescalings, and which."""
+    split = [line.strip().partition("  ") for line in symmetries.summary().splitlines()]
+    return [(int(count.replace(",", "")), words) for count, _, words in split]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "falcon-h1"])
+def test_a_summary_tells_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
+    symmetries = find(build(architecture, layers=2), None)
+    told = lines(symmetries)
+    unreached = bool(symmetries.silent)
+    *each_line, (total, words) = told[:-1] if unreached else told
+    assert sum(count for count, _ in each_line) == total == symmetries.nullity
+    exchanges = sum(s.num_members for s in symmetries if s.kind == "exchange")
+    assert each_line[0] == (
+        exchanges,
+        f"in each of {exchanges} matrices: rows against columns, as a whole (exchange)",
+    )
+    assert words == f"independent rescalings in all, {total - exchanges} besides exchanges"
+    inside = [s for s in symmetries if s.place and s.kind != "exchange"]
+    repeated = [words for _, words in each_line if words.startswith("in each of 2 layers: ")]
+    assert len(inside) == 2 * len(repeated)
+    assert unreached == ("not reached by the inputs" in told[-1][1])
+
+
+def test_a_summary_names_scales_by_their_last_words():
+    told = [words for _, words in lines(find(build("llama", layers=2), None))]
+    assert (
+        "in each of 2 layers: rows of up_proj against columns of down_proj, per channel "
+        "(multiplicative)" in told
+    )
+    assert (
+        "rows of embed_tokens, rows of o_proj in 2 layers and rows of down_proj in 2 layers, "
+        "as a whole (normalization)" in told
+    )
+    # Two modules may end alike, and the modules of a sequence have numbers alone.
+    told = [words for _, words in lines(find(build("gpt2", layers=2), None))]
+    assert any("attn.c_proj" in words and " c_proj" not in words for words in told)
+    told = [words for _, words in lines(lrm.find_symmetries(mlp(nn.ReLU()), None, features()))]
+    assert "rows of 0 and 0.bias against columns of 2, per channel (multiplicative)" in told
+
+
+def test_a_block_of_rows_against_another_of_the_same_matrix_is_no_exchange_in_a_summary():
+    pytest.importorskip("transformers")
+    import families
+
+    told = lines(lrm.find_symmetries(families.build("phi3"), None))
+    assert any("rows of qkv_proj [0:16] against rows of qkv_proj [16:24]" in w for _, w in told)
+    assert told[0][1].startswith("in each of 10 matrices: ")
+
+
+def test_without_symmetries_a_summary_says_so():
+    assert lrm.Symmetries((), 0, {}).summary() == "0  independent rescalings in all"
+
+
 # Names
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "data prepare": "turn text into token shards to train on",
     "train": "train a language model: lrm train 20m --data.path DATA",
     "plan": "show which multipliers each matrix would carry, and why",
+    "symmetries": "tell which scales of a model do the same",
     "export": "turn a trained model into a Hugging Face folder",
     "report": "make one page about one or several runs",
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import takewhile
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from learnable_multipliers.names import layer_template
 from learnable_multipliers.symmetry.axes import Axis
 
 Kind = Literal["exchange", "multiplicative", "normalization"]
@@ -73,12 +76,32 @@ class Symmetry:
             return "per channel"
         return f"in {self.num_members} sets of {'+'.join(map(str, sizes))}"
 
+    @property
+    def trades_rows_for_columns(self) -> bool:
+        """Whether it is the exchange that every matrix with rows and columns has."""
+        return len({term.axis.name for term in self.terms}) == 1 and (
+            sorted((term.axis.kind, term.power) for term in self.terms)
+            in ([("col", -1), ("row", 1)], [("col", 1), ("row", -1)])
+        )
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The numbers that all its numbered parameters share: that of a layer, as a rule."""
+        numbered = [n for term in self.terms if (n := _numbers(term.axis.name))]
+        alike = zip(*numbered, strict=False)
+        return tuple(numbers[0] for numbers in takewhile(lambda n: len(set(n)) == 1, alike))
+
     def __str__(self) -> str:
         if self.kind == "exchange":
             where = str(self.terms[0].axis).removeprefix("rows of ")
             return f"rows against columns of {where}, {self.per} (exchange)"
-        ups = [_phrase(term) for term in self.terms if term.power > 0]
-        downs = [_phrase(term) for term in self.terms if term.power < 0]
+        return self.said([(_phrase(term, str(term.axis)), term.power) for term in self.terms])
+
+    def said(self, phrases: Iterable[tuple[str, float]]) -> str:
+        """Return it in words, given those for its terms and their powers."""
+        phrases = list(phrases)
+        ups = [words for words, power in phrases if power > 0]
+        downs = [words for words, power in phrases if power < 0]
         sides = " against ".join(_listed(side) for side in (ups, downs) if side)
         return f"{sides}, {self.per} ({self.kind})"
 
@@ -114,10 +137,81 @@ class Symmetries:
         if self.silent:
             reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
             lines.append(f"not reached by the inputs: {reached}")
-        if self.unconfirmed:
-            lines.append("the list may be incomplete; of a small twin, but not confirmed here:")
-            lines += [f"  {symmetry}" for symmetry in self.unconfirmed]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._doubts()])
+
+    def _doubts(self) -> list[str]:
+        if not self.unconfirmed:
+            return []
+        words = "the list may be incomplete; of a small twin, but not confirmed here:"
+        return [words, *(f"  {symmetry}" for symmetry in self.unconfirmed)]
+
+    @property
+    def num_exchanges(self) -> int:
+        """Rescalings that are rows of a matrix against its own columns."""
+        return sum(s.num_members for s in self.found if s.trades_rows_for_columns)
+
+    def summary(self) -> str:
+        """Return them in a few lines, each with its number of rescalings.
+
+        A symmetry that comes back in every layer is one line, and so are all exchanges. Names are
+        cut to their last words where these tell them apart.
+        """
+        lines: list[tuple[int, str]] = []
+        if self.num_exchanges:
+            words = "rows against columns, as a whole (exchange)"
+            lines.append((self.num_exchanges, f"in each of {self.num_exchanges} matrices: {words}"))
+        others = [s for s in self.found if not s.trades_rows_for_columns]
+        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        alike: dict[str, list[Symmetry]] = {}
+        for symmetry in others:
+            alike.setdefault(_template(symmetry), []).append(symmetry)
+        for same in alike.values():
+            first, count = same[0], sum(symmetry.num_members for symmetry in same)
+            where = ""
+            if first.place:
+                layer = "layer" if len(first.place) == 1 else "place"
+                here = f"{layer} {'.'.join(first.place)}"
+                where = f"in {here}: " if len(same) == 1 else f"in each of {len(same)} {layer}s: "
+            lines.append((count, where + first.said(_phrases(first, short))))
+        beside = f", {self.nullity - self.num_exchanges:,} besides exchanges" * bool(lines)
+        lines.append((self.nullity, f"independent rescalings in all{beside}"))
+        if self.silent:
+            reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
+            lines.append(
+                (sum(self.silent.values()), f"scales not reached by the inputs: {reached}")
+            )
+        width = max(len(f"{count:,}") for count, _ in lines)
+        told = [f"{count:>{width},}  {words}" for count, words in lines]
+        return "\n".join([*told, *self._doubts()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "nullity": self.nullity,
+            "exchanges": self.num_exchanges,
+            "symmetries": [
+                {
+                    "kind": symmetry.kind,
+                    "members": symmetry.num_members,
+                    "per": symmetry.per,
+                    "terms": [
+                        {
+                            "name": term.axis.name,
+                            "axis": term.axis.kind,
+                            "block": term.block,
+                            "power": term.power,
+                        }
+                        for term in symmetry.terms
+                    ],
+                }
+                for symmetry in self.found
+            ],
+            "silent": [
+                {"name": axis.name, "axis": axis.kind, "entries": count}
+                for axis, count in self.silent.items()
+            ],
+            "unconfirmed": list(self.unconfirmed),
+        }
 
 
 def _largest_member(term: Term) -> int:
@@ -125,11 +219,63 @@ def _largest_member(term: Term) -> int:
     return int(counted.max()) if len(counted) else 0
 
 
-def _phrase(term: Term) -> str:
+def _phrase(term: Term, axis: str) -> str:
     power = abs(term.power)
-    words = str(term.axis) if term.block is None else f"{term.axis} [{term.block}]"
+    words = axis if term.block is None else f"{axis} [{term.block}]"
     return words if power == 1 else f"{words} to the power {power:g}"
 
 
 def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _numbers(name: str) -> list[str]:
+    """Return the numbers in a name: that of its layer, then perhaps that of an expert."""
+    return [part for part in name.split(".")[:-1] if part.isdigit()]
+
+
+def _template(symmetry: Symmetry) -> str:
+    """Return what symmetries have in common that differ in their place alone."""
+    phrases = []
+    for term in symmetry.terms:
+        parts = term.axis.name.split(".")
+        numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
+        for i in numbered[: len(symmetry.place)]:
+            parts[i] = "*"
+        axis = Axis(".".join(parts), term.axis.kind)
+        phrases.append((_phrase(term, str(axis)), term.power))
+    return symmetry.said(phrases)
+
+
+def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, float]]:
+    """Return words for the terms; those that differ in a number alone are told once."""
+
+    def kind(term: Term) -> tuple[Any, ...]:
+        return layer_template(term.axis.name), term.axis.kind, term.power, term.block
+
+    counts = Counter(kind(term) for term in symmetry.terms)
+    told: dict[tuple[Any, ...], tuple[str, float]] = {}
+    for term in symmetry.terms:
+        name, count = term.axis.name, counts[kind(term)]
+        spread = len(_numbers(name)) > len(symmetry.place)
+        shown = name if spread and count == 1 else short[name]
+        words = _phrase(term, str(Axis(shown, term.axis.kind)))
+        told.setdefault(
+            kind(term), (words + (f" in {count} layers" if count > 1 else ""), term.power)
+        )
+    return list(told.values())
+
+
+def _short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name the last words that no other has, whatever the layer."""
+    words = {name: name.removesuffix(".weight").split(".") for name in names}
+    kinds = {layer_template(".".join(parts)) for parts in words.values()}
+    short = {}
+    for name, parts in words.items():
+        for start in range(len(parts) - 1, -1, -1):
+            ending = layer_template(".".join(parts[start:]))
+            alone = sum(f".{kind}".endswith(f".{ending}") for kind in kinds) == 1
+            if start == 0 or (alone and not ending.startswith("*")):
+                short[name] = ".".join(parts[start:])
+                break
+    return short

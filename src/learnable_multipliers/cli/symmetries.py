@@ -1,0 +1,56 @@
+"""`lrm symmetries`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from learnable_multipliers.cli.architecture import named_model
+from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.plan import plan
+from learnable_multipliers.symmetry import find_symmetries
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetriesConfig:
+    """What to look at."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
+    placement: Literal["all", "full", "symmetry-aware", "scalar"] = "all"
+    """Scales that matrices have: rows and columns of all of them, or those of a placement."""
+    json: bool = False
+    """Print JSON, with every layer by itself, instead of words."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the symmetries of a model."""
+    config = read(
+        SymmetriesConfig,
+        "symmetries",
+        arguments,
+        description="Tell which rescalings of a model's matrices and norms leave its outputs "
+        "alone. They are computed from the forward pass at random weights, in seconds to minutes; "
+        "a large model is asked through a small one of the same architecture. The numbers in "
+        "front count independent rescalings.",
+    )
+    start = time.perf_counter()
+    # Apart from the answer, which may go into a file.
+    with Console(stderr=True).status(f"asking {config.model}"):
+        model = named_model(config.model, weights=True)
+        planned = None if config.placement == "all" else plan(model, config.placement)
+        found = find_symmetries(model, planned)
+    seconds = time.perf_counter() - start
+    if config.json:
+        asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
+        print(json.dumps(asked | found.to_dict(), indent=1))
+        return
+    scales = "all rows and columns" if planned is None else f"the {config.placement} placement"
+    print(f"{config.model}, {scales}: {len(found)} symmetries, found in {seconds:.1f} s\n")
+    print(found.summary())
