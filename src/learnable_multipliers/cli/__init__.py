@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "train a language model: lrm train 20m --data.path DATA",
     "plan": "show which multipliers each matrix would carry, and why",
     "symmetries": "tell which scales of a model do the same",
+    "simulate": "train a matrix on noise: the scale that decay gives it",
     "export": "turn a trained model into a Hugging Face folder",
     "report": "make one page about one or several runs",
 }

@@ -1,0 +1,195 @@
+"""`lrm simulate`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+
+from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.equilibrium import (
+    Trajectory,
+    Walk,
+    adamw_walk,
+    brownian_rms,
+    lion_walk,
+    muon_walk,
+    relaxation_steps,
+    sgdm_walk,
+    simulate_brownian,
+)
+from learnable_multipliers.equilibrium.closed_forms import walk_equilibrium
+from learnable_multipliers.equilibrium.simulation import BrownianOptimizer
+from learnable_multipliers.optim.muon import AdjustLr
+from learnable_multipliers.optim.newton_schulz import Coefficients
+from learnable_multipliers.pretrain.schedule import DecayShape, ScheduleConfig, steps
+
+_COLUMNS = ("step", "lr", "simulated", "expected", "equilibrium")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """A run on noise."""
+
+    optimizer: BrownianOptimizer = "adamw"
+    """Whose update rule."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled from the gradient, as in AdamW."""
+    steps: int = 20_000
+    """Length of the run."""
+    shape: tuple[int, int] = (64, 64)
+    """Of the weight, rows and columns; the rms has a sampling error of 1/sqrt(2 numbers)."""
+    start_rms: float = 0.0
+    """RMS of the normal distribution that the weight starts from."""
+    betas: tuple[float, float] | None = None
+    """AdamW's (else 0.9 0.95) or Lion's (else 0.9 0.99)."""
+    momentum: float | None = None
+    """Muon's (else 0.95) or SGD's (else 0.9)."""
+    nesterov: Literal["on", "off"] | None = None
+    """Muon's (else on) or SGD's (else off)."""
+    adjust_lr: AdjustLr | None = None
+    """Muon's (else match_rms_adamw)."""
+    coefficients: Coefficients | None = None
+    """Muon's (else quintic)."""
+    warmup: float = 0.0
+    """Share of the run in which the rate grows from zero."""
+    decay: float = 0.0
+    """Share of the run, at its end, in which the rate falls."""
+    decay_factor: float = 8.0
+    """What the rate is divided by at the end of the decay."""
+    decay_shape: DecayShape = "exponential"
+    """How it falls."""
+    seed: int = 0
+    """Of the noise."""
+    rows: int = 10
+    """Lines to print, evenly over the run."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Simulate and print."""
+    config = read(
+        SimulateConfig,
+        "simulate",
+        arguments,
+        description="Train a matrix on pure noise and print its rms: simulated with the "
+        "optimizer's own update rule; expected at that step, from the start under the same "
+        "rates; and the equilibrium that noise and decay would lead to at the rate of that step. "
+        "A matrix of a real run whose rms is the expected one has a scale that the data did not "
+        "choose.",
+        elsewhere={"wd": "--weight-decay", "learning-rate": "--lr", "beta1": "--betas"},
+    )
+    lrs = rates(config)
+    with Console(stderr=True).status(f"{config.optimizer} on noise"):
+        simulated = simulate_brownian(
+            config.optimizer,
+            lrs,
+            config.weight_decay,
+            config.shape,
+            start_rms=config.start_rms,
+            seed=config.seed,
+            **_settings(config),
+        )
+    shown = rows(config, simulated)
+    found = {
+        "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
+        "equilibrium": _finite(walk_equilibrium(config.lr, config.weight_decay, walk(config))),
+    }
+    if config.json:
+        asked = {"optimizer": config.optimizer, "lr": config.lr}
+        asked |= {"weight_decay": config.weight_decay}
+        print(json.dumps(asked | found | {"steps": shown}, indent=1))
+        return
+    print(_table(shown))
+    at = f"at lr {config.lr:g} and weight decay {config.weight_decay:g}"
+    if found["equilibrium"] is None or found["relaxation_steps"] is None:
+        print(f"\nNo equilibrium {at}: nothing pulls the weight back")
+        return
+    print(
+        f"\nEquilibrium: rms {found['equilibrium']:.4g} {at}, approached by a factor e in rms^2 "
+        f"every {found['relaxation_steps']:,.0f} steps"
+    )
+
+
+def rates(config: SimulateConfig) -> list[float]:
+    """Return the learning rate of every step, on the schedule of `lrm train`."""
+    if min(config.steps, config.rows, *config.shape) < 1:
+        raise ValueError("--steps, --rows and both sides of --shape must be at least 1")
+    if not (min(config.warmup, config.decay) >= 0 and config.warmup + config.decay <= 1):
+        raise ValueError(
+            "--warmup and --decay are shares of the run: from 0 on, and at most 1 together; got "
+            f"{config.warmup:g} and {config.decay:g}"
+        )
+    # A token is a step.
+    schedule = ScheduleConfig(
+        tokens=config.steps,
+        warmup_tokens=int(config.warmup * config.steps),
+        decay_tokens=int(config.decay * config.steps),
+        decay_factor=config.decay_factor,
+        decay_shape=config.decay_shape,
+    )
+    return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
+
+
+def walk(config: SimulateConfig) -> Walk:
+    """Return the expected walk of what is simulated."""
+    given = _settings(config)
+    if config.optimizer == "adamw":
+        return adamw_walk(config.betas[0]) if config.betas is not None else adamw_walk()
+    if config.optimizer == "muon":
+        given.setdefault("coefficients", "quintic")
+        return muon_walk(shape=config.shape, **given)
+    return lion_walk(**given) if config.optimizer == "lion" else sgdm_walk(**given)
+
+
+def rows(config: SimulateConfig, simulated: Trajectory) -> list[dict[str, float | None]]:
+    """Return a few steps of a run: what was simulated and what was to be expected."""
+    own = walk(config)
+    expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, own)
+    shown = {1, *(-(-config.steps * part // config.rows) for part in range(1, config.rows + 1))}
+    return [
+        {
+            "step": step,
+            "lr": (lr := simulated.lrs[step - 1]),
+            "simulated": simulated.rms[step - 1],
+            "expected": expected[step - 1],
+            "equilibrium": _finite(walk_equilibrium(lr, config.weight_decay, own)),
+        }
+        for step in sorted(shown)
+    ]
+
+
+def _settings(config: SimulateConfig) -> dict[str, Any]:
+    """Return what was given of the settings that optimizers differ in."""
+    given = {
+        "betas": config.betas,
+        "momentum": config.momentum,
+        "nesterov": None if config.nesterov is None else config.nesterov == "on",
+        "adjust_lr": config.adjust_lr,
+        "coefficients": config.coefficients,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _table(shown: Sequence[dict[str, float | None]]) -> str:
+    lines: list[tuple[str, ...]] = [_COLUMNS]
+    for row in shown:
+        step, *others = (row[column] for column in _COLUMNS)
+        lines.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def _finite(value: float) -> float | None:
+    """Return a number, or None where there is none: JSON has no word for infinity."""
+    return value if math.isfinite(value) else None
