@@ -2,12 +2,19 @@
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 import learnable_multipliers as lrm
+from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.train import Trainer
+from runs import HYBRID, damage, rewritten, small_run
 
 # -- symmetries -------------------------------------------------------------------------------
 
@@ -119,3 +126,128 @@ def test_without_decay_or_rate_there_is_no_equilibrium(ask, option):
     assert "No equilibrium at" in text
     written = json.loads(ask("simulate", option, "0", "--steps", "5", "--json")[1])
     assert written["relaxation_steps"] is None
+
+
+# -- diagnose ---------------------------------------------------------------------------------
+
+VERDICTS = ("trapped", "free", "open")
+FACTORS = replace(HYBRID, tie_embeddings=True, mup_key=1.7, mup_down=0.7)
+
+
+def trained(data, **optimizer) -> tuple[Trainer, lrm.Diagnosis]:
+    """Train a few steps in the folder `run`, and diagnose from what the trainer has at hand."""
+    config = small_run(data, Path("run"), steps=12, model=FACTORS)
+    trainer = Trainer(replace(config, optimizer=replace(config.optimizer, **optimizer)))
+    start = lrm.diagnose(trainer.optimizer)
+    lrs = []
+    for _ in trainer.going():
+        lrs.append(trainer.optimizer.param_groups[0]["lr"])
+    return trainer, lrm.diagnose(trainer.optimizer, lrs=lrs, start=start)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"placement": "full", "weight_decay": 40.0},
+        {"placement": "symmetry-aware", "kind": "muon", "multiplier_lr_scale": 2.0},
+        {"placement": "scalar", "multiplier_init": "fold"},
+        {"placement": "none"},
+    ],
+    ids=["full", "Muon", "fold", "none"],
+)
+def test_diagnose_reads_from_a_run_what_its_trainer_would(ask, data, optimizer):
+    trainer, expected = trained(data, **optimizer)
+    code, text, complaints = ask("diagnose", "run")
+    assert (code, complaints) == (0, "")
+    assert text == f"{expected}\n\nrun, step 12: {expected.summary()}\n"
+    code, text, complaints = ask("diagnose", "run/checkpoints/step-00000012", "--json")
+    assert (code, complaints) == (0, "")
+    written = json.loads(text)
+    assert written["step"] == 12
+    assert {key: written[key] for key in ("readings", "rows")} == expected.to_dict()
+    counted = Counter((r.kind, r.verdict) for r in expected.readings)
+    assert counted.total() == sum(counted[k, v] for k in written["verdicts"] for v in VERDICTS)
+    for kind, verdicts in written["verdicts"].items():
+        assert verdicts == {verdict: counted[kind, verdict] for verdict in VERDICTS}
+    # The trainer follows the same walk, step by step.
+    predicted = {r["name"]: r["predicted"] for r in written["readings"] if r["part"] == "weight"}
+    followed = trainer.prediction.rms
+    assert len(followed) >= 18
+    assert {name: predicted[name] for name in followed} == pytest.approx(followed, rel=1e-5)
+
+
+def test_the_summary_of_a_diagnosis_tells_the_share_of_the_trapped(data, ask):
+    _, found = trained(data, weight_decay=40.0)
+    counts = found.verdicts()["matrix"]
+    total = sum(counts.values())
+    assert counts["free"] > 0
+    assert counts["open"] > 0
+    assert found.summary().startswith(
+        f"trapped are {counts['trapped']} of {total} matrices ({counts['trapped'] / total:.0%}: "
+        f"{counts['free']} free, {counts['open']} open), "
+    )
+
+
+def test_an_earlier_checkpoint_is_diagnosed_with_the_rates_up_to_it(ask, data):
+    trained(data)
+    written = json.loads(ask("diagnose", "run/checkpoints/step-00000010", "--json")[1])
+    assert written["step"] == 10
+    assert {reading["steps"] for reading in written["readings"]} == {10}
+
+
+def test_skipped_steps_are_left_out_and_told(ask, data, monkeypatch):
+    taken = 0
+    step = lrm.AdamW.step
+
+    def sometimes_bad(self, *rest):
+        nonlocal taken
+        taken += 1
+        if taken in (4, 9):
+            self.param_groups[0]["params"][0].grad.fill_(torch.inf)
+        return step(self, *rest)
+
+    monkeypatch.setattr(lrm.AdamW, "step", sometimes_bad)
+    Trainer(small_run(data, Path("run"), steps=12)).train()
+    code, text, complaints = ask("diagnose", "run", "--json")
+    assert code == 0
+    assert complaints.startswith("lrm diagnose: 2 of 12 steps were skipped for bad gradients")
+    assert {reading["steps"] for reading in json.loads(text)["readings"]} == {10}
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(ask, data):
+    trained(data)
+    damage(Path("run/checkpoints/step-00000012/optimizer.safetensors"))
+    code, text, complaints = ask("diagnose", "run", "--json")
+    assert (code, json.loads(text)["step"]) == (0, 10)
+    assert re.search("^lrm diagnose: .*step-00000012 cannot be used: optimizer.saf", complaints)
+
+
+def test_what_export_refuses_diagnose_refuses_in_the_same_words(ask, data):
+    trained(data)
+    Path("empty").mkdir()
+    Path("new/checkpoints").mkdir(parents=True)
+    damaged = "run/checkpoints/step-00000012"
+    damage(Path(damaged, "model.safetensors"))
+    for source in ("nowhere", "empty", "new", damaged):
+        code, out, complaints = ask("diagnose", source)
+        assert (code, out) == (1, "")
+        words = ask("export", source, "out")[2].removeprefix("lrm export: ")
+        assert complaints == f"lrm diagnose: {words}"
+
+
+def test_a_checkpoint_of_other_settings_is_refused(ask, data):
+    trained(data)
+    path = Path("run/checkpoints/step-00000012")
+    state = json.loads((path / "state.json").read_text())
+    del state["config"]["schedule"]["tokens"]
+    rewritten(path, "state.json", json.dumps(state).encode())
+    assert checkpoints.problem(path) is None
+    code, out, complaints = ask("diagnose", path)
+    assert (code, out) == (1, "")
+    assert "step 12 is not one that this release reads: config.schedule has no: tok" in complaints
+    state["config"]["schedule"]["tokens"] = 12 * 128
+    state["config"]["optimizer"]["placement"] = "scalar"
+    rewritten(path, "state.json", json.dumps(state).encode())
+    code, out, complaints = ask("diagnose", path)
+    assert (code, out) == (1, "")
+    assert "the checkpoint does not fit this run" in complaints

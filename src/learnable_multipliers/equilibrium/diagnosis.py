@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from learnable_multipliers.equilibrium.closed_forms import SETTLED
-from learnable_multipliers.equilibrium.diagnosis_table import render
+from learnable_multipliers.equilibrium.diagnosis_table import render, summarize
 from learnable_multipliers.equilibrium.indicator import noise_indicator
 from learnable_multipliers.equilibrium.prediction import (
     Expectation,
@@ -83,6 +83,18 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return render(self.readings, self.rows)
+
+    def verdicts(self) -> dict[str, dict[Verdict, int]]:
+        """Return how many tensors are trapped, free and open: matrices, multipliers, vectors."""
+        counts: dict[str, dict[Verdict, int]] = {}
+        for reading in self.readings:
+            of = counts.setdefault(reading.kind, dict.fromkeys(get_args(Verdict), 0))
+            of[reading.verdict] += 1
+        return counts
+
+    def summary(self) -> str:
+        """Return the verdicts in a line: `trapped: 12 of 14 matrices (86%, 1 free, 1 open)`."""
+        return summarize(self.verdicts())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""

@@ -12,6 +12,7 @@ from learnable_multipliers.names import layer_template
 if TYPE_CHECKING:
     from learnable_multipliers.equilibrium.diagnosis import Reading
     from learnable_multipliers.equilibrium.token_rows import TokenRows
+    from learnable_multipliers.equilibrium.verdict import Verdict
 
 _HEADER = ("tensor", "n", "rms", "noise gives", "log ratio", "2 wd sum lr", "indicator", "verdict")
 _BANDS = ("rows by frequency", "n", "rms", "noise gives", "log ratio", "indicator", "verdict")
@@ -47,6 +48,19 @@ def render(readings: Sequence[Reading], rows: Mapping[str, TokenRows]) -> str:
             )
         text += ["", name, *_aligned(bands)]
     return "\n".join(text)
+
+
+def summarize(verdicts: Mapping[str, Mapping[Verdict, int]]) -> str:
+    """Return the share of trapped tensors of each kind, in one line."""
+    plural = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
+    told = []
+    for kind, counts in verdicts.items():
+        total = sum(counts.values())
+        others = ", ".join(f"{counts[word]} {word}" for word in ("free", "open") if counts[word])
+        rest = f": {others}" if others else ""
+        share = counts["trapped"] / total
+        told.append(f"{counts['trapped']} of {total} {plural[kind]} ({share:.0%}{rest})")
+    return f"trapped are {', '.join(told)}" if told else "there is nothing to read"
 
 
 def _line(name: str, readings: list[Reading]) -> tuple[str, ...]:

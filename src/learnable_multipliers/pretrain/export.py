@@ -19,10 +19,10 @@ from learnable_multipliers.optim.bank import NAMES
 from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import from_dict
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
-from learnable_multipliers.pretrain.metrics import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.models import hugging_face
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.run_folder import load_checkpoint
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -37,20 +37,6 @@ class Exported:
     num_parameters: int
     notes: tuple[str, ...] = ()
     """What a reader should know: a damaged checkpoint passed over, no tokenizer found."""
-
-
-def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
-    """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
-    if (source / checkpoints.MANIFEST).is_file():
-        return checkpoints.load(source), []
-    if not (source / METRICS).is_file() and not (source / "checkpoints").is_dir():
-        raise ValueError(
-            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
-            "(--out), or one of those in its checkpoints folder"
-        )
-    if not checkpoints.steps(source / "checkpoints"):
-        raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
-    return checkpoints.load_newest(source / "checkpoints")
 
 
 def load_model(kept: checkpoints.Checkpoint) -> HybridLM:

@@ -98,3 +98,17 @@ class RunFolder:
                 f"{self.path} is not a run's folder, and holds {', '.join(foreign)}, which a run "
                 "would overwrite: choose another folder (--out)"
             )
+
+
+def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
+    """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
+    if (source / checkpoints.MANIFEST).is_file():
+        return checkpoints.load(source), []
+    if not (source / METRICS).is_file() and not (source / "checkpoints").is_dir():
+        raise ValueError(
+            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
+            "(--out), or one of those in its checkpoints folder"
+        )
+    if not checkpoints.steps(source / "checkpoints"):
+        raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
+    return checkpoints.load_newest(source / "checkpoints")

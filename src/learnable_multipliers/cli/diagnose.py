@@ -1,0 +1,49 @@
+"""`lrm diagnose`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.pretrain.diagnosis import diagnose_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig:
+    """What to look at."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of a run, whose newest good checkpoint is taken, or of one checkpoint."""
+    json: bool = False
+    """Print JSON, with every layer by itself, instead of a table."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the diagnosis of a checkpoint."""
+    config = read(
+        DiagnoseConfig,
+        "diagnose",
+        arguments,
+        description="Tell which tensors of a run are trapped where gradient noise and weight decay "
+        "hold them, and which are free: their rms against the one that noise would have given "
+        "them, from the same start under the same learning rates, and how noisy their gradients "
+        "are. Lines are medians over layers.",
+    )
+    with Console(stderr=True).status(f"reading {config.run}"):
+        found = diagnose_run(config.run)
+    for note in found.notes:
+        print(f"lrm diagnose: {note}", file=sys.stderr)
+    if config.json:
+        asked = {"run": str(config.run), "name": found.name, "step": found.step}
+        counted = {"verdicts": found.diagnosis.verdicts()}
+        print(json.dumps(asked | counted | found.diagnosis.to_dict(), indent=1))
+        return
+    print(f"{found.diagnosis}\n\n{found.name}, step {found.step:,}: {found.diagnosis.summary()}")
