@@ -838,8 +838,8 @@ def test_symmetries_are_told_in_words():
     symmetries = lrm.find_symmetries(mlp(Power(2)), None, features())
     assert str(symmetries).splitlines() == [
         "3 symmetries, 6 independent rescalings:",
-        "  rows of 0 against columns of 0, as a whole (exchange)",
-        "  rows of 2 against columns of 2, as a whole (exchange)",
+        "  rows against columns of 0, as a whole (exchange)",
+        "  rows against columns of 2, as a whole (exchange)",
         "  rows of 0 and 0.bias against columns of 2 to the power 2, per channel (multiplicative)",
     ]
     assert symmetries[2].exponents == {
