@@ -198,7 +198,8 @@ def _namesakes(symmetry: Symmetry, probe: Probe) -> Iterator[dict[str, list[str]
         if all(name in probe.parameters for name in names):
             yield {name: [name] for name in names}
         return
-    places = {_numbers(n) for name in names for n in kinds.get(_kind(name), [])}
+    in_layers = [name for name in names if _numbers(name)]
+    places = {_numbers(n) for name in in_layers for n in kinds.get(_kind(name), [])}
     for place in sorted(places):
         at = {name: [_at(name, place)] if _numbers(name) else [name] for name in names}
         if all(n in probe.parameters for found in at.values() for n in found):
