@@ -226,5 +226,5 @@ def test_a_derived_plan_trains():
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]

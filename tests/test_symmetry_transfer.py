@@ -236,7 +236,7 @@ def test_a_twin_tells_what_the_model_itself_does(architecture, placement):
 
 @pytest.mark.slow
 def test_a_twin_is_asked_by_default_where_the_model_is_large():
-    large = HybridLM(replace(OURS, vocab_size=800, hidden_size=24, num_layers=1))
+    large = HybridLM(replace(OURS, vocab_size=3000, hidden_size=24, num_layers=1))
     found = lrm.find_symmetries(large, lrm.plan(large, "symmetry-aware"), twin="auto")
     # Exchanges of embedding, attention-out and down; two norms; the residual stream.
     assert found.nullity == len(found) == 6
