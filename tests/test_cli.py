@@ -185,7 +185,7 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("dance", "there is no command 'dance'; lrm --help lists them"),
+        ("juggle", "there is no command 'juggle'; lrm --help lists them"),
         ("trai", "did you mean lrm train?"),
         ("data", "lrm data prepare"),
         ("train nope", "there is no recipe 'nope'. lrm train --help lists the recipes."),

@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": "show which multipliers each matrix would carry, and why",
     "symmetries": "tell which scales of a model do the same",
     "simulate": "train a matrix on noise: the scale that decay gives it",
-    "diagnose": "tell which weights of a run noise and decay hold, and which not",
+    "diagnose": "tell which weights of a run noise and decay hold",
     "export": "turn a trained model into a Hugging Face folder",
     "report": "make one page about one or several runs",
 }
