@@ -236,7 +236,8 @@ def _powers(vector: Tensor) -> Tensor:
 def _kind(probe: Probe, symmetry: Symmetry) -> Kind:
     names = {term.axis.name for term in symmetry.terms}
     powers = [term.power for term in symmetry.terms]
-    if len(names) == 1 and sorted(powers) == [-1, 1]:
+    kinds = sorted(term.axis.kind for term in symmetry.terms)
+    if len(names) == 1 and kinds == ["col", "row"] and sorted(powers) == [-1, 1]:
         return "exchange"
     if min(powers) > 0 or max(powers) < 0:
         return "normalization"

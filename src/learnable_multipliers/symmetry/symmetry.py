@@ -77,14 +77,6 @@ class Symmetry:
         return f"in {self.num_members} sets of {'+'.join(map(str, sizes))}"
 
     @property
-    def trades_rows_for_columns(self) -> bool:
-        """Whether it is the exchange that every matrix with rows and columns has."""
-        return len({term.axis.name for term in self.terms}) == 1 and (
-            sorted((term.axis.kind, term.power) for term in self.terms)
-            in ([("col", -1), ("row", 1)], [("col", 1), ("row", -1)])
-        )
-
-    @property
     def place(self) -> tuple[str, ...]:
         """The numbers that all its numbered parameters share: that of a layer, as a rule."""
         numbered = [n for term in self.terms if (n := _numbers(term.axis.name))]
@@ -148,7 +140,7 @@ class Symmetries:
     @property
     def num_exchanges(self) -> int:
         """Rescalings that are rows of a matrix against its own columns."""
-        return sum(s.num_members for s in self.found if s.trades_rows_for_columns)
+        return sum(s.num_members for s in self.found if s.kind == "exchange")
 
     def summary(self) -> str:
         """Return them in a few lines, each with its number of rescalings.
@@ -160,7 +152,7 @@ class Symmetries:
         if self.num_exchanges:
             words = "rows against columns, as a whole (exchange)"
             lines.append((self.num_exchanges, f"in each of {self.num_exchanges} matrices: {words}"))
-        others = [s for s in self.found if not s.trades_rows_for_columns]
+        others = [s for s in self.found if s.kind != "exchange"]
         short = _short_names({term.axis.name for s in self.found for term in s.terms})
         alike: dict[str, list[Symmetry]] = {}
         for symmetry in others:
