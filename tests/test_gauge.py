@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,12 +127,14 @@ def largest_drift(opt, symmetries):
 def test_logits_stay_to_rounding_and_every_drift_goes_to_zero(family, placement):
     model, _, opt = far_away(family, placement)
     symmetries = symmetries_of(family, placement)
-    before = logits(model)
-    assert largest_drift(opt, symmetries) > 0.3
+    before, drifted = logits(model), largest_drift(opt, symmetries)
+    assert drifted > 0.3
     lrm.rebalance_(opt, symmetries)
     change = (logits(model) - before).abs().max() / before.abs().max()
+    left = largest_drift(opt, symmetries)
+    print(f"drift {drifted:.2f} -> {left:.0e}, logits by {change:.1e}")
     assert 0 < change < LOGIT_ROUNDING
-    assert largest_drift(opt, symmetries) < DRIFT_ROUNDING[torch.float32]
+    assert left < DRIFT_ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(("family", "placement"), CASES)
@@ -183,11 +188,12 @@ def test_with_the_norms_constant_only_normalization_is_inexact():
     assert len(exact) == len(symmetries) - 1
     before = logits(model)
     lrm.rebalance_(opt, exact)
-    assert (logits(model) - before).abs().max() < LOGIT_ROUNDING * before.abs().max()
     between = logits(model)
+    exactly = (between - before).abs().max() / before.abs().max()
     lrm.rebalance_(opt, symmetries)
     change = (logits(model) - between).abs().max() / between.abs().max()
-    assert LOGIT_ROUNDING < change < 1e-2
+    print(f"logits by {exactly:.1e}, along normalization by {change:.1e}")
+    assert exactly < LOGIT_ROUNDING < change < 1e-2
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -349,11 +355,11 @@ def test_the_next_raw_update_is_the_same_and_relative_updates_of_multipliers_are
     step(model, opt, 9)
     step(other, moved, 9)
     after, after_moved = lrm.multipliers(opt), lrm.multipliers(moved)
-    ratios = []
+    ratios, off = [], 0.0
     for name, kinds in before.items():
         ours = lrm.optim.raw_weights(opt)[name] - raw[name]
         theirs = lrm.optim.raw_weights(moved)[name] - raw[name]
-        torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-12)
+        off = max(off, float((theirs - ours).abs().max() / ours.abs().max()))
         for kind, value in kinds.items():
             # Tokens that never occurred have embeddings that do not move.
             moves = (value != 0) & (after[name][kind] != value)
@@ -361,16 +367,18 @@ def test_the_next_raw_update_is_the_same_and_relative_updates_of_multipliers_are
             ours = (after[name][kind] - value)[moves]
             theirs = (after_moved[name][kind] - before_moved[name][kind])[moves]
             # AdamW's step has no scale: multipliers move by as much as before, ...
-            torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-12)
+            off = max(off, float((theirs - ours).abs().max() / ours.abs().max()))
             # ... which is another share of them, by 1 / s^p.
             share = (theirs / before_moved[name][kind][moves]) / (ours / value[moves])
             torch.testing.assert_close(share, 1 / factor, rtol=1e-6, atol=0.0)
             ratios.append(share.abs())
     ratios = torch.cat(ratios)
+    assert off < 1e-11
     assert ratios.min() < 0.5
     assert ratios.max() > 2.0
     # So the models, equal before the step, are not after it.
     change = (logits(other) - logits(model)).abs().max() / logits(model).abs().max()
+    print(f"updates by {off:.0e}, shares {ratios.min():.2f} to {ratios.max():.2f}, {change:.1e}")
     assert change > 1e-3
 
 
@@ -705,3 +713,13 @@ def test_sharded_weights_are_measured_but_not_moved():
             lrm.rebalance_(sharded, symmetries)
     finally:
         dist.destroy_process_group()
+
+
+def test_document_quotes_the_results():
+    root = Path(__file__).parent.parent
+    text = (root / "docs" / "symmetries.md").read_text()
+    for name in ("drift.json", "drift-far.json"):
+        script, results = root / "benchmarks" / "drift.py", root / "results" / name
+        command = [sys.executable, str(script), "--read", str(results)]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert shown in text
