@@ -15,7 +15,7 @@ needed, and so is the scale of what is written to a residual stream. What remain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from learnable_multipliers.symmetry.find import twin_of
 from learnable_multipliers.symmetry.probe import Probe
 from learnable_multipliers.symmetry.search import search
 from learnable_multipliers.symmetry.symmetry import Symmetries, Term
-from learnable_multipliers.symmetry.transfer import probe_like, transfer
+from learnable_multipliers.symmetry.transfer import namesakes, probe_like, transfer
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,23 @@ def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried]
     small = twin_of(model, None, "auto")
     if small is None:
         probe = Probe(model, inputs)
-        return derive(probe, search(probe)), ()
+        return derive(probe, search(probe), heads(probe)), ()
     probe = Probe(small)
     large = probe_like(probe, model, inputs, None)
     symmetries = transfer(search(probe), probe, large)
-    return derive(large, symmetries), symmetries.unconfirmed
+    return derive(large, symmetries, namesakes(heads(probe), large.parameters)), (
+        symmetries.unconfirmed
+    )
 
 
-def derive(probe: Probe, symmetries: Symmetries) -> dict[str, Carried]:
+def heads(probe: Probe) -> list[str]:
+    """Return the matrices whose rows scale single outputs of the model."""
+    matrices = [axis for axis in probe.axes if probe.layouts[axis.name].matrix]
+    rows = [axis for axis in matrices if axis.kind == "row"]
+    return [axis.name for axis in rows if probe.scales_single_outputs(axis)]
+
+
+def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict[str, Carried]:
     """Return what every matrix is to carry, by parameter name, given all symmetries there are."""
     kept = {
         axis: torch.ones(probe.num_entries(axis), dtype=torch.bool)
@@ -63,10 +72,9 @@ def derive(probe: Probe, symmetries: Symmetries) -> dict[str, Carried]:
         if probe.layouts[axis.name].matrix
     }
     reasons: dict[str, list[str]] = {axis.name: [] for axis in kept}
-    for axis in kept:
-        if axis.kind == "row" and probe.scales_single_outputs(axis):
-            kept[axis][:] = False
-            reasons[axis.name].append("rows would scale single outputs")
+    for name in heads:
+        kept[Axis(name, "row")][:] = False
+        reasons[name].append("rows would scale single outputs")
     for symmetry in symmetries:
         if symmetry.kind != "multiplicative":
             continue

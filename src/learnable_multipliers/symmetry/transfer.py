@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +38,14 @@ def probe_like(
 ) -> Probe:
     """Return a probe of a large model, made ready as that of its twin was."""
     inputs = random_tokens(model, most=_NUM_TOKENS) if inputs is None else inputs
-    shifted = {_kind(name) for name in twin.shifted}
-    names = [name for name, _ in named_parameters(model) if _kind(name) in shifted]
+    names = namesakes(twin.shifted, [name for name, _ in named_parameters(model)])
     return Probe(model, inputs, carried, dtype=torch.float32, shifted=names)
+
+
+def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
+    """Return the names that differ from some others in numbers alone, those of layers."""
+    kinds = {_kind(name) for name in names}
+    return [name for name in among if _kind(name) in kinds]
 
 
 def transfer(found: Symmetries, twin: Probe, probe: Probe) -> Symmetries:
