@@ -23,7 +23,8 @@ from learnable_multipliers.optim import (
     multipliers,
     param_groups,
 )
-from learnable_multipliers.plan import Entry, Plan, plan
+from learnable_multipliers.plan import Entry, Plan
+from learnable_multipliers.planner import plan
 from learnable_multipliers.reparametrize import merge, reparametrize
 from learnable_multipliers.rules import NO_EMBEDDING, Rule
 from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries

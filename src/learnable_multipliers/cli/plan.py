@@ -12,7 +12,7 @@ import tyro
 from learnable_multipliers.cli.architecture import named_model
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.placement import Placement
-from learnable_multipliers.plan import plan
+from learnable_multipliers.planner import plan
 
 
 @dataclass(frozen=True, kw_only=True)

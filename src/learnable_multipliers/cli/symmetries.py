@@ -13,7 +13,7 @@ from rich.console import Console
 
 from learnable_multipliers.cli.architecture import named_model
 from learnable_multipliers.cli.arguments import read
-from learnable_multipliers.plan import plan
+from learnable_multipliers.planner import plan
 from learnable_multipliers.symmetry import find_symmetries
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.optim import AdamW, Muon, param_groups
-from learnable_multipliers.plan import Plan, plan
+from learnable_multipliers.plan import Plan
+from learnable_multipliers.planner import plan
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.rules import Rule
 

@@ -73,12 +73,8 @@ def resized(patterns: Sequence[Pattern], lengths: Sequence[int]) -> Iterator[lis
         ]
         yield from map(list, itertools.product(*options))
         return
-    seen: set[tuple[int, ...]] = set()
     for total in sorted(_common_divisors(lengths), reverse=True):
         for sizes in _factorizations(total, len(refined), least=1):
-            if sizes in seen:
-                continue
-            seen.add(sizes)
             options = [
                 list(_fitted(pattern, sizes, length))
                 for pattern, length in zip(patterns, lengths, strict=True)
