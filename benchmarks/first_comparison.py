@@ -28,7 +28,7 @@ from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
 
-LEARNING_RATES = {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 4e-3, 8e-3)}
+LEARNING_RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 MULTIPLIER_LR_SCALES = (1.0, 4.0)
 PLACEMENTS = {"plain": "none", "scalar": "scalar", "vector": "full"}
 
