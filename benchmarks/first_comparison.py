@@ -79,7 +79,7 @@ def runs(shape: str, optimizers: list[str], tokens: int) -> Iterator[TrainConfig
     )
     # One evaluation, at the end, on all held-out text.
     log = replace(base.log, every=20, weights_every=0, evaluate_every=0, evaluate_tokens=0)
-    log = replace(log, sample_tokens=0, tensorboard=False)
+    log = replace(log, sample_tokens=0, tensorboard=False, drift=False)
     base = replace(base, schedule=schedule, log=log)
     for kind in optimizers:
         for lr in LEARNING_RATES[kind]:

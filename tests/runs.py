@@ -73,6 +73,7 @@ def small_run(data: Path, out: Path, steps: int = 12, **changes: object) -> Trai
             evaluate_tokens=640,
             sample_tokens=8,
             tensorboard=False,
+            drift=False,
         ),
         checkpoint=CheckpointConfig(every=5),
         runtime=RuntimeConfig(device="cpu"),

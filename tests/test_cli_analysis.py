@@ -171,9 +171,13 @@ def test_diagnose_reads_from_a_run_what_its_trainer_would(ask, data, optimizer):
         assert verdicts == {verdict: counted[kind, verdict] for verdict in VERDICTS}
     # The trainer follows the same walk, step by step.
     predicted = {r["name"]: r["predicted"] for r in written["readings"] if r["part"] == "weight"}
-    followed = trainer.prediction.rms
+    followed = {
+        r.name: r.predicted
+        for r in trainer.monitor.health().readings
+        if r.part == "weight" and r.predicted is not None
+    }
     assert len(followed) >= 18
-    assert {name: predicted[name] for name in followed} == pytest.approx(followed, rel=1e-5)
+    assert {name: predicted[name] for name in followed} == followed
 
 
 def test_the_summary_of_a_diagnosis_tells_the_share_of_the_trapped(data, ask):

@@ -54,8 +54,8 @@ def test_looking_at_a_run_does_not_change_it(data, tmp_path):
     ]
     assert_same(*runs)
     kinds = [[r["kind"] for r in read_metrics(tmp_path / str(n))] for n in range(2)]
-    assert kinds[0] == ["train", "weights", "weights", "eval", "sample", "end"]
-    assert kinds[1] == ["train", "weights", "eval", "sample"] * 6 + ["end"]
+    assert kinds[0] == ["train", "weights", "health", "weights", "health", "eval", "sample", "end"]
+    assert kinds[1] == ["train", "weights", "health", "eval", "sample"] * 6 + ["end"]
 
 
 def test_a_logged_loss_is_the_mean_since_the_one_before(data, tmp_path):

@@ -6,7 +6,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.schedule import ScheduleConfig, steps
-from learnable_multipliers.pretrain.weights import Prediction, describe_weights
+from learnable_multipliers.pretrain.weights import describe_weights
 
 LR, DECAY = 0.05, 0.5
 
@@ -28,7 +28,7 @@ def trained_on_noise(make, rules=(), placement="full"):
     model = Stack()
     plan = lrm.plan(model, placement, rules)
     optimizer = make(lrm.param_groups(model, plan, weight_decay=DECAY))
-    prediction = Prediction(optimizer, plan)
+    monitor = lrm.Monitor(optimizer)
     schedule = ScheduleConfig(tokens=300, warmup_tokens=30, decay_tokens=100, decay_factor=8.0)
     for planned in steps(schedule, 1, 1):
         lr = LR * planned.lr_factor
@@ -37,12 +37,7 @@ def trained_on_noise(make, rules=(), placement="full"):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        prediction.step(lr)
-    # What is kept in a checkpoint says it all.
-    again = Prediction(optimizer, plan)
-    again.load(prediction.state())
-    assert again.rms == prediction.rms
-    return describe_weights(optimizer, plan, prediction)
+    return describe_weights(optimizer, plan, monitor.health().readings)
 
 
 def ratios(found):
@@ -86,13 +81,3 @@ def test_muon_on_noise_has_the_predicted_rms():
     # AdamW trains the head, at a rate of its own.
     found = ratios(trained_on_noise(muon))
     assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.05)
-
-
-def test_predictions_of_other_matrices_are_refused():
-    model = Stack()
-    plan = lrm.plan(model)
-    prediction = Prediction(adamw(lrm.param_groups(model, plan)), plan)
-    saved = prediction.state()
-    saved.pop("lm_head.weight")
-    with pytest.raises(ValueError, match="of other matrices: lm_head.weight"):
-        prediction.load(saved)

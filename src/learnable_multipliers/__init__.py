@@ -14,6 +14,7 @@ from learnable_multipliers.equilibrium import (
 )
 from learnable_multipliers.gauge import drift, rebalance_
 from learnable_multipliers.initialize import initialize_
+from learnable_multipliers.monitor import Health, Monitor
 from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
 from learnable_multipliers.optim import (
     AdamW,
@@ -35,8 +36,10 @@ __all__ = [
     "Block",
     "Diagnosis",
     "Entry",
+    "Health",
     "LearnableMultipliers",
     "Matrix",
+    "Monitor",
     "Muon",
     "Plan",
     "Rule",

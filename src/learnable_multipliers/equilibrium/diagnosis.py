@@ -21,9 +21,10 @@ from learnable_multipliers.equilibrium.indicator import noise_indicator
 from learnable_multipliers.equilibrium.prediction import (
     Expectation,
     Expectations,
+    Pace,
     has_sparse_rows,
+    pace_of,
     steady_expectation,
-    walk_of,
 )
 from learnable_multipliers.equilibrium.token_rows import TokenRows, read_rows
 from learnable_multipliers.equilibrium.verdict import Verdict, verdict_of
@@ -84,13 +85,13 @@ class Diagnosis:
     def __str__(self) -> str:
         return render(self.readings, self.rows)
 
+    def measured(self) -> dict[tuple[str, str], float]:
+        """Return the rms of each tensor, by parameter name and part."""
+        return {(reading.name, reading.part): reading.measured for reading in self.readings}
+
     def verdicts(self) -> dict[str, dict[Verdict, int]]:
         """Return how many tensors are trapped, free and open: matrices, multipliers, vectors."""
-        counts: dict[str, dict[Verdict, int]] = {}
-        for reading in self.readings:
-            of = counts.setdefault(reading.kind, dict.fromkeys(get_args(Verdict), 0))
-            of[reading.verdict] += 1
-        return counts
+        return count_verdicts(self.readings)
 
     def summary(self) -> str:
         """Return the verdicts in a line: `trapped: 12 of 14 matrices (86%, 1 free, 1 open)`."""
@@ -105,6 +106,15 @@ class Diagnosis:
             ],
             "rows": {name: rows.to_dict() for name, rows in self.rows.items()},
         }
+
+
+def count_verdicts(readings: Iterable[Reading]) -> dict[str, dict[Verdict, int]]:
+    """Return the number of tensors with each verdict, by kind."""
+    counts: dict[str, dict[Verdict, int]] = {}
+    for reading in readings:
+        of = counts.setdefault(reading.kind, dict.fromkeys(get_args(Verdict), 0))
+        of[reading.verdict] += 1
+    return counts
 
 
 @torch.no_grad()
@@ -141,11 +151,17 @@ def diagnose(
             f"lrs has {len(history)} learning rates, but the optimizer has taken {taken} steps: "
             "give the rate of each step taken, without those of steps it skipped"
         )
-    expectations = None if history is None else Expectations(history)
+    paces = {tensor.key: pace_of(optimizer, tensor) for tensor in tensors}
+    expectations = None
+    if history is not None:
+        expectations = Expectations(pace for pace in paces.values() if pace is not None)
+        for lr in history:
+            expectations.step(lr)
+    starts = None if start is None else start.measured()
     readings, rows = [], {}
     for tensor in tensors:
-        expected, note = _expectation(optimizer, tensor, expectations, taken)
-        readings.append(_read(tensor, expected, start, note))
+        expected, note = _expectation(optimizer, tensor, paces[tensor.key], expectations, taken)
+        readings.append(read_tensor(tensor, expected, starts, note))
         if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
             before = start.rows[tensor.name].rms if start is not None else None
             rows[tensor.name] = read_rows(tensor, history, before, frequency)
@@ -154,32 +170,58 @@ def diagnose(
     return Diagnosis(tuple(readings), rows)
 
 
+def expectation_so_far(
+    tensor: Trained, pace: Pace | None, expectations: Expectations, taken: int
+) -> tuple[Expectation | None, str]:
+    """Return what noise would have made of a tensor in a run that was followed; or why not."""
+    note = _not_told(tensor, pace)
+    if note or pace is None:
+        return None, note
+    if tensor.steps < taken:
+        return None, f"had a gradient in {tensor.steps} of {taken} steps"
+    expected = expectations.of(pace)
+    return expected, "" if expected is not None else "its rate or decay was changed during the run"
+
+
+def _not_told(tensor: Trained, pace: Pace | None) -> str:
+    """Return why no walk tells anything of a tensor, if none does."""
+    if pace is None:
+        return "its optimizer's walk on noise is not known"
+    if tensor.steps == 0:
+        return "no step yet"
+    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
+        return "row by row: see the rows"
+    return ""
+
+
 def _expectation(
-    optimizer: MultiplierOptimizer, tensor: Trained, expectations: Expectations | None, taken: int
+    optimizer: MultiplierOptimizer,
+    tensor: Trained,
+    pace: Pace | None,
+    expectations: Expectations | None,
+    taken: int,
 ) -> tuple[Expectation | None, str]:
     """Return what noise would have made of a tensor; with a reason, if that says too little."""
-    walk = walk_of(optimizer, tensor)
-    if walk is None:
-        return None, "its optimizer's walk on noise is not known"
-    if tensor.steps == 0:
-        return None, "no step yet"
-    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
-        return None, "row by row: see the rows"
     if expectations is not None:
-        if tensor.steps < taken:
-            return None, f"had a gradient in {tensor.steps} of {taken} steps"
-        return expectations.of(walk, tensor.lr_scale, tensor.weight_decay), ""
+        return expectation_so_far(tensor, pace, expectations, taken)
+    note = _not_told(tensor, pace)
+    if note or pace is None:
+        return None, note
     lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
     if lr * tensor.weight_decay == 0:
         return None, "no decay or no rate, so no equilibrium: give lrs"
-    expected = steady_expectation(walk, lr, tensor.weight_decay, tensor.steps)
+    expected = steady_expectation(pace.walk, lr, tensor.weight_decay, tensor.steps)
     early = "too early for the equilibrium at the present rate: give lrs"
     return expected, "" if expected.settling >= SETTLED else early
 
 
-def _read(
-    tensor: Trained, expected: Expectation | None, start: Diagnosis | None, note: str
+def read_tensor(
+    tensor: Trained,
+    expected: Expectation | None,
+    starts: Mapping[tuple[str, str], float] | None,
+    note: str,
 ) -> Reading:
+    """Return what a tensor shows beside what was expected, given the rms of all at the start."""
     size = tensor.value.numel()
     measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
     indicator = _indicator(tensor)
@@ -187,8 +229,8 @@ def _read(
     settling = None if expected is None else expected.settling
     if expected is not None and not note:
         start_rms = tensor.start_rms
-        if start is not None:
-            start_rms = start[tensor.name, tensor.part].measured
+        if starts is not None:
+            start_rms = starts[tensor.key]
         elif start_rms is None and expected.settling >= SETTLED:
             start_rms = 0.0
         if start_rms is None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from learnable_multipliers.equilibrium.closed_forms import walk_equilibrium
 from learnable_multipliers.equilibrium.walk import (
+    BrownianState,
     Walk,
     adamw_walk,
-    brownian_rms,
+    brownian_step,
     mixed_walk,
     muon_walk,
 )
@@ -81,21 +83,40 @@ class Expectation:
         return deviation / (2 * square * math.sqrt(size))
 
 
+class Pace(NamedTuple):
+    """What tells apart how tensors walk under one schedule: those of one pace walk alike."""
+
+    walk: Walk
+    lr_scale: float
+    """Learning rate over that of the run."""
+    weight_decay: float
+
+
+def pace_of(optimizer: MultiplierOptimizer, tensor: Trained) -> Pace | None:
+    """Return the pace of a tensor; None for an optimizer whose walk is not known."""
+    walk = walk_of(optimizer, tensor)
+    return None if walk is None else Pace(walk, tensor.lr_scale, tensor.weight_decay)
+
+
 class Expectations:
-    """Expected walks under one history of learning rates; each kind of tensor is walked once."""
+    """What noise is expected to do at some paces, step by step; each is walked once."""
 
-    def __init__(self, lrs: Sequence[float]):
-        self._lrs = [float(lr) for lr in lrs]
-        self._known: dict[tuple[float, float, Walk], Expectation] = {}
+    def __init__(self, paces: Iterable[Pace]):
+        self._walked = dict.fromkeys(paces, (BrownianState(0.0), 1.0))
+        self.steps = 0
 
-    def of(self, walk: Walk, lr_scale: float, weight_decay: float) -> Expectation:
-        """Return the expectation of a walk at a scaled rate."""
-        key = (lr_scale, weight_decay, walk)
-        if key not in self._known:
-            lrs = [lr * lr_scale for lr in self._lrs]
-            spread = brownian_rms(lrs, weight_decay, 0.0, walk)[-1] if lrs else 0.0
-            self._known[key] = Expectation(spread, decayed(lrs, weight_decay))
-        return self._known[key]
+    def step(self, lr: float) -> None:
+        """Follow one step of a run, at its learning rate."""
+        self.steps += 1
+        for pace, (state, kept) in self._walked.items():
+            own, decay = lr * pace.lr_scale, pace.weight_decay
+            state = brownian_step(state, own, decay, pace.walk)
+            self._walked[pace] = state, kept * abs(1 - own * decay)
+
+    def of(self, pace: Pace) -> Expectation | None:
+        """Return what is expected by now; None at a pace that was not followed."""
+        walked = self._walked.get(pace)
+        return None if walked is None else Expectation(walked[0].rms, walked[1])
 
 
 def steady_expectation(walk: Walk, lr: float, weight_decay: float, steps: int) -> Expectation:

@@ -50,6 +50,11 @@ class Trained:
     beta2: float
     """0 where the average needs no correction for its start."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from all others: name and part."""
+        return self.name, self.part
+
 
 @torch.no_grad()
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:

@@ -68,6 +68,11 @@ class LogConfig:
     """Steps between lines of loss, rate and speed; 0 is the first step alone."""
     weights_every: int = 100
     """Steps between looks at norms and multipliers; there is always one at either end."""
+    drift: bool = True
+    """Find the model's scale symmetries at the start, in seconds to half a minute, and watch how
+    far multipliers drift along them."""
+    drift_bound: float = 10.0
+    """Factor of drift from which on there is a warning."""
     evaluate_every: int = 250
     """Steps between evaluations on held-out text; there is always one at the end."""
     evaluate_tokens: int = 500_000
@@ -152,6 +157,10 @@ class TrainConfig:
                 f"goes into exported models, is {self.model.max_length}: raise it as well"
             )
         self._check_optimizer()
+        if not self.log.drift_bound > 1:
+            raise ValueError(
+                f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
+            )
         if self.checkpoint.keep < 2:
             raise ValueError(
                 "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"

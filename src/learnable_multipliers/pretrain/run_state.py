@@ -30,7 +30,6 @@ class RunState:
     loss_sum: float
     """Over the steps since the last record of the loss."""
     loss_steps: int
-    prediction: dict[str, list[float]]
     config: dict[str, Any]
     """Of the run."""
     model: dict[str, Any]

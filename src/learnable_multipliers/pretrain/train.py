@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from learnable_multipliers.monitor import Monitor
 from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import choose_device
@@ -32,7 +33,8 @@ from learnable_multipliers.pretrain.sampling import generate
 from learnable_multipliers.pretrain.schedule import Step, steps
 from learnable_multipliers.pretrain.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.training_data import TrainingData
-from learnable_multipliers.pretrain.weights import Prediction, describe_weights
+from learnable_multipliers.pretrain.weights import describe_weights
+from learnable_multipliers.symmetry import Symmetries, find_symmetries
 
 Observer = Callable[[dict[str, Any]], None]
 """Sees every record of a run as it is written."""
@@ -60,7 +62,10 @@ class Trainer:
         self.steps: list[Step] = steps(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
-        self.prediction = Prediction(self.optimizer, self.plan)
+        self.monitor = Monitor(
+            self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
+        )
+        self._told: set[str] = set()
         self.step, self.samples = 0, 0
         self._skipped_before = 0
         self._watch = Stopwatch()
@@ -121,7 +126,6 @@ class Trainer:
         self._loss_steps += 1
         self.optimizer.step()
         self._passes.clear()
-        self.prediction.step(lr)
         self.samples += planned.sequences
         self.step += 1
         self._write_down(lr)
@@ -137,7 +141,7 @@ class Trainer:
         if due(log.every) or (last and log.every) or self.step == 1:
             self._record_speed(lr)
         if due(log.weights_every) or last or self.step == 1:
-            self._record("weights", **describe_weights(self.optimizer, self.plan, self.prediction))
+            self._record_health()
             self._restart_clock()
         if due(log.evaluate_every) or last:
             self._record("eval", **self.evaluate())
@@ -192,6 +196,25 @@ class Trainer:
             self.device,
             max_tokens=self.config.log.evaluate_tokens,
         )
+
+    def _record_health(self) -> None:
+        health = self.monitor.health()
+        weights = describe_weights(self.optimizer, self.plan, health.readings)
+        self._record("weights", **weights)
+        texts = [alarm.text for alarm in health.alarms]
+        self._record("health", **health.metrics(), alarms=texts)
+        for alarm in health.alarms:
+            # The same trouble is in every record from now on; once is enough to be told.
+            if alarm.about not in self._told:
+                self._warn(alarm.text)
+                self._told.add(alarm.about)
+
+    def _symmetries(self) -> Symmetries | None:
+        """Return along what multipliers could drift."""
+        if not self.config.log.drift or not self.plan.num_multipliers:
+            return None
+        # Where it is computed in float64, by plain PyTorch.
+        return find_symmetries(build(self.config.model, self.config.seed), self.plan)
 
     def _record_sample(self) -> None:
         if not self.config.log.sample_tokens:
@@ -273,7 +296,6 @@ class Trainer:
             skipped_steps=self.skipped_steps,
             loss_sum=self._loss_sum.item(),
             loss_steps=self._loss_steps,
-            prediction=self.prediction.state(),
             config=to_dict(self.config),
             model=to_dict(self.model.config),
             data=self.data.fingerprint,
@@ -294,7 +316,8 @@ class Trainer:
                 "manifest has another checksum"
             )
         restore_(self.model, self.optimizer, kept)
-        self.prediction.load(state.prediction)
+        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.steps[: kept.step]]
+        self.monitor.resume(lrs, state.skipped_steps)
         self.step, self.samples = kept.step, state.samples
         self._skipped_before = state.skipped_steps
         self._watch = Stopwatch(state.seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -142,29 +142,34 @@ class Symmetries:
         """Rescalings that are rows of a matrix against its own columns."""
         return sum(s.num_members for s in self.found if s.kind == "exchange")
 
+    def alike(self) -> dict[str, tuple[Symmetry, ...]]:
+        """Return them by what they are in words: a line for what comes back in every layer.
+
+        All exchanges are alike. Names are cut to their last words where these tell them apart.
+        """
+        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        alike: dict[str, list[Symmetry]] = {}
+        for symmetry in sorted(self.found, key=lambda s: s.kind != "exchange"):
+            key = "" if symmetry.kind == "exchange" else _template(symmetry)
+            alike.setdefault(key, []).append(symmetry)
+        named: dict[str, tuple[Symmetry, ...]] = {}
+        for same in alike.values():
+            words = "rows against columns, as a whole (exchange)"
+            if same[0].kind != "exchange":
+                words = same[0].said(_phrases(same[0], short))
+            # Two templates may be the same in short words.
+            named[words] = (*named.get(words, ()), *same)
+        return named
+
     def summary(self) -> str:
         """Return them in a few lines, each with its number of rescalings.
 
-        A symmetry that comes back in every layer is one line, and so are all exchanges. Names are
-        cut to their last words where these tell them apart.
+        A symmetry that comes back in every layer is one line, and so are all exchanges.
         """
         lines: list[tuple[int, str]] = []
-        if self.num_exchanges:
-            words = "rows against columns, as a whole (exchange)"
-            lines.append((self.num_exchanges, f"in each of {self.num_exchanges} matrices: {words}"))
-        others = [s for s in self.found if s.kind != "exchange"]
-        short = _short_names({term.axis.name for s in self.found for term in s.terms})
-        alike: dict[str, list[Symmetry]] = {}
-        for symmetry in others:
-            alike.setdefault(_template(symmetry), []).append(symmetry)
-        for same in alike.values():
-            first, count = same[0], sum(symmetry.num_members for symmetry in same)
-            where = ""
-            if first.place:
-                layer = "layer" if len(first.place) == 1 else "place"
-                here = f"{layer} {'.'.join(first.place)}"
-                where = f"in {here}: " if len(same) == 1 else f"in each of {len(same)} {layer}s: "
-            lines.append((count, where + first.said(_phrases(first, short))))
+        for words, same in self.alike().items():
+            count = sum(symmetry.num_members for symmetry in same)
+            lines.append((count, _where(same) + words))
         beside = f", {self.nullity - self.num_exchanges:,} besides exchanges" * bool(lines)
         lines.append((self.nullity, f"independent rescalings in all{beside}"))
         if self.silent:
@@ -204,6 +209,18 @@ class Symmetries:
             ],
             "unconfirmed": list(self.unconfirmed),
         }
+
+
+def _where(same: Sequence[Symmetry]) -> str:
+    """Return in how many places symmetries that are alike come back, or in which one."""
+    first = same[0]
+    if first.kind == "exchange":
+        return f"in each of {len(same)} matrices: "
+    if not first.place:
+        return ""
+    layer = "layer" if len(first.place) == 1 else "place"
+    here = f"in {layer} {'.'.join(first.place)}: "
+    return here if len(same) == 1 else f"in each of {len(same)} {layer}s: "
 
 
 def _largest_member(term: Term) -> int:
