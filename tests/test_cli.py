@@ -199,6 +199,7 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         ("train tiny --every 3", "Did you mean --log.every or --checkpoint.every?"),
         ("train tiny --optimizer.wieght-decay 3", "Did you mean --optimizer.weight-decay?"),
         ("train tiny --dryrun", "Did you mean --dry-run?"),
+        ("train tiny --log.drift False", "--log.drift is on unless turned off: --log.no-drift."),
         ("train tiny --xyz 3", "no option --xyz. All options: lrm train tiny --help"),
         ("train tiny --optimizer.kind sgd", "('adamw', 'muon')"),
         ("train tiny --optimizer.lr fast", "--optimizer.lr"),

@@ -17,6 +17,12 @@ pytest.importorskip("matplotlib")
 
 from learnable_multipliers.report import Run, write_page
 from learnable_multipliers.report.comparison import by_setting, differing_settings, loss_gap
+from learnable_multipliers.report.health import (
+    drift_over_steps,
+    multipliers_over_steps,
+    noise_over_steps,
+    shares_over_steps,
+)
 from learnable_multipliers.report.matrices import (
     multiplier_ranges,
     pool_quantiles,
@@ -121,6 +127,7 @@ def write_run(
             log("eval", step, loss=value, bits_per_byte=value / math.log(2) / 3.3)
         if step % (steps // 10) == 0:
             log("weights", step, **weights(noise, placement, step / steps))
+            log("health", step, **health(noise, placement, step / steps))
     log("sample", steps, prompt="def main(", text="args):\n    return 0\n")
     log("end", steps, steps=steps, seconds=190.5)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -138,6 +145,22 @@ def weights(noise, placement, part):
         multipliers[name] = {axis: quantiles(noise, axis, part) for axis in axes}
     multipliers = {name: found for name, found in multipliers.items() if found}
     return dict(raw_rms=raw, predicted_rms=predicted, multipliers=multipliers, roles=ROLES)
+
+
+DRIFTS = {
+    f"rows of a{i} against columns of b{i}, per channel (multiplicative)": i for i in range(8)
+}
+
+
+def health(noise, placement, part):
+    found = {"trapped/matrices": part, "free/matrices": 1 - part, "trapped/vectors": 0.5}
+    found |= {"free/vectors": 0.25, "noise/matrices": 1 + noise.random(), "noise/vectors": 3.0}
+    if placement != "none":
+        found |= {"trapped/multipliers": 0.0, "free/multipliers": part, "noise/multipliers": 0.7}
+        found |= {f"drift/{words}": 0.1 * i * part for words, i in DRIFTS.items()}
+        found["drift/largest"] = 2.0
+    alarm = f"<b>{placement}</b> has drifted"
+    return found | {"alarms": [alarm] if placement == "full" and part == 1 else []}
 
 
 def quantiles(noise, axis, part):
@@ -480,6 +503,50 @@ def test_multipliers_of_another_shape_are_refused(runs):
         multiplier_ranges(edit_metrics(runs[1].folder, shorten))
 
 
+def test_shares_and_noise_are_drawn_as_recorded(runs):
+    steps = values(runs[1], "health", "step")
+    shares = shares_over_steps(runs[1]).axes[0]
+    drawn = iter(shares.lines)
+    for kind in ("matrices", "multipliers", "vectors"):
+        for verdict in ("trapped", "free"):
+            assert points(next(drawn)) == [steps, values(runs[1], "health", f"{verdict}/{kind}")]
+    assert [text.get_text() for text in shares.texts] == ["matrices", "multipliers", "vectors"]
+    noise = noise_over_steps(runs[1]).axes[0]
+    level, *drawn = noise.lines
+    assert points(level)[1] == [1.0, 1.0]
+    for line, kind in zip(drawn, ("matrices", "multipliers", "vectors"), strict=True):
+        assert points(line) == [steps, values(runs[1], "health", f"noise/{kind}")]
+    # A plain run has no multipliers to tell of.
+    plain = shares_over_steps(runs[0]).axes[0]
+    assert [text.get_text() for text in plain.texts] == ["matrices", "vectors"]
+
+
+def test_drift_is_drawn_as_a_factor_the_farthest_first(runs):
+    figure = drift_over_steps(runs[1])
+    order = sorted(DRIFTS, key=lambda words: -DRIFTS[words])
+    for line, words in zip(figure.axes[0].lines, order, strict=True):
+        logs = values(runs[1], "health", f"drift/{words}")
+        assert points(line)[1] == pytest.approx([math.exp(value) for value in logs])
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [words.partition(" (")[0] for words in order[:6]] + ["2 others"]
+
+
+def test_multipliers_over_steps_are_the_pooled_quantiles(runs):
+    axes = multipliers_over_steps(runs[1]).axes[0]
+    _, median = axes.lines
+    records = values(runs[1], "weights", "multipliers")
+    pooled = [pool_quantiles([q for axes in r.values() for q in axes.values()]) for r in records]
+    assert points(median)[1] == pytest.approx([row[3] for row in pooled])
+    outer = axes.collections[0].get_paths()[0].vertices
+    assert outer[:, 1].min() == pytest.approx(min(row[0] for row in pooled))
+    assert outer[:, 1].max() == pytest.approx(max(row[6] for row in pooled))
+
+
+def test_the_page_tells_alarms_as_text(page):
+    assert "Run full warns: &lt;b&gt;full&lt;/b&gt; has drifted." in page
+    assert page.count(" warns: ") == 1
+
+
 def test_labels_move_apart_and_no_further():
     assert move_apart([0.9, 0.1, 0.5], 0.1) == pytest.approx([0.9, 0.1, 0.5])
     assert move_apart([0.5, 0.5, 0.9], 0.2) == pytest.approx([0.4, 0.6, 0.9])
@@ -566,9 +633,10 @@ def test_page_has_the_exact_final_numbers(page, runs):
 
 def test_page_is_well_formed_and_asks_for_nothing(page):
     reader = Reader(page)
-    # Loss, gap, scatter and rms of two runs, multipliers of one, learning rate.
-    assert reader.tags.count("svg") == 8
-    assert reader.tags.count("figure") == reader.tags.count("figcaption") == 6
+    # Loss, gap, scatter and rms of two runs, multipliers of one, learning rate; what is trapped
+    # and noise of two runs, multipliers over steps and drift of one.
+    assert reader.tags.count("svg") == 14
+    assert reader.tags.count("figure") == reader.tags.count("figcaption") == 10
     assert reader.tags.count("h1") == reader.tags.count("main") == 1
     assert len(reader.ids) == len(set(reader.ids))
     assert all(link.startswith("#") and link[1:] in reader.ids for link in reader.links)
@@ -704,7 +772,7 @@ def test_a_browser_shows_every_plot_without_errors(tmp_path, page, scheme, face)
     seen = open_in_browser(path, tmp_path / "profile", option)
     assert seen["errors"] == []
     assert seen["requests"] == 0
-    assert len(seen["plots"]) == 8
+    assert len(seen["plots"]) == 14
     # All of a narrow window, as on a phone, and nothing wider than it.
     assert all(400 < width <= 500 and height > 100 for width, height in seen["plots"])
     assert seen["width"] <= 500

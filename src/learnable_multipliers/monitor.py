@@ -240,29 +240,35 @@ def _ranges(
     )
 
 
-def _crossings(ranges: Iterable[Range]) -> Iterator[Alarm]:
-    kinds = {"row": "row multipliers", "col": "column multipliers", "scalar": "multiplier"}
-    for found in ranges:
-        if not found.num_crossed:
-            continue
-        which = f"{kinds[found.part]} of {found.name}"
-        count = f"{found.num_crossed:,} of {found.size:,} have" if found.size > 1 else "it has"
-        yield Alarm(
-            f"crossing of zero by the {which}",
-            f"{which}: {count} crossed zero since the start. What they scale was switched off on "
-            "the way, and its sign is turned round. If it goes on, lower multiplier_lr_scale, or "
-            'learn them on the log scale: lrm.Rule(..., scale="log")',
-        )
+def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:
+    crossed = [found for found in ranges if found.num_crossed]
+    if not crossed:
+        return
+    kinds = {"row": "row multipliers", "col": "column multipliers", "scalar": "multipliers"}
+    most = max(crossed, key=lambda found: found.num_crossed)
+    count, size = sum(r.num_crossed for r in crossed), sum(r.size for r in ranges)
+    others = f", and elsewhere ({len(crossed) - 1} more)" if len(crossed) > 1 else ""
+    yield Alarm(
+        "multipliers that crossed zero",
+        f"{count:,} of {size:,} multipliers have crossed zero since the start: "
+        f"{most.num_crossed:,} of {most.size:,} {kinds[most.part]} of {most.name}{others}. What "
+        "they scale was switched off on the way, and its sign is turned round. If there are more "
+        "and more, lower multiplier_lr_scale, or learn them on the log scale: "
+        'lrm.Rule(..., scale="log")',
+    )
 
 
 def _drifted(drifts: Mapping[str, Iterable[Drift]], bound: float) -> Iterator[Alarm]:
-    for words, found in drifts.items():
-        farthest = max(found, key=lambda each: each.largest)
-        if farthest.largest > math.log(bound):
-            yield Alarm(
-                f"drift along {words}",
-                f"scales have drifted by a factor of {math.exp(farthest.largest):.3g} along a "
-                f"symmetry, past the bound of {bound:g}: {farthest.symmetry}. The outputs do not "
-                "notice, but multipliers far from 1 learn at another relative rate. Raise "
-                "multiplier_weight_decay, or call lrm.rebalance_(opt, symmetries) now and then",
-            )
+    farthest = {words: max(found, key=lambda d: d.largest) for words, found in drifts.items()}
+    past = [found for found in farthest.values() if found.largest > math.log(bound)]
+    if not past:
+        return
+    most = max(past, key=lambda found: found.largest)
+    others = f", and others ({len(past) - 1} more)" if len(past) > 1 else ""
+    yield Alarm(
+        "drift past the bound",
+        f"scales have drifted by a factor of {math.exp(most.largest):.3g} along a symmetry, past "
+        f"the bound of {bound:g}: {most.symmetry}{others}. The outputs do not notice, but "
+        "multipliers far from 1 learn at another relative rate. Raise multiplier_weight_decay, or "
+        "call lrm.rebalance_(opt, symmetries) now and then",
+    )

@@ -92,6 +92,9 @@ def _about(unknown: Sequence[str], known: Sequence[str], elsewhere: Mapping[str,
         return f"cannot make sense of {unknown[0]!r}: settings are given as --name value."
     name = option.partition("=")[0].replace("_", "-")
     section, dot, last = name.lstrip("-").rpartition(".")
+    if name in known:
+        # tyro gives a switch that is on by default the one name that turns it off.
+        return f"{name} is on unless turned off: --{section}{dot}no-{last}."
     near = [one for one in known if _last(one) == last]
     if last in elsewhere:
         near = [elsewhere[last]]

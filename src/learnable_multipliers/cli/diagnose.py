@@ -14,6 +14,7 @@ from rich.console import Console
 
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.diagnosis import diagnose_run
+from learnable_multipliers.report import analysis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class DiagnoseConfig:
     """Folder of a run, whose newest good checkpoint is taken, or of one checkpoint."""
     json: bool = False
     """Print JSON, with every layer by itself, instead of a table."""
+    plot: Path | None = None
+    """File to draw every tensor to as well (.svg, .png, .pdf)."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -37,10 +40,16 @@ def run(arguments: Sequence[str]) -> None:
         "them, from the same start under the same learning rates, and how noisy their gradients "
         "are. Lines are medians over layers.",
     )
+    if config.plot is not None:
+        analysis.refuse_format(config.plot)
     with Console(stderr=True).status(f"reading {config.run}"):
         found = diagnose_run(config.run)
     for note in found.notes:
         print(f"lrm diagnose: {note}", file=sys.stderr)
+    if config.plot is not None:
+        title = f"{found.name}, step {found.step:,}"
+        readings = found.diagnosis.to_dict()["readings"]
+        analysis.save(analysis.diagnosis(title, readings), config.plot)
     if config.json:
         asked = {"run": str(config.run), "name": found.name, "step": found.step}
         counted = {"verdicts": found.diagnosis.verdicts()}

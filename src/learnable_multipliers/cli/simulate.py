@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -27,7 +28,10 @@ from learnable_multipliers.equilibrium.simulation import BrownianOptimizer
 from learnable_multipliers.optim.muon import AdjustLr
 from learnable_multipliers.optim.newton_schulz import Coefficients
 from learnable_multipliers.pretrain.schedule import DecayShape, ScheduleConfig, steps
+from learnable_multipliers.report import analysis
 
+# Of a curve in a plot.
+_POINTS = 400
 _COLUMNS = ("step", "lr", "simulated", "expected", "equilibrium")
 
 
@@ -71,6 +75,8 @@ class SimulateConfig:
     """Lines to print, evenly over the run."""
     json: bool = False
     """Print JSON instead of a table."""
+    plot: Path | None = None
+    """File to draw the whole run to as well (.svg, .png, .pdf)."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -87,6 +93,8 @@ def run(arguments: Sequence[str]) -> None:
         elsewhere={"wd": "--weight-decay", "learning-rate": "--lr", "beta1": "--betas"},
     )
     lrs = rates(config)
+    if config.plot is not None:
+        analysis.refuse_format(config.plot)
     with Console(stderr=True).status(f"{config.optimizer} on noise"):
         simulated = simulate_brownian(
             config.optimizer,
@@ -102,6 +110,10 @@ def run(arguments: Sequence[str]) -> None:
         "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
         "equilibrium": _finite(walk_equilibrium(config.lr, config.weight_decay, walk(config))),
     }
+    if config.plot is not None:
+        drawn = rows(replace(config, rows=min(config.steps, _POINTS)), simulated)
+        title = f"{config.optimizer} at lr {config.lr:g}, decay {config.weight_decay:g}"
+        analysis.save(analysis.walk_on_noise(title, drawn), config.plot)
     if config.json:
         asked = {"optimizer": config.optimizer, "lr": config.lr}
         asked |= {"weight_decay": config.weight_decay}

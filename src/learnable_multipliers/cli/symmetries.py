@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -14,6 +15,7 @@ from rich.console import Console
 from learnable_multipliers.cli.architecture import named_model
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.planner import plan
+from learnable_multipliers.report import analysis
 from learnable_multipliers.symmetry import find_symmetries
 
 
@@ -27,6 +29,8 @@ class SymmetriesConfig:
     """Scales that matrices have: rows and columns of all of them, or those of a placement."""
     json: bool = False
     """Print JSON, with every layer by itself, instead of words."""
+    plot: Path | None = None
+    """File to draw them to as well (.svg, .png, .pdf): which axes take part in which."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -40,6 +44,8 @@ def run(arguments: Sequence[str]) -> None:
         "a large model is asked through a small one of the same architecture. The numbers in "
         "front count independent rescalings.",
     )
+    if config.plot is not None:
+        analysis.refuse_format(config.plot)
     start = time.perf_counter()
     # Apart from the answer, which may go into a file.
     with Console(stderr=True).status(f"asking {config.model}"):
@@ -47,6 +53,8 @@ def run(arguments: Sequence[str]) -> None:
         planned = None if config.placement == "all" else plan(model, config.placement)
         found = find_symmetries(model, planned)
     seconds = time.perf_counter() - start
+    if config.plot is not None:
+        analysis.save(analysis.symmetry_map(config.model, found.powers()), config.plot)
     if config.json:
         asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
         print(json.dumps(asked | found.to_dict(), indent=1))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from learnable_multipliers.report import matrices, plots
+from learnable_multipliers.report import health, matrices, plots
 from learnable_multipliers.report.comparison import (
     loss_gap,
     multiplier_quantiles,
@@ -104,6 +104,53 @@ def multiplier_plates(runs: Sequence[Run]) -> list[Plate]:
             shown,
             lambda run: matrices.multiplier_ranges(run, limits),
         )
+    ]
+
+
+def health_plates(runs: Sequence[Run]) -> list[Plate]:
+    """Return noise, what is trapped, and drift for every run that recorded its health."""
+    shown = [run for run in runs if run.of("health")]
+    moving = [run for run in shown if multiplier_quantiles(run.last("weights"))]
+    drifting = [run for run in shown if health.drifting(run)]
+    return [
+        _each(
+            "Trapped and free",
+            "Solid: the share of tensors that are trapped, with the rms that noise and decay alone "
+            "would have given them and gradients that are mostly noise. Dashed: the share that is "
+            "free, with another rms or gradients that are mostly signal. The rest is open: too "
+            "early to tell, or without a prediction.",
+            "shares",
+            shown,
+            health.shares_over_steps,
+        ),
+        _each(
+            "How noisy gradients are",
+            "The mean of the squared momentum over the mean of the squared gradient, in units of "
+            "what pure noise gives, in the median over tensors. At 1, the dashed line, gradients "
+            "do not know from one step to the next where to go; a gradient that never changes has "
+            "19 at beta1 = 0.9; below 1, a step takes back the one before.",
+            "noise",
+            shown,
+            health.noise_over_steps,
+        ),
+        _each(
+            "Multipliers over the steps",
+            "All multipliers of the run: from the smallest to the largest (pale), the middle 90% "
+            "and the middle half of a matrix in the median (darker), and the median (line). What "
+            "reaches the lower edge goes to zero or below.",
+            "ranges",
+            moving,
+            health.multipliers_over_steps,
+        ),
+        _each(
+            "Drift along symmetries",
+            "Some scales can be traded for others without changing any output. Nothing in the loss "
+            "holds them, so they wander: by this factor since the start, rms over channels and "
+            "layers. Decay of the multipliers, or rebalancing, keeps it near 1.",
+            "drift",
+            drifting,
+            health.drift_over_steps,
+        ),
     ]
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from learnable_multipliers.report.comparison import distinct_names, multiplier_quantiles, rms_pairs
 from learnable_multipliers.report.gallery import (
     Plate,
+    health_plates,
     loss_plates,
     multiplier_plates,
     rms_plates,
     schedule_plate,
 )
+from learnable_multipliers.report.health import alarms
 from learnable_multipliers.report.records import Run
 from learnable_multipliers.report.stylesheet import stylesheet
 from learnable_multipliers.report.summary import (
@@ -74,6 +76,7 @@ def _page(
         _section("loss", "Loss", _side_by_side(loss_plates(runs, reference))),
         _weights(runs),
         _multipliers(runs),
+        _health(runs),
         _section("learning-rate", "Learning rate", _plate(schedule_plate(runs))),
         _samples(runs),
         _section("making", "How it was made", _making(runs)),
@@ -134,6 +137,14 @@ def _multipliers(runs: Sequence[Run]) -> str:
     told = _paragraphs([text for text in map(describe_multipliers, runs) if text])
     body = told + "".join(map(_plate, multiplier_plates(runs)))
     return _section("multipliers", "Multipliers", body)
+
+
+def _health(runs: Sequence[Run]) -> str:
+    if not any(run.of("health") for run in runs):
+        return ""
+    told = [f"Run {run.name} warns: {text}." for run in runs for text in alarms(run)]
+    body = _paragraphs(told) + "".join(_plate(p) for p in health_plates(runs) if p.panels)
+    return _section("health", "Health", body)
 
 
 def _samples(runs: Sequence[Run]) -> str:

@@ -21,6 +21,7 @@ _FIELDS = {
     "train": ("step", "tokens", "loss", "lr"),
     "eval": ("step", "tokens", "loss"),
     "weights": ("step", "tokens", "raw_rms", "predicted_rms"),
+    "health": ("step",),
     "sample": ("step", "prompt", "text"),
     "end": ("step",),
 }

@@ -161,6 +161,16 @@ class Symmetries:
             named[words] = (*named.get(words, ()), *same)
         return named
 
+    def powers(self) -> dict[str, dict[str, float]]:
+        """Return the axes of each kind of symmetry and their powers, all in words."""
+        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        return {
+            words: {"rows of each matrix": 1.0, "columns of each matrix": -1.0}
+            if same[0].kind == "exchange"
+            else dict(_phrases(same[0], short))
+            for words, same in self.alike().items()
+        }
+
     def summary(self) -> str:
         """Return them in a few lines, each with its number of rescalings.
 
