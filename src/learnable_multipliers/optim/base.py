@@ -21,16 +21,18 @@ from learnable_multipliers.kernels.reference import write_effective
 from learnable_multipliers.kernels.work import Rates, Work
 from learnable_multipliers.multiplier import Matrix, multiplier, raw_dtype
 from learnable_multipliers.optim.bank import NAMES, MultiplierBank
+from learnable_multipliers.optim.packed_sums import PackedSums
 from learnable_multipliers.optim.sharding import (
     Share,
-    all_reduce_,
     as_sharded,
     full,
     is_sharded,
     local,
+    local_gradient,
     share_of,
 )
 from learnable_multipliers.optim.slots import Slot, can_be_divided, factors_of, start_raw
+from learnable_multipliers.optim.team import all_agree, team_of
 from learnable_multipliers.optim.watch import Watch
 from learnable_multipliers.plan import matrix_from
 
@@ -68,6 +70,7 @@ class MultiplierOptimizer(Optimizer):
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._process_groups: dict[tuple[int, ...], Any] = {}
         super().__init__(params, {"lr_scale": 1.0, "matrices": "", "kind": "", **defaults})
 
     # -- for subclasses -----------------------------------------------------------------------
@@ -128,12 +131,9 @@ class MultiplierOptimizer(Optimizer):
         if not active:
             return
         # The long pass over all gradients first: a GPU is busy with it while the host goes on.
-        grads, norm = self._gradients(active)
+        grads, norm, finite = self._gradients(active)
         touched = self._watch.look(self._works(slots))
         self.grad_norm = norm
-        finite = norm.isfinite()
-        for grad in grads.values():
-            finite = finite & grad.isfinite().all()
         go = finite & ~touched.any() if touched.numel() else finite
         if all(float(group["lr"]) == 0 for group in self.param_groups):
             # Checkpointing tools take a step without rate and gradient to see the state; it must
@@ -175,7 +175,7 @@ class MultiplierOptimizer(Optimizer):
                 continue
             if grad.is_sparse:
                 raise ValueError(f"{slot.name}: sparse gradients are not supported")
-            slot.work.grad = local(grad) if slot.sharded else grad
+            slot.work.grad = local_gradient(slot.parameter, grad) if slot.sharded else grad
             active.append(slot)
         if len(active) == len(slots):
             return slots
@@ -184,7 +184,6 @@ class MultiplierOptimizer(Optimizer):
         if key not in self._subsets and len(self._subsets) >= MOST_SUBSETS:
             self._subsets.clear()
             self._lists.clear()
-            self._classes_of.clear()
         return self._subsets.setdefault(key, active)
 
     def _works(self, slots: list[Slot]) -> list[Work]:
@@ -194,43 +193,30 @@ class MultiplierOptimizer(Optimizer):
             known = self._lists[id(slots)] = (slots, [slot.work for slot in slots])
         return known[1]
 
-    def _gradients(self, active: list[Slot]) -> tuple[dict[torch.dtype, Tensor], Tensor]:
-        """Return the multipliers' gradients by bank, and the norm of all others."""
+    def _gradients(self, active: list[Slot]) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
+        """Return the multipliers' gradients by bank, the norm of all others, and if all is finite.
+
+        Where parameters are spread over ranks these are the same numbers on each of them.
+        """
         if len(active) < len(self._bound()):
             # Matrices without a gradient this time must not bring sums of the last one.
             for bank in self._banks.values():
                 bank.out_sums.zero_()
                 bank.in_sums.zero_()
-        if not any(slot.sharded for slot in active):
-            square = self._kernels.reduce(self._works(active), self._squares)
-            return {dtype: bank.gradients() for dtype, bank in self._banks.items()}, square.sqrt()
-        squares = [
-            (self._kernels.reduce(works, self._squares), over)
-            for works, over in self._norm_classes(active)
-        ]
+            if self._squares is not None:
+                self._squares.zero_()
+        square = self._kernels.reduce(self._works(active), self._squares)
         grads = {dtype: bank.gradients() for dtype, bank in self._banks.items()}
-        partial = list(squares)
-        for slot in self._bound():
-            bank, index = self._bank_of.get(slot.work.index, (None, 0))
-            if bank is None or not any(slot.share.sums.values()):
-                continue
-            views = bank.views_of(grads[slot.work.raw.dtype], index)
-            partial += [(views[name], slot.share.sums[name]) for name in views]
-        if any(over for _, over in partial):
-            all_reduce_(partial)
-        return grads, torch.stack([square for square, _ in squares]).sum().sqrt()
-
-    def _norm_classes(self, active: list[Slot]) -> list[tuple[list[Work], tuple[Any, ...]]]:
-        """Return works by the mesh axes their norm is partial along, the same lists each time."""
-        known = self._classes_of.get(id(active))
-        if known is None or known[0] is not active:
-            classes: dict[tuple[Any, ...], tuple[list[Work], tuple[Any, ...]]] = {}
-            for slot in active:
-                over = slot.share.sums["norm"]
-                key = tuple((id(mesh), axis) for mesh, axis in over)
-                classes.setdefault(key, ([], over))[0].append(slot.work)
-            known = self._classes_of[id(active)] = (active, list(classes.values()))
-        return known[1]
+        if self._sums is not None:
+            assert self._squares is not None
+            finite = self._sums.take_(grads, self._squares)
+            norm = self._squares.sum().sqrt()
+            return grads, norm, finite & norm.isfinite()
+        norm = square.sqrt()
+        finite = norm.isfinite()
+        for grad in grads.values():
+            finite = finite & grad.isfinite().all()
+        return grads, norm, finite
 
     def _moved(self, slots: list[Slot], active: list[Slot]) -> Tensor:
         """Return 1 for each parameter that has a gradient, 0 for the others."""
@@ -306,7 +292,9 @@ class MultiplierOptimizer(Optimizer):
         widest = torch.float64 if torch.float64 in dtypes else torch.float32
         self._mean_squares = torch.zeros(len(found), dtype=widest, device=device)
         kept_squares = any(self._keeps_mean_square(matrix) for *_, matrix, _ in found)
-        self._squares = torch.zeros_like(self._mean_squares) if kept_squares else None
+        self._team = team_of((parameter for parameter, *_ in found), self._process_groups)
+        needs_squares = kept_squares or self._team is not None
+        self._squares = torch.zeros_like(self._mean_squares) if needs_squares else None
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._make_banks(found, device)
@@ -325,7 +313,6 @@ class MultiplierOptimizer(Optimizer):
         self._owned = [slot for slot in self._slots if slot.owns_raw]
         self._subsets: dict[tuple[int, ...], list[Slot]] = {}
         self._lists: dict[int, tuple[list[Slot], list[Work]]] = {}
-        self._classes_of: dict[int, tuple[list[Slot], list[Any]]] = {}
         self._classify(self._slots)
         self._watch = Watch(self._slots, self._banks.values(), self._kernels)
 
@@ -364,6 +351,15 @@ class MultiplierOptimizer(Optimizer):
             for dtype, indices in members.items()
             for place, slot in enumerate(indices)
         }
+        self._sums = None
+        if self._team is not None:
+            self._sums = PackedSums(
+                self._team,
+                [(matrix, share) for _, _, _, matrix, share in found],
+                {dtype: (self._banks[dtype], indices) for dtype, indices in members.items()},
+                self._mean_squares.dtype,
+                device,
+            )
 
     def _slot(
         self,
@@ -438,6 +434,8 @@ class MultiplierOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._slots = None
+        # Process groups cannot be copied; a copy makes its own.
+        self._process_groups = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at the next step."""
@@ -455,9 +453,14 @@ class MultiplierOptimizer(Optimizer):
         """
         self._slots = None
         slots = self._bound()
-        for slot in self._owned:
-            bank, place = self._bank_of.get(slot.work.index, (None, 0))
-            if bank is not None and slot.matrix is not None and not can_be_divided(slot.work):
+        carrying = [slot for slot in self._owned if slot.work.index in self._bank_of]
+        # Ranks share columns, so where one of them has a row at zero all start anew.
+        divisible = all_agree(
+            self._team, [can_be_divided(slot.work) for slot in carrying], self._steps.device
+        )
+        for slot, can_follow in zip(carrying, divisible, strict=True):
+            bank, place = self._bank_of[slot.work.index]
+            if slot.matrix is not None and not can_follow:
                 start = 0.0 if slot.matrix.scale == "log" else 1.0
                 for view in bank.views_of(bank.values, place).values():
                     view.fill_(start)
@@ -505,7 +508,7 @@ class MultiplierOptimizer(Optimizer):
         active = self._with_gradients(slots)
         if not active:
             return torch.zeros(())
-        _, norm = self._gradients(active)
+        _, norm, _ = self._gradients(active)
         clip = (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
         for slot in active:
             grad = slot.parameter.grad

@@ -1,38 +1,40 @@
-"""How a sharded parameter's multipliers lie on the ranks, and which sums have to travel.
+"""How a sharded parameter and what belongs to it lie on the ranks.
 
-Rows are sharded like the output features, columns like the input features. A sum along a
-sharded axis is partial: it travels over that axis of the mesh.
+Rows are sharded like the output features, columns like the input features. A sum along a sharded
+axis is partial; `packed_sums` lets it travel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.bank import Extent
 
-MeshAxis = tuple[Any, int]
-"""A device mesh and one of its axes."""
+Box = tuple[range, ...]
+"""The part of a stored tensor on one rank, a range for each of its dims."""
 
 
 @dataclass(frozen=True)
 class Share:
     """The part of one parameter on this rank."""
 
+    box: Box
     extent: Extent
-    sums: dict[str, tuple[MeshAxis, ...]]
-    """Mesh axes over which the gradient of `row`, `col`, `scalar` and the squared norm are
-    partial."""
+    """The same part, in terms of the matrix."""
+    partial: frozenset[str]
+    """Which of `row`, `col` and `scalar` get a gradient that is one rank's part of a sum."""
+    num_parts: int
+    """Parts the parameter is cut into; more ranks than these hold copies."""
 
 
 _NOWHERE = Extent(slice(0, 0), slice(0, 0), slice(0, 0))
-_NO_SUMS: dict[str, tuple[MeshAxis, ...]] = dict.fromkeys(("row", "col", "scalar", "norm"), ())
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -45,86 +47,129 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def local_gradient(parameter: Any, grad: Any) -> Tensor:
+    """Return a gradient's part on this rank, lying as the parameter does.
+
+    Under sequence parallelism the gradient of a norm's weight comes as a sum not yet taken.
+    """
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return grad.to_local()
+
+
 def full(tensor: Tensor) -> Tensor:
     """Return a tensor in full, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def share_of(parameter: Tensor, matrix: Matrix | None) -> Share:
-    """Return what of a parameter lies here, and over which mesh axes its sums are partial."""
-    if not is_sharded(parameter):
-        return Share(Extent.whole(matrix) if matrix else _NOWHERE, _NO_SUMS)
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh: Any = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    placements: Any = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
-    sharded = {axis: place.dim for axis, place in enumerate(placements) if isinstance(place, Shard)}
-    norm = tuple((mesh, axis) for axis in sharded)
-    if matrix is None:
-        return Share(
-            Extent(*(slice(0, 0),) * 3), {"row": (), "col": (), "scalar": (), "norm": norm}
+def share_of(parameter: Any, matrix: Matrix | None) -> Share:
+    """Return what of a parameter lies here, and which sums over it are partial."""
+    cuts = _cuts(parameter) if is_sharded(parameter) else []
+    box = box_of(parameter.shape, cuts)
+    if tuple(map(len, box)) != tuple(local(parameter).shape):
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(parameter.shape)} with the placements "
+            f"{parameter.placements} has {tuple(local(parameter).shape)} on this rank, where "
+            f"{tuple(map(len, box))} were expected; FSDP2, HSDP and tensor parallel layouts of "
+            "torch are supported"
         )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    parts = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    num_parts = math.prod(number for _, number, _ in cuts)
+    if matrix is None:
+        return Share(box, _NOWHERE, frozenset(), num_parts)
+    dims = {dim for dim, _, _ in cuts}
     out_dim, in_dim = _feature_dims(matrix)
+    parts = [slice(part.start, part.stop) for part in box]
     stack = parts[0] if matrix.stack else slice(0, 1)
-    over_in = tuple((mesh, axis) for axis, dim in sharded.items() if dim == in_dim)
-    over_out = tuple((mesh, axis) for axis, dim in sharded.items() if dim == out_dim)
-    return Share(
-        Extent(stack, parts[out_dim], parts[in_dim]),
-        {"row": over_in, "col": over_out, "scalar": over_in + over_out, "norm": norm},
-    )
+    over = {"row": {in_dim}, "col": {out_dim}, "scalar": {in_dim, out_dim}}
+    partial = frozenset(name for name, summed in over.items() if dims & summed)
+    return Share(box, Extent(stack, parts[out_dim], parts[in_dim]), partial, num_parts)
 
 
-def as_sharded(
-    values: dict[str, Tensor], parameter: Tensor, matrix: Matrix | None
-) -> dict[str, Any]:
+def box_of(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Box:
+    """Return what is left of a shape after cuts `(dim, number of parts, which part)`, in order.
+
+    Parts are as torch.chunk makes them: the last ones may be smaller, or empty.
+    """
+    box = [range(size) for size in shape]
+    for dim, number, which in cuts:
+        size = -(-len(box[dim]) // number)
+        box[dim] = box[dim][which * size : (which + 1) * size]
+    return tuple(box)
+
+
+def _cuts(parameter: Any) -> list[tuple[int, int, int]]:
+    """Return the cuts that made a DTensor's part on this rank, in the order they were made."""
+    mesh, plain, strided = parameter.device_mesh, [], []
+    for axis, place in enumerate(parameter.placements):
+        if place.is_partial():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is a sum not yet taken "
+                f"({place}); redistribute it first"
+            )
+        if not _cuts_up(place) or mesh.size(axis) == 1:
+            continue
+        cut = (place.dim % parameter.ndim, mesh.size(axis), mesh.get_local_rank(axis))
+        # FSDP2 cuts what tensor parallelism has cut already, though its axis of the mesh comes
+        # first; torch marks such an axis as strided.
+        (strided if hasattr(place, "split_factor") else plain).append(cut)
+    return [*plain, *reversed(strided)]
+
+
+def as_sharded(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None) -> dict[str, Any]:
     """Return state tensors as DTensors that lie like the parameter; as they are without one."""
     if not is_sharded(parameter):
         return dict(values)
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
-    mesh: Any = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     found: dict[str, Any] = {}
     for name, value in values.items():
         kind = name.split("_", 1)[0]
         if value.ndim == 0:
             # Counts and averages over a whole parameter: the same number on every rank.
             found[name] = value
-            continue
-        placements, shape = parameter.placements, tuple(parameter.shape)  # pyright: ignore[reportAttributeAccessIssue]
-        if matrix is not None and kind in ("row", "col", "scalar"):
-            shape = matrix.value_shapes()[kind]
+        elif matrix is not None and kind in ("row", "col", "scalar"):
             keep = _dims_kept(matrix, kind)
             placements = [
-                Shard(keep[place.dim])
-                if isinstance(place, Shard) and place.dim in keep
+                _moved_to(place, keep[place.dim % parameter.ndim])
+                if _cuts_up(place) and place.dim % parameter.ndim in keep
                 else Replicate()
-                for place in placements
+                for place in parameter.placements
             ]
-        stride = torch.empty(shape, device="meta").stride()
-        found[name] = DTensor.from_local(
-            value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+            shape = matrix.value_shapes()[kind]
+            found[name] = _dtensor(value, parameter.device_mesh, placements, shape)
+        else:
+            found[name] = lying_like(value, parameter)
     return found
 
 
-def all_reduce_(parts: Sequence[tuple[Tensor, tuple[MeshAxis, ...]]]) -> None:
-    """Sum tensors over the mesh axes each is partial along: one packed all-reduce per axis."""
-    axes: list[MeshAxis] = []
-    for _, over in parts:
-        axes += [axis for axis in over if not any(_same(axis, known) for known in axes)]
-    for mesh, axis in axes:
-        partial = [t for t, over in parts if any(_same((mesh, axis), one) for one in over)]
-        packed = torch.cat([t.reshape(-1) for t in partial])
-        dist.all_reduce(packed, group=mesh.get_group(axis))
-        for target, total in zip(partial, packed.split([t.numel() for t in partial]), strict=True):
-            target.copy_(total.view_as(target))
+def lying_like(value: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's part of a tensor as a DTensor that lies like the parameter."""
+    if not is_sharded(parameter):
+        return value
+    return _dtensor(value, parameter.device_mesh, parameter.placements, tuple(parameter.shape))
 
 
-def _same(one: MeshAxis, other: MeshAxis) -> bool:
-    return one[0] == other[0] and one[1] == other[1]
+def _dtensor(value: Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _cuts_up(place: Any) -> bool:
+    """Tell a placement that cuts a dim; the strided one is no Shard in every torch release."""
+    from torch.distributed.tensor import Shard
+
+    return isinstance(place, Shard) or hasattr(place, "split_factor")
+
+
+def _moved_to(place: Any, dim: int) -> Any:
+    """Return the placement that cuts another dim in the same way."""
+    if hasattr(place, "split_factor"):
+        return type(place)(dim, split_factor=place.split_factor)
+    return type(place)(dim)
 
 
 def _feature_dims(matrix: Matrix) -> tuple[int, int]:
