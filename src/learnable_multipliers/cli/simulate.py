@@ -25,7 +25,7 @@ from learnable_multipliers.equilibrium import (
 )
 from learnable_multipliers.equilibrium.closed_forms import walk_equilibrium
 from learnable_multipliers.equilibrium.simulation import BrownianOptimizer
-from learnable_multipliers.optim.muon import AdjustLr
+from learnable_multipliers.optim.batches import AdjustLr
 from learnable_multipliers.optim.newton_schulz import Coefficients
 from learnable_multipliers.pretrain.schedule import DecayShape, ScheduleConfig, steps
 from learnable_multipliers.report import analysis

@@ -19,7 +19,7 @@ from learnable_multipliers.equilibrium.walk import (
 )
 
 if TYPE_CHECKING:
-    from learnable_multipliers.optim.muon import AdjustLr
+    from learnable_multipliers.optim.batches import AdjustLr
     from learnable_multipliers.optim.newton_schulz import Coefficients
 
 SETTLED = 4.0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers.equilibrium.walk import check_momentum, shrink_per_step
-from learnable_multipliers.optim.muon import AdjustLr, lr_factor
+from learnable_multipliers.optim.batches import AdjustLr, lr_factor
 from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
 
 BrownianOptimizer = Literal["adamw", "muon", "lion", "sgdm"]

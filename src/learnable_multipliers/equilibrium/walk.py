@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from learnable_multipliers.equilibrium.orthogonal_noise import overlap_after, rms_after
-from learnable_multipliers.optim.muon import lr_factor
+from learnable_multipliers.optim.batches import lr_factor
 
 if TYPE_CHECKING:
-    from learnable_multipliers.optim.muon import AdjustLr
+    from learnable_multipliers.optim.batches import AdjustLr
     from learnable_multipliers.optim.newton_schulz import Coefficients
 
 Onset = Literal["corrected", "full", "growing"]

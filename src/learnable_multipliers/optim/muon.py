@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +13,26 @@ from torch import Tensor
 from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MOST_SUBSETS, MultiplierOptimizer
+from learnable_multipliers.optim.batches import AdjustLr, Batches, update_dtype
+from learnable_multipliers.optim.exchange import SharedBatches, gathered_boxes
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
-from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
+from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients
+from learnable_multipliers.optim.sharding import Box
 from learnable_multipliers.optim.slots import Slot
+from learnable_multipliers.optim.team import team_in
 
-AdjustLr = Literal["match_rms_adamw", "original"]
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HiddenSide:
+    """What belongs to one list of hidden matrices."""
+
+    batches: Batches | SharedBatches
+    indices: Tensor
+    """Of the matrices among all parameters."""
+    sizes: Tensor
+    """Numbers in each matrix, on all ranks together."""
 
 
 class Muon(MultiplierOptimizer):
@@ -26,7 +41,16 @@ class Muon(MultiplierOptimizer):
     Momentum and the step live on the raw weight, so the orthogonalized matrix is that of
     `row_i col_j G_ij`. Each block of a fused matrix, and each expert of a stack, is
     orthogonalized by itself. AdamW's learning rate is `lr * adamw_lr_scale`.
+
+    Ranks that hold parts or copies of the matrices share the work: each matrix is orthogonalized
+    on one of them. Sharded parameters tell which ranks these are; under DistributedDataParallel,
+    `process_group` does.
     """
+
+    # Not part of a copy: process groups cannot be copied.
+    _process_group: Any = None
+    _layout: list[tuple[str, int, str]] | None = None
+    _boxes: dict[str, list[Box]]
 
     _settings = (
         *MultiplierOptimizer._settings,
@@ -53,6 +77,7 @@ class Muon(MultiplierOptimizer):
         multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
+        process_group: Any = None,
     ):
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"unknown adjust_lr {adjust_lr!r}; choose from {get_args(AdjustLr)}")
@@ -65,6 +90,7 @@ class Muon(MultiplierOptimizer):
         self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr: AdjustLr = adjust_lr
         self.coefficients: Coefficients = coefficients
+        self._process_group = process_group
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -97,26 +123,26 @@ class Muon(MultiplierOptimizer):
             self._kernels.adamw_(self._works(rest), hyper, clip, go)
         if not hidden:
             return
-        if id(hidden) not in self._batches:
-            self._batches[id(hidden)] = _Batches(hidden, self.adjust_lr)
-        batches = self._batches[id(hidden)]
+        if id(hidden) not in self._hidden:
+            self._hidden[id(hidden)] = self._hidden_side(hidden)
+        side = self._hidden[id(hidden)]
         works = self._works(hidden)
-        self._average_squares(batches, clip, go)
-        updates = batches.fresh()
+        self._average_squares(side, clip, go)
+        updates = side.batches.fresh()
         self._kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
-        updates = batches.orthogonalize(updates, self.coefficients)
-        self._kernels.muon_apply_(works, updates, hyper, batches.adjust, go)
+        updates = side.batches.orthogonalize(updates, self.coefficients)
+        self._kernels.muon_apply_(works, updates, hyper, side.batches.adjust, go)
 
-    def _average_squares(self, batches: _Batches, clip: Tensor, go: Tensor) -> None:
+    def _average_squares(self, side: _HiddenSide, clip: Tensor, go: Tensor) -> None:
         """Follow mean(g^2) of the clipped raw gradients by an average with beta2.
 
         It starts from the first one it sees, so that its expectation on noise needs no
         correction, whenever that was.
         """
         assert self._squares is not None
-        at = batches.indices
+        at = side.indices
         before = self._mean_squares[at]
-        square = self._squares[at] * clip.to(before.dtype).square() / batches.sizes
+        square = self._squares[at] * clip.to(before.dtype).square() / side.sizes
         towards = (1 - self._rates().beta2[at]).to(before.dtype)
         after = torch.where(before == 0, square, before.lerp(square, towards))
         self._mean_squares[at] = torch.where(go != 0, after, before)
@@ -124,22 +150,54 @@ class Muon(MultiplierOptimizer):
     def _bind(self) -> None:
         super()._bind()
         self._split: dict[int, tuple[list[Slot], list[Slot], list[Slot]]] = {}
-        self._batches: dict[int, _Batches] = {}
+        self._hidden: dict[int, _HiddenSide] = {}
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Learn what other ranks hold of the hidden matrices, if there are such ranks."""
+        self._workers = self._team
+        if self._process_group is not None:
+            if self._team is not None:
+                raise ValueError(
+                    "process_group is for parameters that are not sharded; sharded ones tell which "
+                    "ranks share them, so leave it out"
+                )
+            self._workers = team_in(self._process_group)
+        if self._workers is None:
+            return
+        hidden = [slot for slot in self._bound() if is_hidden(slot.matrix)]
+        layout = [(slot.name, slot.share.num_parts, str(_placements(slot))) for slot in hidden]
+        if hidden and layout != self._layout:
+            # Asked once for a layout: one rank may bind anew when others need not.
+            own = [slot.share.box for slot in hidden]
+            boxes = gathered_boxes(self._workers, own, self._steps.device)
+            self._boxes = dict(zip((slot.name for slot in hidden), boxes, strict=True))
+            self._layout = layout
+
+    def _hidden_side(self, hidden: list[Slot]) -> _HiddenSide:
+        matrices = [slot.matrix for slot in hidden if slot.matrix is not None]
+        raws = [slot.work.raw for slot in hidden]
+        device = raws[0].device
+        if self._workers is None:
+            batches = Batches(matrices, self.adjust_lr, update_dtype(raws[0]), device)
+        else:
+            boxes = [self._boxes[slot.name] for slot in hidden]
+            batches = SharedBatches(matrices, boxes, raws, self._workers, self.adjust_lr)
+        sizes = [max(math.prod(matrix.shape), 1) for matrix in matrices]
+        return _HiddenSide(
+            batches=batches,
+            indices=torch.tensor([slot.work.index for slot in hidden], device=device),
+            sizes=torch.tensor(sizes, dtype=raws[0].dtype, device=device),
+        )
 
     def _sides(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
         """Return the slots Muon trains and those AdamW does, the same lists for the same slots."""
         if len(self._split) > MOST_SUBSETS:
             self._split.clear()
-            self._batches.clear()
+            self._hidden.clear()
         known = self._split.get(id(slots))
         if known is None or known[0] is not slots:
             hidden = [slot for slot in slots if is_hidden(slot.matrix)]
-            for slot in hidden:
-                if slot.sharded:
-                    raise NotImplementedError(
-                        f"{slot.name} is sharded: Muon needs whole matrices; use lrm.AdamW with "
-                        "FSDP2"
-                    )
             rest = [slot for slot in slots if not is_hidden(slot.matrix)]
             known = self._split[id(slots)] = (slots, hidden, rest)
         return known[1], known[2]
@@ -150,110 +208,5 @@ def is_hidden(matrix: Matrix | None) -> bool:
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
 
 
-def lr_factor(rule: AdjustLr, num_out: int, num_in: int) -> float:
-    """Return what Muon's learning rate is multiplied by for a matrix of this shape."""
-    if rule == "original":
-        return math.sqrt(max(1.0, num_out / max(num_in, 1)))
-    return 0.2 * math.sqrt(max(num_out, num_in))
-
-
-class _Batches:
-    """Where the updates of many matrices lie, those of one shape side by side.
-
-    A matrix that is one block and no stack has its update right in its batch; the blocks of
-    others are copied in and out.
-    """
-
-    def __init__(self, slots: list[Slot], rule: AdjustLr):
-        self._slots = slots
-        self._counts: dict[tuple[int, int], int] = {}
-        # For each matrix, the shape, first place and number of each of its blocks.
-        self._places: list[list[tuple[tuple[int, int], int, int]]] = []
-        self.adjust: list[float] = []
-        for slot in slots:
-            matrix = slot.matrix
-            assert matrix is not None
-            places = []
-            for block in matrix.blocks:
-                shape, count = _stored_shape(matrix, block.size), math.prod(matrix.stack)
-                places.append((shape, self._counts.get(shape, 0), count))
-                self._counts[shape] = self._counts.get(shape, 0) + count
-            self._places.append(places)
-            whole = len(places) == 1
-            self.adjust.append(lr_factor(rule, matrix.num_out, matrix.num_in) if whole else 1.0)
-        self._rule: AdjustLr = rule
-        raw = slots[0].work.raw
-        self.indices = torch.tensor([slot.work.index for slot in slots], device=raw.device)
-        sizes = [max(slot.work.raw.numel(), 1) for slot in slots]
-        self.sizes = torch.tensor(sizes, dtype=raw.dtype, device=raw.device)
-
-    def fresh(self) -> list[Tensor]:
-        """Return room for the update of each matrix."""
-        raw = self._slots[0].work.raw
-        dtype = _update_dtype(raw)
-        self._batches = {
-            shape: torch.empty(count, *shape, dtype=dtype, device=raw.device)
-            for shape, count in self._counts.items()
-        }
-        apart = [
-            torch.empty_like(slot.work.raw, dtype=dtype) if len(places) > 1 else None
-            for slot, places in zip(self._slots, self._places, strict=True)
-        ]
-        return self._views(self._batches, apart)
-
-    def orthogonalize(self, updates: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
-        """Return every update in its orthogonalized form."""
-        for slot, update, places in zip(self._slots, updates, self._places, strict=True):
-            if len(places) > 1:
-                blocks = _block_views(slot.matrix, update)
-                for block, (shape, start, count) in zip(blocks, places, strict=True):
-                    room = self._batches[shape][start : start + count]
-                    room.copy_(block.reshape(count, *shape))
-        done = {shape: orthogonalize(x, coefficients) for shape, x in self._batches.items()}
-        del self._batches
-        for slot, update, places in zip(self._slots, updates, self._places, strict=True):
-            matrix = slot.matrix
-            assert matrix is not None
-            if len(places) > 1:
-                blocks = zip(matrix.blocks, _block_views(matrix, update), places, strict=True)
-                for block, view, (shape, start, count) in blocks:
-                    factor = lr_factor(self._rule, block.size * matrix.repeats, matrix.num_in)
-                    view.copy_((done[shape][start : start + count] * factor).view(view.shape))
-        return self._views(done, updates)
-
-    def _views(
-        self, batches: dict[tuple[int, int], Tensor], apart: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """Return each matrix's update: its place in a batch, or the tensor it has apart."""
-        units = {shape: batch.unbind(0) for shape, batch in batches.items()}
-        views = []
-        for slot, places, own in zip(self._slots, self._places, apart, strict=True):
-            shape, start, count = places[0]
-            if len(places) > 1 and own is not None:
-                views.append(own)
-            elif slot.work.raw.ndim == 2:
-                views.append(units[shape][start])
-            else:
-                views.append(batches[shape][start : start + count])
-        return views
-
-
-def _stored_shape(matrix: Matrix, block_size: int) -> tuple[int, int]:
-    rows = block_size * matrix.repeats
-    return (matrix.num_in, rows) if matrix.transposed else (rows, matrix.num_in)
-
-
-def _block_views(matrix: Matrix | None, stored: Tensor) -> list[Tensor]:
-    """Return the blocks of a stored matrix, as views with the repeats on an axis of their own."""
-    assert matrix is not None
-    sizes = [block.size for block in matrix.blocks]
-    dim = -1 if matrix.transposed else -2
-    grid = stored.unflatten(dim, matrix.row_pattern)
-    return list(grid.split(sizes, dim if matrix.transposed else -2))
-
-
-def _update_dtype(raw: Tensor) -> torch.dtype:
-    """Newton-Schulz runs in bfloat16 on a GPU; a CPU is faster in float32."""
-    if raw.dtype == torch.float64:
-        return torch.float64
-    return torch.bfloat16 if raw.device.type == "cuda" else torch.float32
+def _placements(slot: Slot) -> Any:
+    return slot.parameter.placements if slot.sharded else None  # pyright: ignore[reportAttributeAccessIssue]
