@@ -17,6 +17,7 @@ from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.names import named_parameters
 from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim.sharding import lying_like
 from learnable_multipliers.optim.slots import Slot
 from learnable_multipliers.plan import Plan
 
@@ -111,7 +112,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             for place, held in enumerate(group["params"]):
                 slot = next(slots)
                 if slot.owns_raw:
-                    raw = nn.Parameter(slot.work.raw)
+                    # A DTensor where the parameter is one: the wrapped optimizer's state then is
+                    # too, and one that looks at whole matrices sees them.
+                    raw = nn.Parameter(self.state[slot.parameter]["raw"])
                     group["params"][place] = self._raw[slot.work.index] = raw
                     if held in self.inner.state:
                         self.inner.state[raw] = self.inner.state.pop(held)
@@ -126,11 +129,12 @@ class LearnableMultipliers(MultiplierOptimizer):
         kept = []
         for slot in slots:
             if slot.owns_raw:
-                self._raw[slot.work.index].grad = raw_gradient(slot.work, clip)
+                grad = raw_gradient(slot.work, clip)
+                self._raw[slot.work.index].grad = lying_like(grad, slot.parameter)
             elif self.max_grad_norm is not None and slot.parameter.grad is not None:
-                grad = slot.parameter.grad
-                kept.append((slot.parameter, grad))
-                slot.parameter.grad = grad * clip.to(grad.dtype)
+                kept.append((slot.parameter, slot.parameter.grad))
+                grad = slot.work.grad * clip.to(slot.work.grad.dtype)
+                slot.parameter.grad = lying_like(grad, slot.parameter)
         self.inner.step()
         for parameter, grad in kept:
             parameter.grad = grad
