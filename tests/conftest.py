@@ -32,6 +32,16 @@ def data(tmp_path_factory) -> Path:
     return prepared(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="session")
+def ranks():
+    """Four ranks, started when a test first runs something on them."""
+    from ranks import Ranks
+
+    found = Ranks()
+    yield found
+    found.stop()
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Work in an empty folder, with a cache of its own and a terminal of 80 columns."""

@@ -19,6 +19,8 @@ from learnable_multipliers.optim.bank import Extent
 
 Box = tuple[range, ...]
 """The part of a stored tensor on one rank, a range for each of its dims."""
+Cut = tuple[int, int, int]
+"""A dim, the number of parts it is cut into, and which of them is kept."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,20 @@ def full(tensor: Tensor) -> Tensor:
 def share_of(parameter: Any, matrix: Matrix | None) -> Share:
     """Return what of a parameter lies here, and which sums over it are partial."""
     cuts = _cuts(parameter) if is_sharded(parameter) else []
-    box = box_of(parameter.shape, cuts)
-    if tuple(map(len, box)) != tuple(local(parameter).shape):
+    share = share_after(parameter.shape, matrix, cuts)
+    expected, found = tuple(map(len, share.box)), tuple(local(parameter).shape)
+    if expected != found:
         raise NotImplementedError(
             f"a parameter of shape {tuple(parameter.shape)} with the placements "
-            f"{parameter.placements} has {tuple(local(parameter).shape)} on this rank, where "
-            f"{tuple(map(len, box))} were expected; FSDP2, HSDP and tensor parallel layouts of "
-            "torch are supported"
+            f"{parameter.placements} has {found} on this rank, where {expected} was expected; "
+            "FSDP2, HSDP and tensor parallel layouts of torch are supported"
         )
+    return share
+
+
+def share_after(shape: Sequence[int], matrix: Matrix | None, cuts: Sequence[Cut]) -> Share:
+    """Return the share that cuts leave of a tensor."""
+    box = box_of(shape, cuts)
     num_parts = math.prod(number for _, number, _ in cuts)
     if matrix is None:
         return Share(box, _NOWHERE, frozenset(), num_parts)
@@ -85,8 +93,8 @@ def share_of(parameter: Any, matrix: Matrix | None) -> Share:
     return Share(box, Extent(stack, parts[out_dim], parts[in_dim]), partial, num_parts)
 
 
-def box_of(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Box:
-    """Return what is left of a shape after cuts `(dim, number of parts, which part)`, in order.
+def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
+    """Return what cuts leave of a shape, made one after the other.
 
     Parts are as torch.chunk makes them: the last ones may be smaller, or empty.
     """
@@ -97,7 +105,7 @@ def box_of(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Box:
     return tuple(box)
 
 
-def _cuts(parameter: Any) -> list[tuple[int, int, int]]:
+def _cuts(parameter: Any) -> list[Cut]:
     """Return the cuts that made a DTensor's part on this rank, in the order they were made."""
     mesh, plain, strided = parameter.device_mesh, [], []
     for axis, place in enumerate(parameter.placements):

@@ -1,0 +1,83 @@
+"""Four ranks that run functions of tests: processes of this machine that speak by gloo.
+
+They are started once and shared, because starting costs more than most tests.
+"""
+
+import contextlib
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+NUMBER = 4
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "learnable_multipliers"]
+PATIENCE = 120
+"""Seconds after which ranks are taken to wait for each other forever."""
+
+
+class Ranks:
+    """Runs functions on all ranks at once."""
+
+    def __init__(self):
+        self._processes = None
+
+    def run(self, function, *arguments):
+        """Run `function(*arguments)` on every rank; return what it returns on each."""
+        if self._processes is None:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results, waiting = [None] * NUMBER, dict(zip(self._pipes, range(NUMBER), strict=True))
+        while waiting:
+            ready = wait(waiting, PATIENCE)
+            if not ready:
+                self.stop()
+                raise TimeoutError(f"ranks {sorted(waiting.values())} wait for the others")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                error, results[rank] = pipe.recv()
+                if error is not None:
+                    # The others may wait for this one in a collective call.
+                    self.stop()
+                    raise AssertionError(f"rank {rank}: {error}")
+        return results
+
+    def stop(self):
+        """End the processes; the next run starts new ones."""
+        for process in self._processes or ():
+            process.terminate()
+            process.join()
+        self._processes = None
+
+    def _start(self):
+        # Forked from a process that has these imported and has never run anything.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        # A file to meet at: unlike a port, nothing else can take it.
+        meet = Path(tempfile.mkdtemp()) / "meet"
+        self._processes, self._pipes = [], []
+        for rank in range(NUMBER):
+            pipe, far_end = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, meet, far_end), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(pipe)
+
+
+def _serve(rank, meet, pipe):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=NUMBER)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments = pipe.recv()
+            torch.manual_seed(0)
+            try:
+                pipe.send((None, function(*arguments)))
+            except BaseException:
+                pipe.send((traceback.format_exc(), None))
