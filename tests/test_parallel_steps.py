@@ -1,0 +1,402 @@
+"""What ranks send each other in a step, who does which work, and when all of them hold still."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+import learnable_multipliers as lrm
+from learnable_multipliers.optim import batches
+from learnable_multipliers.optim.bank import MultiplierBank
+from learnable_multipliers.optim.exchange import assigned, newton_schulz_cost
+from learnable_multipliers.optim.muon import is_hidden
+from learnable_multipliers.optim.packed_sums import PackedSums
+from learnable_multipliers.optim.sharding import local, share_after
+from learnable_multipliers.optim.team import Team
+from parallel_training import (
+    STEPS,
+    Collectives,
+    backward,
+    batch,
+    fresh,
+    largest_difference,
+    make,
+    mesh_of,
+    reference,
+    results,
+    spread,
+    train,
+)
+
+slow = pytest.mark.slow
+
+
+def started(layout, optimizer, kind="row+col", steps=1):
+    """Train a little; return model, optimizer and this rank's part of the batch."""
+    model, plan = fresh(kind)
+    model, part, parts = spread(model, layout)
+    made = make(optimizer, model, plan)
+    train(model, made, part, parts, steps=range(steps))
+    return model, made, (part, parts)
+
+
+# -- what travels -------------------------------------------------------------------------------
+
+
+def collectives(layout, optimizer):
+    if mesh_of(layout) is None:
+        return None
+    model, made, part = started(layout, optimizer)
+    backward(model, batch(1, *part))
+    with Collectives() as clipping:
+        lrm.clip_grad_norm_(made, 1.0)
+    with Collectives() as step:
+        made.step()
+    return clipping.seen, step.seen
+
+
+def test_adamw_sends_one_packed_sum(ranks):
+    # Columns and squared norms, and whether all is finite. Rows stay where they are, and the
+    # columns of a stack, which is cut between its matrices.
+    model, plan = fresh("row+col")
+    carrying = [entry.matrix for entry in plan.entries if entry.carries]
+    columns = sum(matrix.num_in for matrix in carrying if not matrix.stack)
+    trained = sum(p.requires_grad for p in model.parameters())
+    expected = [("allreduce_", 8 * (columns + trained + 1))]
+    for clipping, step in ranks.run(collectives, "fsdp 4", "adamw"):
+        assert clipping == step == expected
+
+
+@slow
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp x tp", "tp 2"])
+def test_sums_over_several_axes_travel_together(layout, ranks):
+    for found in ranks.run(collectives, layout, "adamw"):
+        if found is not None:
+            assert [name for name, _ in found[1]] == ["allreduce_"]
+
+
+@slow
+@pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "fsdp x tp"])
+def test_muon_sends_updates_to_their_owners_and_back(layout, ranks):
+    for found in ranks.run(collectives, layout, "muon"):
+        if found is not None:
+            assert [name for name, _ in found[1]] == ["allreduce_", *["alltoall_base_"] * 2]
+
+
+def shapes(preset):
+    """Return the matrices of a model, and its number of parameters, without its weights."""
+    # Not above: the ranks have no need of it.
+    from learnable_multipliers.pretrain.models.hybrid import HybridLM
+    from learnable_multipliers.pretrain.models.presets import PRESETS
+
+    with torch.device("meta"):
+        model = HybridLM(PRESETS[preset])
+    plan = lrm.plan(model, "full")
+    entries = {entry.name: entry for entry in plan.entries}
+    return [(p.shape, entries[n].matrix) for n, p in model.named_parameters()]
+
+
+def test_a_half_billion_model_sends_less_than_two_megabytes():
+    found = shapes("falcon-h1-0.5b")
+    shared = [(matrix, share_after(shape, matrix, [(0, 8, 0)])) for shape, matrix in found]
+    carrying = [i for i, (m, _) in enumerate(shared) if m is not None and m.carries]
+    bank = MultiplierBank(
+        [shared[i][0] for i in carrying],
+        [shared[i][1].extent for i in carrying],
+        torch.float32,
+        torch.device("cpu"),
+    )
+    sums = PackedSums(
+        Team(None, 8, 0),
+        shared,
+        {torch.float32: (bank, carrying)},
+        torch.float32,
+        torch.device("cpu"),
+    )
+    columns = sum(shared[i][0].num_in for i in carrying)
+    assert sums.size == 1 + len(found) + columns
+    assert 1.4e6 < 4 * sums.size < 2e6
+
+
+# -- who orthogonalizes -------------------------------------------------------------------------
+
+
+def orthogonalized(layout):
+    """Return the shapes this rank orthogonalizes in one step."""
+    if mesh_of(layout) is None:
+        return []
+    model, plan = fresh("blocks")
+    model, part, parts = spread(model, layout)
+    group = {"process_group": mesh_of(layout).get_group()} if layout == "ddp 2" else {}
+    made = make("muon", model, plan, **group)
+    found, inner = [], batches.orthogonalize
+
+    def counted(batch, coefficients):
+        found.extend([tuple(batch.shape[1:])] * len(batch))
+        return inner(batch, coefficients)
+
+    batches.orthogonalize = counted
+    try:
+        train(model, made, part, parts, steps=range(1))
+    finally:
+        batches.orthogonalize = inner
+    return found
+
+
+@slow
+@pytest.mark.parametrize("layout", ["fsdp 2", "fsdp 4", "hsdp", "tp 2", "fsdp x tp", "ddp 2"])
+def test_each_matrix_is_orthogonalized_once_on_one_rank(layout, ranks):
+    _, plan = fresh("blocks")
+    # Two matrices have no gradient.
+    trained = [e for e in plan.entries if not e.name.startswith(("unused", "frozen"))]
+    hidden = [entry.matrix for entry in trained if is_hidden(entry.matrix)]
+    expected = [shape for m in hidden for shape in batches.block_shapes(m) * math.prod(m.stack)]
+    found = ranks.run(orthogonalized, layout)
+    assert sorted(shape for rank in found for shape in rank) == sorted(expected)
+    assert all(found[: mesh_size(layout)])
+
+
+def mesh_size(layout):
+    return int(layout.split()[1]) if layout[-1].isdigit() else 4
+
+
+def test_newton_schulz_of_a_model_is_shared_evenly():
+    matrices = [m for _, m in shapes("falcon-h1-0.5b") if is_hidden(m)]
+    costs = [newton_schulz_cost(matrix) for matrix in matrices]
+    for number in (2, 3, 8, 16):
+        loads = [0] * number
+        for cost, owner in zip(costs, assigned(costs, number), strict=True):
+            loads[owner] += cost
+        assert max(loads) < 1.02 * sum(costs) / number
+
+
+# -- numbers that are not finite ----------------------------------------------------------------
+
+
+def spoil(model, layout, value):
+    """Put a number into a gradient on the last rank of a layout alone."""
+    mesh = mesh_of(layout)
+    last = mesh.get_rank() == mesh.size() - 1
+    inner = getattr(model, "module", model)
+    grad = local(inner.up.weight.grad)
+    if last:
+        assert grad.numel()
+        grad.view(-1)[0] = value
+    return last
+
+
+def skips(layout, optimizer):
+    mesh = mesh_of(layout)
+    if mesh is None:
+        return
+    model, plan = fresh("row+col")
+    model, part, parts = spread(model, layout)
+    made = make(optimizer, model, plan)
+    for step in range(STEPS):
+        value = {3: math.nan, 5: math.inf, 7: -math.inf}.get(step)
+        if value is not None:
+            before = {k: v.clone() for k, v in results(model, made).items() if k != "norm"}
+            hook = None
+            if layout == "ddp 2" and mesh.get_rank() == 1:
+                # Spoilt before copies are averaged: afterwards it is on all ranks.
+                hook = model.module.up.weight.register_hook(lambda g, v=value: g * v)
+            backward(model, batch(step, part, parts))
+            if layout == "ddp 2":
+                if hook is not None:
+                    hook.remove()
+            else:
+                spoil(model, layout, value)
+            made.step()
+            made.zero_grad()
+            after = results(model, made)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+        train(model, made, part, parts, steps=[step])
+    assert made.num_skipped == 3
+    largest_difference(results(model, made), results(*reference(optimizer, "row+col")))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("fsdp 3", "adamw"),
+        ("fsdp 3", "muon"),
+        ("fsdp 2", "wrapped"),
+        ("hsdp", "adamw"),
+        ("tp 2", "muon"),
+        ("fsdp x tp", "adamw"),
+        ("ddp 2", "adamw"),
+    ],
+)
+def test_a_gradient_not_finite_on_one_rank_is_skipped_on_all(layout, optimizer, ranks):
+    ranks.run(skips, layout, optimizer)
+
+
+def row_overflows():
+    """Let a row's gradient overflow on one rank, where everything that travels is finite."""
+    mesh = mesh_of("fsdp 4")
+    model = nn.Sequential(nn.Linear(3, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight[7, 0] = 1e30
+    plan = lrm.plan(model, "full", [lrm.Rule("0", "row", role="up")])
+    fully_shard(model, mesh=mesh)
+    optimizer = lrm.AdamW(lrm.param_groups(model, plan), lr=1e-2)
+    weight = model[0].weight
+    before = weight.full_tensor().clone()
+    weight.grad = distribute_tensor(torch.full((8, 3), 1e10), mesh, [Shard(0)])
+    optimizer.step()
+    assert optimizer.grad_norm.isfinite()
+    assert optimizer.num_skipped == 1
+    assert torch.equal(weight.full_tensor(), before)
+
+
+def test_a_row_that_overflows_on_one_rank_is_skipped_on_all(ranks):
+    ranks.run(row_overflows)
+
+
+# -- state --------------------------------------------------------------------------------------
+
+
+def resumes(optimizer, full):
+    if mesh_of("fsdp 3") is None:
+        return
+    options = StateDictOptions(full_state_dict=full)
+    model, made, (part, parts) = started("fsdp 3", optimizer, "blocks", steps=STEPS // 2)
+    saved = get_optimizer_state_dict(model, made, options=options)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    model, plan = fresh("blocks")
+    spread(model, "fsdp 3")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    made = make(optimizer, model, plan)
+    set_optimizer_state_dict(model, made, saved, options=options)
+    train(model, made, part, parts, steps=range(STEPS // 2, STEPS))
+    largest_difference(results(model, made), results(*reference(optimizer, "blocks")))
+
+
+@slow
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_state_survives_a_distributed_checkpoint(optimizer, full, ranks):
+    ranks.run(resumes, optimizer, full)
+
+
+def moves():
+    """Take the whole state of four ranks under FSDP2 over to two that cut matrices."""
+    options = StateDictOptions(full_state_dict=True)
+    model, made, (part, parts) = started("fsdp 4", "muon", "row+col", steps=STEPS // 2)
+    saved = get_optimizer_state_dict(model, made, options=options)
+    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    model, plan = fresh("row+col")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    if mesh_of("tp 2") is None:
+        return
+    model, part, parts = spread(model, "tp 2")
+    made = make("muon", model, plan)
+    set_optimizer_state_dict(model, made, saved, options=options)
+    train(model, made, part, parts, steps=range(STEPS // 2, STEPS))
+    largest_difference(results(model, made), results(*reference("muon", "row+col")))
+
+
+@slow
+def test_state_moves_to_another_layout(ranks):
+    ranks.run(moves)
+
+
+def state_lies_like_the_parameter():
+    model, made, _ = started("fsdp x tp", "adamw")
+    for name, row, col in [
+        ("up.weight", model.up.weight.placements, [Replicate(), Replicate()]),
+        ("down.weight", [Shard(0), Replicate()], [Replicate(), Shard(0)]),
+    ]:
+        state = made.state[model.get_parameter(name)]
+        assert list(state["row"].placements) == list(row)
+        assert list(state["row_exp_avg_sq"].placements) == list(row)
+        assert list(state["col"].placements) == list(col)
+
+
+def test_rows_and_columns_are_sharded_like_the_features(ranks):
+    ranks.run(state_lies_like_the_parameter)
+
+
+def starts_anew():
+    """Set a row that lies on one rank to zero and write to the model."""
+    if mesh_of("fsdp 2") is None:
+        return
+    model, made, _ = started("fsdp 2", "adamw")
+    weight = model.up.weight
+    if mesh_of("fsdp 2").get_rank() == 0:
+        made.state[weight]["row"].to_local()[0] = 0.0
+    with torch.no_grad():
+        weight.copy_(torch.ones_like(weight))
+    made.sync_from_model_()
+    learned = lrm.multipliers(made)["up.weight"]
+    assert all((value == 1).all() for value in learned.values())
+    assert (lrm.multipliers(made)["down.weight"]["col"] != 1).any()
+
+
+def test_ranks_agree_on_multipliers_that_start_anew(ranks):
+    ranks.run(starts_anew)
+
+
+def gradient_as_a_sum():
+    """Give a copy's gradient as parts of a sum, as sequence parallelism does for norms."""
+    mesh = mesh_of("tp 2")
+    if mesh is None:
+        return
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    part = torch.full((4,), 1.0 + mesh.get_rank())
+    weight.grad = torch.distributed.tensor.DTensor.from_local(part, mesh, [Partial()])
+    optimizer = lrm.AdamW([("norm", weight)], lr=1e-2)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(6.0)
+    torch.testing.assert_close(optimizer.state[weight]["exp_avg"].to_local(), torch.full((4,), 0.3))
+
+
+def test_gradients_that_are_sums_not_yet_taken_are_taken(ranks):
+    ranks.run(gradient_as_a_sum)
+
+
+def apart():
+    """Put parameters on meshes of which none holds the other."""
+    from parallel_training import meshes
+
+    mesh = meshes()["fsdp x tp"]
+    one, other = (
+        nn.Parameter(distribute_tensor(torch.ones(4), mesh[name], [Shard(0)]))
+        for name in ("data", "model")
+    )
+    one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+    with pytest.raises(ValueError, match="one of the device meshes must hold them all"):
+        lrm.AdamW([("one", one), ("other", other)]).step()
+
+
+def test_parameters_without_a_common_mesh_are_refused(ranks):
+    ranks.run(apart)
+
+
+def test_muon_takes_no_group_for_sharded_parameters(ranks):
+    ranks.run(group_and_shards)
+
+
+def group_and_shards():
+    mesh = mesh_of("fsdp 4")
+    model, plan = fresh("row+col")
+    spread(model, "fsdp 4")
+    made = make("muon", model, plan, process_group=mesh.get_group())
+    backward(model, batch(0))
+    with pytest.raises(ValueError, match="leave it out"):
+        made.step()
