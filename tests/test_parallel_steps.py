@@ -286,7 +286,7 @@ def resumes(optimizer, full):
 
 @slow
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "wrapped"])
 def test_state_survives_a_distributed_checkpoint(optimizer, full, ranks):
     ranks.run(resumes, optimizer, full)
 

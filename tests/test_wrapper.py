@@ -6,6 +6,10 @@ import pytest
 import torch
 from lion_pytorch import Lion
 from prodigyopt import Prodigy
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import learnable_multipliers as lrm
 from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, Toy, optimizer_run, toy_plan
@@ -155,6 +159,40 @@ def test_state_of_both_survives_saving():
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = fresh()
                 optimizer.load_state_dict(saved)
+            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
+            model(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(model)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Lion, Prodigy, torch.optim.SGD])
+def test_distributed_checkpoints_see_the_state_of_both(make):
+    """Save the way of torch.distributed.checkpoint: into the state of a fresh optimizer."""
+    runs = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = Toy()
+        plan = toy_plan(model, "row+col")
+
+        def fresh(model=model, plan=plan):
+            inner = make([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            return lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=1.0)
+
+        optimizer = fresh()
+        if interrupted:
+            # Looking at a fresh optimizer leaves no trace.
+            get_optimizer_state_dict(model, optimizer)
+        for step in range(6):
+            if interrupted and step == 3:
+                saved = get_optimizer_state_dict(model, optimizer)
+                optimizer = fresh()
+                seen = get_optimizer_state_dict(model, optimizer)["state"]
+                for name, state in saved["state"].items():
+                    assert seen[name].keys() == state.keys()
+                set_optimizer_state_dict(model, optimizer, saved)
             ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
             model(ids).square().mean().backward()
             optimizer.step()

@@ -41,7 +41,8 @@ class LearnableMultipliers(MultiplierOptimizer):
     use this object in its place. It must be fresh: wrap it before its first step.
     """
 
-    _settings = (*MultiplierOptimizer._settings, "inner", "_betas", "_eps", "_last")
+    _settings = (*MultiplierOptimizer._settings, "inner", "_betas", "_eps", "_last", "_only_shown")
+    _only_shown = False
 
     def __init__(
         self,
@@ -119,10 +120,38 @@ class LearnableMultipliers(MultiplierOptimizer):
                     if held in self.inner.state:
                         self.inner.state[raw] = self.inner.state.pop(held)
 
+    def _step(self) -> None:
+        super()._step()
+        still = all(float(group["lr"]) == 0 for group in self.param_groups)
+        if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """Let the wrapped optimizer make its state, for checkpointing tools to see.
+
+        They ask by a step without rate and gradient, and load what they have seen, no more.
+        Training goes on without this step.
+        """
+        groups = [{**group} for group in self.inner.param_groups]
+        self._hand_down()
+        for slot in self._bound():
+            raw = self._raw.get(slot.work.index)
+            if raw is not None and slot.parameter.grad is not None:
+                raw.grad = torch.zeros_like(raw)
+        self.inner.step()
+        for raw in self._raw.values():
+            raw.grad = None
+        for group, before in zip(self.inner.param_groups, groups, strict=True):
+            group.update(before)
+        self._only_shown = True
+
     def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
         # The wrapped optimizer cannot be told on the device to hold still.
         if not bool(go):
             return
+        if self._only_shown:
+            self.inner.state.clear()
+            self._only_shown = False
         self._hand_down()
         for raw in self._raw.values():
             raw.grad = None
@@ -194,8 +223,16 @@ class LearnableMultipliers(MultiplierOptimizer):
                 theirs[index] = inner
         super().load_state_dict({**state_dict, "state": ours})
         self._bound()
-        groups = self.inner.state_dict()["param_groups"]
+        # Parameters under the names that the state was saved with: numbers, or the model's own in
+        # distributed checkpoints.
+        groups = [
+            {**group, "params": saved["params"]}
+            for group, saved in zip(
+                self.inner.state_dict()["param_groups"], state_dict["param_groups"], strict=True
+            )
+        ]
         self.inner.load_state_dict({"state": theirs, "param_groups": groups})
+        self._only_shown = False
         for ours, inner, last in self._paired_groups():
             kept = {key: value for key, value in ours.items() if key not in _OURS}
             inner.update(kept)
