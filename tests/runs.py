@@ -132,5 +132,5 @@ def rewritten(path: Path, name: str, content: bytes) -> None:
     """Replace a file of a checkpoint and make the manifest agree, as one with bad intent would."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / checkpoints.MANIFEST).read_text())
-    manifest["files"][name] = checkpoints._fingerprint(path / name)
-    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+    files = manifest["files"] | {name: checkpoints._fingerprint(path / name)}
+    (path / checkpoints.MANIFEST).write_bytes(checkpoints._manifest(files))

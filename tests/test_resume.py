@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import subprocess
 import sys
@@ -124,6 +125,33 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
         r["step"]: r["skipped_steps"] for r in read_metrics(config.out) if r["kind"] == "train"
     }
     assert counts == {1: 0, 2: 0, 4: 1, 6: 1, 8: 1, 10: 1, 12: 1}
+
+
+def test_a_loss_that_is_no_number_stays_one_across_a_resume(data, tmp_path):
+    config = small_run(data, tmp_path / "run")
+    trainer = Trainer(config)
+    for step in trainer.going():
+        if step == 4:
+            # Step 5 is saved before a loss is written down again.
+            trainer._loss_sum += torch.nan
+        if step == 5:
+            break
+    trainer.close()
+    state = (config.out / "checkpoints" / "step-00000005" / "state.json").read_text()
+    assert json.loads(state)["loss_sum"] == "nan"
+    trained(replace(config, resume=True))
+    losses = {r["step"]: r["loss"] for r in read_metrics(config.out) if r["kind"] == "train"}
+    assert math.isnan(losses[6])
+    assert math.isfinite(losses[8])
+
+
+def test_a_log_that_was_removed_is_missed(data, tmp_path):
+    config = small_run(data, tmp_path / "run")
+    killed_after(config, 6)
+    (config.out / "metrics.jsonl").unlink()
+    seen = []
+    Trainer(replace(config, resume=True), seen.append).close()
+    assert "metrics.jsonl has nothing from before step 5" in seen[0]["text"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])

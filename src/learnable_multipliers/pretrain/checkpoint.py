@@ -1,15 +1,14 @@
 """Checkpoints that cannot be lost: safetensors and JSON, written aside and published by a rename.
 
-A checkpoint is a folder `step-00001000` with its files and a manifest of their checksums. It is
-never changed after the rename; older ones go only when newer ones are complete. Loading verifies
-and falls back to the newest good one. No pickle on the way in or out.
+A checkpoint is a folder `step-00001000` with its files and a manifest of their names, sizes and
+checksums. It is never changed after the rename; older ones go only when newer ones are complete.
+Loading verifies and falls back to the newest good one. No pickle on the way in or out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import uuid
@@ -21,10 +20,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learnable_multipliers.pretrain.durable import make_folder, sync
+from learnable_multipliers.pretrain.strict_json import (
+    parse_object,
+    read_object,
+    read_plain,
+    refuse_odd_file,
+)
+
 MANIFEST = "manifest.json"
 _STATE = "state.json"
-_NAME = re.compile(r"step-([0-9]{8,})")
+_TENSORS = ".safetensors"
+_NAME = re.compile(r"step-([0-9]{8,18})")
 _FORMAT = 1
+# The first one had no checksum of its own.
+_MANIFEST_KEYS = {1: {"format", "files"}, 2: {"format", "files", "sha256"}}
 
 
 class CheckpointError(OSError):
@@ -51,25 +61,18 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     target = folder / _name(checkpoint.step)
     aside = folder / f".{target.name}.{uuid.uuid4().hex[:8]}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if target.exists():
             if problem(target) is None:
+                # The process that renamed it may have been killed before it was on disk.
+                sync(folder)
                 return target
             set_aside(target)
         _clear_leftovers(folder)
         aside.mkdir()
-        for name, tensors in checkpoint.tensors.items():
-            save_file(
-                {key: value.contiguous() for key, value in tensors.items()},
-                aside / f"{name}.safetensors",
-            )
-        _write(aside / _STATE, {"format": _FORMAT, "step": checkpoint.step, **checkpoint.state})
-        files = {path.name: _fingerprint(path) for path in sorted(aside.iterdir())}
-        _write(aside / MANIFEST, {"format": _FORMAT, "files": files})
-        for path in (*aside.iterdir(), aside):
-            _sync(path)
+        _write_files(aside, checkpoint)
         aside.rename(target)
-        _sync(folder)
+        sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         kept = steps(folder)
@@ -82,7 +85,13 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _prune(folder, checkpoint.step, keep)
+    try:
+        _prune(folder, checkpoint.step, keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is saved, but an older one could not be "
+            f"removed from {folder}: {error}"
+        ) from error
     return target
 
 
@@ -100,55 +109,46 @@ def load(path: Path) -> Checkpoint:
     wrong = problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
-    tensors: dict[str, dict[str, Tensor]] = {}
-    # The files are as they were written; that need not have been by this release.
+    # The files are as they were written; that need not have been by us.
     try:
-        state = _read(path / _STATE)
+        state = read_object(path / _STATE)
         step, form = state.pop("step", None), state.pop("format", None)
         if type(step) is not int or form != _FORMAT:
             raise ValueError(f"{_STATE} tells no step, or is not of format {_FORMAT}")
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                tensors[file.stem] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
+        tensors = {file.stem: _read_tensors(file) for file in sorted(path.glob(f"*{_TENSORS}"))}
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     return Checkpoint(step, state, tensors)
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     """Return the newest good checkpoint, and what is wrong with newer ones."""
-    wrong: list[str] = []
-    for step in reversed(steps(folder)):
+    wrong: dict[int, str] = {}
+    # Looked for anew each time: while one is read, a run may publish others and remove it.
+    while untried := [step for step in steps(folder) if step not in wrong]:
+        step = untried[-1]
         path = folder / _name(step)
         try:
             found = load(path)
         except CheckpointError as error:
-            wrong.append(str(error))
+            wrong[step] = str(error)
             continue
         if found.step == step:
-            return found, wrong
-        wrong.append(f"{path} cannot be used: it holds step {found.step}")
+            return found, [wrong[later] for later in sorted(wrong, reverse=True) if later > step]
+        wrong[step] = f"{path} cannot be used: it holds step {found.step}"
     if wrong:
-        raise CheckpointError("no checkpoint is good: " + "; ".join(wrong))
+        raise CheckpointError("no checkpoint is good: " + "; ".join(wrong.values()))
     raise CheckpointError(f"{folder} holds no checkpoint to go on from")
 
 
 def problem(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if every file is as it was written."""
     try:
-        manifest = _read(path / MANIFEST)
-        files = manifest["files"]
-        expected = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
-    if manifest.get("format") != _FORMAT:
-        return f"{MANIFEST} is of format {manifest.get('format')!r}, this release reads {_FORMAT}"
-    if _STATE not in expected:
-        return f"{MANIFEST} does not name {_STATE}"
-    try:
-        return _mismatch(path, expected)
+        return _mismatch(path, _read_manifest(path / MANIFEST))
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except ValueError as error:
+        return str(error)
     # A disk that fails to read is damage like any other.
     except OSError as error:
         return f"it cannot be read: {error}"
@@ -171,21 +171,81 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _mismatch(path: Path, expected: dict[str, tuple[Any, Any]]) -> str | None:
+def _write_files(aside: Path, checkpoint: Checkpoint) -> None:
+    """Write what is in a checkpoint and bring it to disk, the manifest last."""
+    for name, tensors in checkpoint.tensors.items():
+        contiguous = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(contiguous, aside / f"{name}{_TENSORS}")
+    state = {"format": _FORMAT, "step": checkpoint.step, **checkpoint.state}
+    (aside / _STATE).write_bytes(_text(state))
+    files = {path.name: _fingerprint(path) for path in sorted(aside.iterdir())}
+    (aside / MANIFEST).write_bytes(_manifest(files))
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+
+
+def _manifest(files: dict[str, dict[str, Any]]) -> bytes:
+    """Return a manifest that vouches for itself: a bit turned in it blames no other file."""
+    content = {"format": 2, "files": files}
+    return _text(content | {"sha256": hashlib.sha256(_text(content)).hexdigest()})
+
+
+def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Return sizes and checksums by name of file; a ValueError says what is wrong with them."""
+    content = read_plain(path)
+    manifest = parse_object(content, MANIFEST)
+    form = manifest.get("format")
+    if type(form) is not int or form not in _MANIFEST_KEYS:
+        known = " and ".join(map(str, _MANIFEST_KEYS))
+        raise ValueError(f"{MANIFEST} is of format {form!r}, this release reads {known}")
+    try:
+        expected = {
+            name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} does not list files with bytes and sha256") from error
+    own = {key: value for key, value in manifest.items() if key != "sha256"}
+    digest = hashlib.sha256(_text(own)).hexdigest()
+    # Spelled otherwise, or with more in it, it is not what was written, whatever it says.
+    as_written = set(manifest) == _MANIFEST_KEYS[form] and content == _text(manifest)
+    if not as_written or manifest.get("sha256", digest) != digest:
+        raise ValueError(f"{MANIFEST} is damaged: it is not as it was written")
+    if _STATE not in expected:
+        raise ValueError(f"{MANIFEST} does not name {_STATE}")
+    odd = [name for name in expected if name != _STATE and not name.endswith(_TENSORS)]
+    if odd:
+        raise ValueError(f"{MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
+    return expected
+
+
+def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
     """Say where the files of a checkpoint differ from the sizes and checksums expected."""
+    # Names are compared, never followed: those that lead elsewhere are in no folder.
     present = {file.name for file in path.iterdir()} - {MANIFEST}
-    if present != set(expected):
-        odd = sorted(present ^ set(expected))
-        return f"files and {MANIFEST} disagree about {', '.join(odd)}"
+    for what, names in (
+        ("is missing", set(expected) - present),
+        (f"is not in {MANIFEST}", present - set(expected)),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            return f"{min(names)!r} {what}{more}"
     for name, (size, digest) in expected.items():
-        file = path / name
-        if file.is_symlink() or not file.is_file():
-            return f"{name} is not a plain file"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, not {size}"
-        if _fingerprint(file)["sha256"] != digest:
+        found = refuse_odd_file(path / name).st_size
+        if found != size:
+            return f"{name} has {found} bytes, not {size}"
+        if _fingerprint(path / name)["sha256"] != digest:
             return f"{name} is damaged: its SHA-256 is not the one it was written with"
     return None
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return copies of the tensors in a file, so that nothing depends on the file any more."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    # Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.
+    except (SafetensorError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
 
 
 def _prune(folder: Path, newest: int, keep: int) -> None:
@@ -203,30 +263,11 @@ def _clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a ValueError for anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf8"))
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds no object")
-    return found
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf8")
+def _text(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

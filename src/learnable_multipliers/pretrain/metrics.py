@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from learnable_multipliers.pretrain.durable import make_folder, replace_file, sync
+
 FILE_NAME = "metrics.jsonl"
 Metrics = Mapping[str, Any]
 
@@ -44,7 +46,7 @@ class MetricLog:
         trackio: str | None = None,
     ):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.path = self.folder / FILE_NAME
         self._writer_class = _tensorboard_writer(tensorboard)
         self._writer: Any = None
@@ -60,6 +62,8 @@ class MetricLog:
             self._trackers.append(tracker)
         _drop_torn_line(self.path)
         self._file = self.path.open("ab")
+        # Lines on disk are lost all the same if the name of their file is not.
+        sync(self.folder)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write metrics of a step: numbers, 0-d tensors, words, lists, or mappings of these.
@@ -95,15 +99,8 @@ class MetricLog:
             if record["step"] <= step:
                 kept.append(line)
                 last = record
-        temporary = self.path.with_name(f"{FILE_NAME}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with self._told():
+            replace_file(self.path, b"".join(kept))
         self._file.close()
         self._file = self.path.open("ab")
         if self._writer is not None:
@@ -158,7 +155,7 @@ class MetricLog:
         """Return the run's id at W&B, the same after a resume."""
         path = self.folder / "wandb_id"
         if not path.exists():
-            path.write_text(uuid.uuid4().hex[:12] + "\n")
+            replace_file(path, f"{uuid.uuid4().hex[:12]}\n".encode())
         return path.read_text().strip()
 
 
@@ -183,7 +180,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 record = json.loads(line)
                 int(record["step"])
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ValueError(
                     f"line {number} of {path} is not a record of metrics: mend or remove it"
                 ) from error

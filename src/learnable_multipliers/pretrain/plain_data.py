@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 _WORDS: dict[type, str] = {int: "a whole number", str: "a text", bool: "true or false"}
+# JSON has no word for these: where a number is due, these texts stand for them.
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def to_dict(value: Any) -> Any:
@@ -19,6 +22,8 @@ def to_dict(value: Any) -> Any:
         return [to_dict(item) for item in value]
     if isinstance(value, dict):
         return {key: to_dict(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return str(value) if isinstance(value, Path) else value
 
 
@@ -72,6 +77,8 @@ def _leaf_from(kind: Any, value: Any, where: str) -> Any:
             _refuse(where, value, "a path")
         return Path(value)
     if kind is float:
+        if value in _NOT_FINITE:
+            return float(value)
         # JSON writes whole numbers without a point.
         if not isinstance(value, int | float) or isinstance(value, bool):
             _refuse(where, value, "a number")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.durable import make_folder, replace_file
 from learnable_multipliers.pretrain.metrics import FILE_NAME as METRICS
 
 try:
@@ -33,7 +34,7 @@ class RunFolder:
                 f"{path} holds no checkpoint to go on from: begin the run anew, without --resume "
                 "and in an empty folder"
             )
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         self._hold()
         if not resume:
             try:
@@ -59,7 +60,7 @@ class RunFolder:
     def write(self, name: str, data: Any) -> None:
         """Write plain data as a JSON file."""
         text = data if isinstance(data, str) else json.dumps(data, indent=1)
-        (self.path / name).write_text(text + "\n", encoding="utf8")
+        replace_file(self.path / name, (text + "\n").encode())
 
     def _hold(self) -> None:
         """Take the lock; the system takes it back from a process that ends."""

@@ -268,6 +268,8 @@ class Trainer:
         except BaseException:
             log.close()
             raise
+        if self.step and last is None:
+            self._warn(f"{log.path} has nothing from before step {self.step:,}: was it removed?")
         return log, last is not None and last.get("kind") == "end"
 
     def _describe(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import TokenDataset
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
+from learnable_multipliers.pretrain.durable import replace_file
 
 
 class TrainingData:
@@ -113,7 +113,7 @@ class TrainingData:
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer beside what is trained with it."""
-        shutil.copyfile(self._tokenizer_file, folder / "tokenizer.json")
+        replace_file(folder / "tokenizer.json", self._tokenizer_file.read_bytes())
 
 
 def default_corpus(vocab_size: int) -> Path:
