@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from learnable_multipliers.pretrain.config import (
     TrainConfig,
 )
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.run_state import tensors_of
 from learnable_multipliers.pretrain.schedule import ScheduleConfig
@@ -110,15 +108,6 @@ def assert_same(first: Trainer, second: Trainer) -> None:
     assert mine.keys() == other.keys()
     for name in mine:
         assert torch.equal(mine[name], other[name]), name
-
-
-def without_clock(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run, but for what a clock says."""
-    timed = ("seconds", "tokens_per_second", "mfu")
-    return [
-        {key: value for key, value in record.items() if key not in timed}
-        for record in read_metrics(folder)
-    ]
 
 
 def damage(path: Path) -> None:

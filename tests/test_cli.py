@@ -205,6 +205,8 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         ("train tiny --optimizer.lr fast", "--optimizer.lr"),
         ("train tiny --optimizer.betas 0.9", "Expected 2 values"),
         ("train tiny --schedule.tokens 100", "shorten them or lengthen"),
+        ("verify-resume 20-m", "Did you mean lrm verify-resume 20m?"),
+        ("verify-resume --resume", "no option --resume."),
         ("plan", "MODEL"),
         ("plan tiny --placement ful", "'symmetry-aware'"),
         ("symmetries", "MODEL"),
@@ -229,6 +231,9 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, sa
     [
         ("train tiny --data.path nowhere", "no token dataset at nowhere"),
         ("train tiny --runtime.device warp", "runtime.device=warp cannot be used here"),
+        ("verify-resume --steps 0", "must lie between 1 and 250, got 0"),
+        ("verify-resume tiny --steps 251", "the run has 500 steps"),
+        ("verify-resume --data.path nowhere", "no token dataset at nowhere"),
         ("plan tinny", "'tinny' is neither a preset (tiny, "),
         ("symmetries tinny", "'tinny' is neither a preset (tiny, "),
         ("simulate --steps 0", "--steps, --rows and both sides of --shape must be at least 1"),

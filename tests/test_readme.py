@@ -50,6 +50,8 @@ def test_readme_commands_run(tmp_path, monkeypatch, capsys):
     for _, *arguments in commands:
         if arguments[0] == "train":
             main([*arguments, *SHORT.split()])
+        elif arguments[0] == "verify-resume":
+            main([*arguments, "--steps", "2"])
         elif arguments[0] != "demo":
             main(arguments)
     assert (tmp_path / "out" / "tiny" / "model.safetensors").is_file()

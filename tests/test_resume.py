@@ -18,6 +18,7 @@ from learnable_multipliers.pretrain.checkpoint import CheckpointError
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.run_comparison import without_clock
 from learnable_multipliers.pretrain.run_state import tensors_of
 from learnable_multipliers.pretrain.train import Trainer
 from runs import (
@@ -29,7 +30,6 @@ from runs import (
     rewritten,
     small_run,
     trained,
-    without_clock,
 )
 
 FACTORS = {

@@ -15,8 +15,9 @@ from learnable_multipliers.pretrain.device import choose_device
 from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.run_comparison import without_clock
 from learnable_multipliers.pretrain.train import Trainer
-from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained, without_clock
+from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained
 
 OPTIMIZERS = {
     "adamw": {"kind": "adamw", "placement": "full"},

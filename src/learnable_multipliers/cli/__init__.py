@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,9 +18,10 @@ from typing import NoReturn
 
 # Command -> what it does, in the order a newcomer meets them.
 COMMANDS = {
-    "demo": "train a tiny model without and with multipliers, and compare",
+    "demo": "train a tiny model without and with multipliers; compare",
     "data prepare": "turn text into token shards to train on",
     "train": "train a language model: lrm train 20m --data.path DATA",
+    "verify-resume": "kill a run, resume it, and compare it with one in one go",
     "plan": "show which multipliers each matrix would carry, and why",
     "symmetries": "tell which scales of a model do the same",
     "simulate": "train a matrix on noise: the scale that decay gives it",
@@ -78,7 +80,7 @@ def _run(given: list[str]) -> None:
 
 def _load(command: str) -> ModuleType:
     try:
-        return importlib.import_module(f"{__name__}.{command.replace(' ', '_')}")
+        return importlib.import_module(f"{__name__}.{re.sub('[ -]', '_', command)}")
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
         raise ModuleNotFoundError(f"needs {package}, which is not installed: {_INSTALL}") from error

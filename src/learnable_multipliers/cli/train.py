@@ -21,7 +21,7 @@ from learnable_multipliers.pretrain.progress import Display, duration, in_short,
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "learning-rate": "--optimizer.lr",
     "batch-size": "--data.batch-sequences",
     "seq-len": "--data.sequence-length",
@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "warmup-steps": "--schedule.warmup-tokens",
     "output-dir": "--out",
 }
+"""What other programs call some options, and their names here."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -51,11 +52,7 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
     name, *settings = arguments
     if name.startswith("-"):
         refuse(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
-    if name not in RECIPES:
-        near = closest(name, list(RECIPES))
-        hint = f"Did you mean lrm train {near}? {_LIST}" if near else _LIST
-        refuse(f"lrm train: there is no recipe {name!r}. {hint}")
-    what, default = RECIPES[name]
+    what, default = recipe("train", name)
     return read(
         TrainConfig,
         f"train {name}",
@@ -63,11 +60,20 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         description=f"Train a {what}. These are the settings, with the values of this recipe; each "
         "can be given another.",
         default=default,
-        elsewhere=_ELSEWHERE,
+        elsewhere=ELSEWHERE,
     )
 
 
 _LIST = "lrm train --help lists the recipes."
+
+
+def recipe(command: str, name: str) -> tuple[str, TrainConfig]:
+    """Return what a recipe trains, and its config; a name that is none ends the process."""
+    if name not in RECIPES:
+        near = closest(name, list(RECIPES))
+        hint = f"Did you mean lrm {command} {near}? {_LIST}" if near else _LIST
+        refuse(f"lrm {command}: there is no recipe {name!r}. {hint}")
+    return RECIPES[name]
 
 
 def _recipes() -> str:

@@ -1,0 +1,89 @@
+"""`lrm verify-resume`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+
+from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.cli.train import ELSEWHERE, recipe
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.resume_trial import check, try_resume
+from learnable_multipliers.pretrain.run_comparison import Comparison
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(TrainConfig):
+    """A training run, and how much of it is tried."""
+
+    steps: int = 10
+    """Steps before the checkpoint, and again after it."""
+    out: Path = Path("runs/verify-resume")
+    """Folder of both runs, a new one; it is removed if they are the same."""
+    # The trial itself begins and resumes.
+    resume: tyro.conf.Suppress[bool] = False
+    dry_run: tyro.conf.Suppress[bool] = False
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Try a recipe, print a table, and fail if the runs differ."""
+    config = configure(arguments)
+    training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
+    check(training, config.steps)
+    if config.out.exists():
+        raise ValueError(f"{config.out} exists: remove it, or choose another folder (--out)")
+    console = Console(stderr=True)
+    try:
+        with console.status("getting ready") as status:
+            found = try_resume(training, config.steps, status.update)
+    except BaseException:
+        shutil.rmtree(config.out, ignore_errors=True)
+        raise
+    print(table(found))
+    if any(one.differences for one in found):
+        sys.exit(
+            f"lrm verify-resume: the resumed run is not the one that never stopped; both are in "
+            f"{config.out}. On a GPU, kernels that add in any order do this: compare two runs in "
+            "one go as well"
+        )
+    shutil.rmtree(config.out)
+    print(
+        f"\nThe same, bit for bit: {2 * config.steps} steps in one go, and a run that was killed "
+        f"and resumed from step {config.steps}."
+    )
+
+
+def configure(arguments: Sequence[str]) -> VerifyConfig:
+    """Return the config of `lrm verify-resume` with these arguments; without a recipe, of tiny."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    name, settings = (arguments[0], arguments[1:]) if named else ("tiny", arguments)
+    what, default = recipe("verify-resume", name)
+    defaults: dict[str, Any] = {f.name: getattr(default, f.name) for f in fields(TrainConfig)}
+    return read(
+        VerifyConfig,
+        f"verify-resume {name}",
+        settings,
+        description=f"Train the first steps of a {what}, in one go and with a kill and a resume on "
+        "the way, and compare weights, optimizer, counters and metrics bit for bit. "
+        "Exit code 1 if anything differs. The settings are those of lrm train.",
+        default=replace(VerifyConfig(**defaults), out=VerifyConfig.out),
+        elsewhere={word: option for word, option in ELSEWHERE.items() if word != "steps"},
+    )
+
+
+def table(found: Sequence[Comparison]) -> str:
+    """Return what was compared, and the first differences of each."""
+    lines = [f"{'':10}{'compared':>10}{'differ':>10}"]
+    for one in found:
+        lines.append(f"{one.what:10}{one.compared:>10,}{len(one.differences):>10,}")
+        lines += [f"  {told}" for told in one.differences[:_SHOWN]]
+    return "\n".join(lines)
