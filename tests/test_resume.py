@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,6 +90,17 @@ def test_a_finished_run_stays_as_it_is(data, tmp_path):
     trained(replace(config, resume=True))
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {path: path.read_bytes() for path in files} == before
+
+
+def test_what_a_kill_at_the_very_end_left_behind_is_removed(data, tmp_path):
+    """Published, but older ones and what was being removed are still there."""
+    config = small_run(data, tmp_path / "run")
+    trained(config)
+    folder = config.out / "checkpoints"
+    for name in ("step-00000005", ".step-00000003.0123abcd"):
+        shutil.copytree(folder / "step-00000010", folder / name)
+    trained(replace(config, resume=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000010", "step-00000012"]
 
 
 def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):

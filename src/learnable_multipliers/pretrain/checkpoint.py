@@ -167,6 +167,15 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
     return [set_aside(folder / _name(later)) for later in steps(folder) if later > step]
 
 
+def tidy(folder: Path, newest: int, keep: int) -> None:
+    """Do what a process that was killed at its last save could not: remove leftovers and old ones.
+
+    A run that goes on would do so at its next save; one that is complete has none.
+    """
+    _clear_leftovers(folder)
+    _prune(folder, newest, keep)
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 

@@ -117,14 +117,16 @@ class MetricLog:
 
     def close(self) -> None:
         """Write out what is pending and let go of all files."""
-        with self._told():
-            self._file.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        for tracker in self._trackers:
-            tracker.finish()
-        self._trackers = []
+        try:
+            with self._told():
+                self._file.close()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            for tracker in self._trackers:
+                tracker.finish()
+            self._trackers = []
 
     def __enter__(self) -> MetricLog:
         return self

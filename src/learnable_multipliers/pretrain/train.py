@@ -329,6 +329,7 @@ class Trainer:
             self._warn(f"not used: {trouble}")
         for path in checkpoints.set_aside_after(self._folder.checkpoints, self.step):
             self._warn(f"set aside, to be looked at or removed: {path}")
+        checkpoints.tidy(self._folder.checkpoints, self.step, self.config.checkpoint.keep)
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
