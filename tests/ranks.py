@@ -23,8 +23,8 @@ PATIENCE = 120
 class Ranks:
     """Runs functions on all ranks at once."""
 
-    def __init__(self):
-        self._processes = None
+    def __init__(self, number=NUMBER):
+        self._number, self._processes = number, None
 
     def run(self, function, *arguments):
         """Run `function(*arguments)` on every rank; return what it returns on each."""
@@ -32,7 +32,8 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        results, waiting = [None] * NUMBER, dict(zip(self._pipes, range(NUMBER), strict=True))
+        results = [None] * self._number
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
             ready = wait(waiting, PATIENCE)
             if not ready:
@@ -61,18 +62,20 @@ class Ranks:
         # A file to meet at: unlike a port, nothing else can take it.
         meet = Path(tempfile.mkdtemp()) / "meet"
         self._processes, self._pipes = [], []
-        for rank in range(NUMBER):
+        for rank in range(self._number):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, meet, far_end), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._number, meet, far_end), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._pipes.append(pipe)
 
 
-def _serve(rank, meet, pipe):
+def _serve(rank, number, meet, pipe):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=NUMBER)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=number)
     with contextlib.suppress(EOFError):
         while True:
             function, arguments = pipe.recv()

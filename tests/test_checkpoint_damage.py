@@ -118,12 +118,12 @@ def test_one_that_is_removed_while_it_is_read_makes_way_for_a_newer_one(kept, mo
     """A run goes on while another process exports it."""
     real, removed = checkpoints.load, []
 
-    def slow(path):
+    def slow(path, like):
         if not removed:
             removed.append(path)
             for step in (15, 20):
                 checkpoints.save(kept, Checkpoint(step, {}, {}), keep=2)
-        return real(path)
+        return real(path, like)
 
     monkeypatch.setattr(checkpoints, "load", slow)
     found, wrong = checkpoints.load_newest(kept)

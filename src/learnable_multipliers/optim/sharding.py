@@ -64,6 +64,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def box_here(tensor: Any) -> Box:
+    """Return the part of a tensor that lies on this rank: all of one that is not sharded."""
+    return box_of(tensor.shape, _cuts(tensor) if is_sharded(tensor) else [])
+
+
 def share_of(parameter: Any, matrix: Matrix | None) -> Share:
     """Return what of a parameter lies here, and which sums over it are partial."""
     cuts = _cuts(parameter) if is_sharded(parameter) else []

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
+from learnable_multipliers.pretrain import tensor_files
 from learnable_multipliers.pretrain.durable import make_folder, sync
 from learnable_multipliers.pretrain.strict_json import (
     parse_object,
@@ -27,14 +26,19 @@ from learnable_multipliers.pretrain.strict_json import (
     read_plain,
     refuse_odd_file,
 )
+from learnable_multipliers.pretrain.tensor_files import SUFFIX, Tensors
+from learnable_multipliers.pretrain.world import ALONE, World
 
 MANIFEST = "manifest.json"
 _STATE = "state.json"
-_TENSORS = ".safetensors"
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _FORMAT = 1
 # The first one had no checksum of its own.
 _MANIFEST_KEYS = {1: {"format", "files"}, 2: {"format", "files", "sha256"}}
+
+
+Files = dict[str, dict[str, Any]]
+"""Size and checksum, by name."""
 
 
 class CheckpointError(OSError):
@@ -48,33 +52,27 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     """Plain data: counters, positions, the model's config."""
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Tensors by file (without suffix) and name."""
+    tensors: Tensors = field(default_factory=dict)
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
     """Write a checkpoint and return its folder; then remove all but the newest `keep`.
 
-    One process at a time writes to a folder of checkpoints. One that is there already and good is
-    left as it is: the same step of the same run.
+    One run at a time writes to a folder of checkpoints, all its ranks together. A checkpoint that
+    is there already and good is left as it is: the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    aside = folder / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    (number,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
+    aside = folder / f".{target.name}.{number:08x}"
     try:
-        make_folder(folder)
-        if target.exists():
-            if problem(target) is None:
-                # The process that renamed it may have been killed before it was on disk.
-                sync(folder)
-                return target
-            set_aside(target)
-        _clear_leftovers(folder)
-        aside.mkdir()
-        _write_files(aside, checkpoint)
-        aside.rename(target)
-        sync(folder)
+        is_there = world.together(lambda: world.is_first and _make_ready(folder, target, aside))
+        if world.tell([is_there])[0]:
+            return target
+        files = world.together(lambda: _write_tensors(aside, checkpoint.tensors, world))
+        files = _of_all(files, world)
+        world.together(lambda: world.is_first and _publish(aside, target, checkpoint, files))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        _give_up(aside, world)
         kept = steps(folder)
         left = f"the newest one is that of step {kept[-1]}" if kept else "there is none yet"
         raise CheckpointError(
@@ -83,10 +81,11 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             "then go on with --resume"
         ) from error
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        _give_up(aside, world)
         raise
     try:
-        _prune(folder, checkpoint.step, keep)
+        if world.is_first:
+            _prune(folder, checkpoint.step, keep)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is saved, but an older one could not be "
@@ -104,9 +103,13 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
-def load(path: Path) -> Checkpoint:
-    """Read one checkpoint, verified."""
-    wrong = problem(path)
+def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> Checkpoint:
+    """Read one checkpoint, verified unless it has been.
+
+    Args:
+        like: Tensors as this rank holds them, so that it reads no more than its part.
+    """
+    wrong = None if verified else problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
     # The files are as they were written; that need not have been by us.
@@ -115,21 +118,41 @@ def load(path: Path) -> Checkpoint:
         step, form = state.pop("step", None), state.pop("format", None)
         if type(step) is not int or form != _FORMAT:
             raise ValueError(f"{_STATE} tells no step, or is not of format {_FORMAT}")
-        tensors = {file.stem: _read_tensors(file) for file in sorted(path.glob(f"*{_TENSORS}"))}
+        tensors = tensor_files.read(path, like)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     return Checkpoint(step, state, tensors)
 
 
-def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """Return the newest good checkpoint, and what is wrong with newer ones."""
+def load_newest(
+    folder: Path, like: Tensors | None = None, world: World = ALONE
+) -> tuple[Checkpoint, list[str]]:
+    """Return the newest good checkpoint, and what is wrong with newer ones.
+
+    The first rank verifies and chooses; all others take the same one.
+    """
+    if not world.is_first:
+        (step,) = world.tell([0])
+        if step < 0:
+            raise CheckpointError(f"{folder} holds no good checkpoint: the first rank says why")
+        return load(folder / _name(step), like, verified=True), []
+    try:
+        found, wrong = _newest_good(folder, like)
+    except BaseException:
+        world.tell([-1])
+        raise
+    world.tell([found.step])
+    return found, wrong
+
+
+def _newest_good(folder: Path, like: Tensors | None) -> tuple[Checkpoint, list[str]]:
     wrong: dict[int, str] = {}
     # Looked for anew each time: while one is read, a run may publish others and remove it.
     while untried := [step for step in steps(folder) if step not in wrong]:
         step = untried[-1]
         path = folder / _name(step)
         try:
-            found = load(path)
+            found = load(path, like)
         except CheckpointError as error:
             wrong[step] = str(error)
             continue
@@ -180,17 +203,63 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _write_files(aside: Path, checkpoint: Checkpoint) -> None:
-    """Write what is in a checkpoint and bring it to disk, the manifest last."""
-    for name, tensors in checkpoint.tensors.items():
-        contiguous = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(contiguous, aside / f"{name}{_TENSORS}")
+def _make_ready(folder: Path, target: Path, aside: Path) -> bool:
+    """Make room to write to, and tell whether the checkpoint is there already."""
+    make_folder(folder)
+    if target.exists():
+        if problem(target) is None:
+            # The process that renamed it may have been killed before it was on disk.
+            sync(folder)
+            return True
+        set_aside(target)
+    _clear_leftovers(folder)
+    aside.mkdir()
+    return False
+
+
+def _write_tensors(aside: Path, tensors: Tensors, world: World) -> Files:
+    """Write this rank's tensors, bring them to disk, and return the fingerprints of its files."""
+    files = {}
+    for group, named in tensors.items():
+        path = aside / tensor_files.file_name(group, world)
+        tensor_files.write(path, named, world)
+        sync(path)
+        files[path.name] = _fingerprint(path)
+    return files
+
+
+def _of_all(files: Files, world: World) -> Files:
+    """Return the fingerprints of all ranks' files; each has the same ones under its own names."""
+    content = b"".join(
+        f["bytes"].to_bytes(8, "big") + bytes.fromhex(f["sha256"]) for f in files.values()
+    )
+    found = {}
+    for rank, told in enumerate(world.gather(content)):
+        for place, name in enumerate(files):
+            entry = told[40 * place : 40 * (place + 1)]
+            of_rank = tensor_files.name_on(name, rank, world)
+            found[of_rank] = {
+                "bytes": int.from_bytes(entry[:8], "big"),
+                "sha256": entry[8:].hex(),
+            }
+    return found
+
+
+def _publish(aside: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
+    """Complete what ranks have written and give it its name."""
     state = {"format": _FORMAT, "step": checkpoint.step, **checkpoint.state}
     (aside / _STATE).write_bytes(_text(state))
-    files = {path.name: _fingerprint(path) for path in sorted(aside.iterdir())}
-    (aside / MANIFEST).write_bytes(_manifest(files))
-    for path in (*aside.iterdir(), aside):
+    files = {**files, _STATE: _fingerprint(aside / _STATE)}
+    (aside / MANIFEST).write_bytes(_manifest(dict(sorted(files.items()))))
+    for path in (aside / _STATE, aside / MANIFEST, aside):
         sync(path)
+    aside.rename(target)
+    sync(target.parent)
+
+
+def _give_up(aside: Path, world: World) -> None:
+    if world.is_first:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _manifest(files: dict[str, dict[str, Any]]) -> bytes:
@@ -221,7 +290,7 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         raise ValueError(f"{MANIFEST} is damaged: it is not as it was written")
     if _STATE not in expected:
         raise ValueError(f"{MANIFEST} does not name {_STATE}")
-    odd = [name for name in expected if name != _STATE and not name.endswith(_TENSORS)]
+    odd = [name for name in expected if name != _STATE and not name.endswith(SUFFIX)]
     if odd:
         raise ValueError(f"{MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
     return expected
@@ -245,16 +314,6 @@ def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
         if _fingerprint(path / name)["sha256"] != digest:
             return f"{name} is damaged: its SHA-256 is not the one it was written with"
     return None
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return copies of the tensors in a file, so that nothing depends on the file any more."""
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    # Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.
-    except (SafetensorError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
 
 
 def _prune(folder: Path, newest: int, keep: int) -> None:

@@ -102,6 +102,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the processes that torchrun starts share the work; one process needs nothing of it."""
+
+    data: int = 0
+    """Copies of the model, each trained on its part of a batch; 0 is what the other two leave."""
+    shard: int = 1
+    """Ranks that one copy is cut among (FSDP2)."""
+    tensor: int = 1
+    """Ranks that attention's heads and the MLPs' hidden features are cut among."""
+    timeout: float = 600.0
+    """Seconds a rank waits for the others before the run ends with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """Where and how it is computed."""
 
@@ -142,6 +156,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def check(self) -> None:
@@ -160,6 +175,10 @@ class TrainConfig:
         if not self.log.drift_bound > 1:
             raise ValueError(
                 f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
+            )
+        if min(self.parallel.shard, self.parallel.tensor) < 1 or not self.parallel.timeout > 0:
+            raise ValueError(
+                "parallel.shard and parallel.tensor must be at least 1, parallel.timeout positive"
             )
         if self.checkpoint.keep < 2:
             raise ValueError(
@@ -213,6 +232,7 @@ _NOT_NEGATIVE = {
         "sample_tokens",
     ),
     "checkpoint": ("every",),
+    "parallel": ("data",),
     "runtime": ("num_threads", "peak_tflops"),
 }
 

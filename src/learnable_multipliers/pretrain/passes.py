@@ -6,7 +6,8 @@ So the pass is recorded as a CUDA graph, after a few passes the usual way, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from learnable_multipliers.pretrain.device import Device
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.parallel import SpreadModel
 
 _FIRST_PASSES = 3
 """Passes before recording: compilation and libraries' own choices must be over by then."""
@@ -31,8 +33,11 @@ class _Key:
 class Passes:
     """Leaves the gradient of a batch in the parameters."""
 
-    def __init__(self, model: HybridLM, device: Device, z_loss: float):
-        self._model, self._device, self._z_loss = model, device, z_loss
+    def __init__(
+        self, model: HybridLM, device: Device, z_loss: float, spread: SpreadModel | None = None
+    ):
+        self._spread = spread or SpreadModel(model.loss)
+        self._device, self._z_loss = device, z_loss
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._key: _Key | None = None
         self._seen = 0
@@ -41,11 +46,16 @@ class Passes:
         self._adds_up = False
 
     def gradients(self, batches: Iterable[Tensor], sequences: int) -> Tensor:
-        """Leave the gradient of a batch of `sequences`; return its cross-entropy per token."""
+        """Leave the gradient of a batch of `sequences`; return its cross-entropy per token.
+
+        Given a part of the batch it returns what that adds to the cross-entropy of the whole; the
+        gradient is that of the whole, once ranks have exchanged theirs.
+        """
         total = torch.zeros((), device=self._device.device)
-        for tokens in batches:
+        for tokens, is_last in _marked(batches):
             share = len(tokens) / sequences
-            total += share * self._one(tokens, _Key(tuple(tokens.shape), sequences))
+            with nullcontext() if is_last else self._spread.keeps_apart():
+                total += share * self._one(tokens, _Key(tuple(tokens.shape), sequences))
         return total
 
     def clear(self) -> None:
@@ -82,8 +92,10 @@ class Passes:
 
     def _compute(self, tokens: Tensor, key: _Key) -> Tensor:
         with self._device.autocast():
-            losses = self._model.loss(tokens, self._z_loss)
-        (losses.total * (len(tokens) / key.sequences)).backward()
+            losses = self._spread.loss(tokens, self._z_loss)
+        # Ranks' gradients are averaged, and each has its part of the sum.
+        share = len(tokens) * self._spread.num_readers / key.sequences
+        (losses.total * share).backward()
         return losses.cross_entropy
 
     def _record(self, tokens: Tensor, key: _Key) -> None:
@@ -106,3 +118,14 @@ class Passes:
             self._loss = torch.empty(0)
             for parameter in self._trained:
                 parameter.grad = None
+
+
+def _marked(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield each batch with whether it is the last."""
+    waiting: Tensor | None = None
+    for tokens in batches:
+        if waiting is not None:
+            yield waiting, False
+        waiting = tokens
+    if waiting is not None:
+        yield waiting, True

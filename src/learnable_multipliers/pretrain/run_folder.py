@@ -21,11 +21,16 @@ DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json"
 _LOCK = ".lock"
 
 
+def checkpoint_folder(run: Path) -> Path:
+    """Return where a run keeps its checkpoints."""
+    return run / "checkpoints"
+
+
 class RunFolder:
     """A folder, held until `close` or until the process is gone, however it went."""
 
     def __init__(self, path: Path, *, resume: bool):
-        self.path, self.checkpoints = path, path / "checkpoints"
+        self.path, self.checkpoints = path, checkpoint_folder(path)
         self._lock: int | None = None
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file: choose another folder (--out)")
@@ -105,11 +110,11 @@ def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
     """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
     if (source / checkpoints.MANIFEST).is_file():
         return checkpoints.load(source), []
-    if not (source / METRICS).is_file() and not (source / "checkpoints").is_dir():
+    if not (source / METRICS).is_file() and not (checkpoint_folder(source)).is_dir():
         raise ValueError(
             f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
             "(--out), or one of those in its checkpoints folder"
         )
-    if not checkpoints.steps(source / "checkpoints"):
+    if not checkpoints.steps(checkpoint_folder(source)):
         raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
-    return checkpoints.load_newest(source / "checkpoints")
+    return checkpoints.load_newest(checkpoint_folder(source))

@@ -14,9 +14,7 @@ from learnable_multipliers.optim.base import MEAN_SQUARE
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
-
-Tensors = dict[str, dict[str, Tensor]]
-"""By file and name, as a checkpoint holds them."""
+from learnable_multipliers.pretrain.tensor_files import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any]) -> Non
 
 
 # What may differ between a run and its continuation: where, how fast and how chatty.
-_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "runtime"}
+_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "parallel", "runtime"}
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

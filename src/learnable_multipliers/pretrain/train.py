@@ -19,9 +19,10 @@ from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.metrics import MetricLog
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.parallel import spread_
 from learnable_multipliers.pretrain.passes import Passes
 from learnable_multipliers.pretrain.plain_data import to_dict
-from learnable_multipliers.pretrain.run_folder import RunFolder
+from learnable_multipliers.pretrain.run_folder import RunFolder, checkpoint_folder
 from learnable_multipliers.pretrain.run_state import (
     RunState,
     refuse_other_settings,
@@ -34,6 +35,7 @@ from learnable_multipliers.pretrain.schedule import Step, steps
 from learnable_multipliers.pretrain.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.training_data import TrainingData
 from learnable_multipliers.pretrain.weights import describe_weights
+from learnable_multipliers.pretrain.world import join, take_own_device
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
 
 Observer = Callable[[dict[str, Any]], None]
@@ -44,24 +46,32 @@ class Trainer:
     """One run, step by step."""
 
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
+        take_own_device()
         self.device = choose_device(config.runtime)
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolved(config, self.data)
         config.check()
+        self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
+        if self.world.size > 1:
+            # Ranks exchange gradients in the middle of a pass.
+            self.device = replace(self.device, recorded=False)
         self._observer = observer or (lambda record: None)
-        self._folder = RunFolder(config.out, resume=config.resume)
+        # One rank writes, all compute.
+        self._folder = RunFolder(config.out, resume=config.resume) if self.world.is_first else None
         try:
             self._set_up(config)
         except BaseException:
-            self._folder.close()
+            self._let_go()
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.model = build(config.model, config.seed, self.device.device)
-        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         self.steps: list[Step] = steps(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
+        refuse_uneven_batches(self.steps, self.world.num_readers)
+        self.model = build(config.model, config.seed, self.device.device)
+        spread = spread_(self.model, self.world)
+        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         self.monitor = Monitor(
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
@@ -70,7 +80,7 @@ class Trainer:
         self._skipped_before = 0
         self._watch = Stopwatch()
         self._loss_sum, self._loss_steps = torch.zeros((), device=self.device.device), 0
-        if not self._folder.is_held:
+        if self._folder is not None and not self._folder.is_held:
             self._warn(f"{config.out} cannot be locked: see that no other process trains in it")
         if config.resume:
             self._resume()
@@ -79,7 +89,7 @@ class Trainer:
             self._describe()
         if self.device.compiled:
             self.model.compile_layers_()
-        self._passes = Passes(self.model, self.device, config.z_loss)
+        self._passes = Passes(self.model, self.device, config.z_loss, spread)
         self._mark = (self.seconds, self.tokens)
 
     # -- a run --------------------------------------------------------------------------------
@@ -87,7 +97,7 @@ class Trainer:
     def train(self, interrupt: Interrupt | None = None) -> str:
         """Train to the end, or until interrupted; return which of the two it was."""
         for _ in self.going():
-            if interrupt is not None and interrupt.received:
+            if self.is_to_stop(interrupt):
                 self.save()
                 self.close()
                 return "interrupted"
@@ -100,6 +110,11 @@ class Trainer:
                 self._take_step()
             yield self.step
         self._finish()
+
+    def is_to_stop(self, interrupt: Interrupt | None) -> bool:
+        """Tell whether a signal has come to any rank: all of them stop after the same step."""
+        asked = interrupt is not None and interrupt.received is not None
+        return bool(self.world.agree([asked])[0])
 
     @property
     def tokens(self) -> int:
@@ -116,9 +131,10 @@ class Trainer:
         lr = self.config.optimizer.lr * planned.lr_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        micro = self.config.data.micro_batch_sequences or planned.sequences
-        starts = range(self.samples, self.samples + planned.sequences, micro)
-        end = self.samples + planned.sequences
+        own = self.world.share(planned.sequences)
+        micro = self.config.data.micro_batch_sequences or len(own)
+        starts = range(self.samples + own.start, self.samples + own.stop, micro)
+        end = self.samples + own.stop
         batches = (
             self.data.batch(start, min(micro, end - start), self.device.device) for start in starts
         )
@@ -154,7 +170,7 @@ class Trainer:
             self._restart_clock()
 
     def _record_speed(self, lr: float) -> None:
-        loss = self._loss_sum.item() / self._loss_steps
+        loss = self.world.sum_over_readers(self._loss_sum).item() / self._loss_steps
         self._loss_sum, self._loss_steps = torch.zeros_like(self._loss_sum), 0
         norm = self.optimizer.grad_norm
         self.device.synchronize()
@@ -162,6 +178,8 @@ class Trainer:
         speed = (self.tokens - tokens) / (self.seconds - then)
         self._restart_clock()
         peak = self.device.peak_tflops
+        if peak is not None:
+            peak *= self.world.size
         self._record(
             "train",
             loss=loss,
@@ -232,9 +250,10 @@ class Trainer:
         self._record("sample", prompt=self.config.log.prompt, text=text)
 
     def _record(self, kind: str, **values: Any) -> None:
-        record = {"kind": kind, "tokens": self.tokens, **values}
-        self.log.log(self.step, record)
-        self._observer({"step": self.step, **record})
+        if self.log is not None:
+            record = {"kind": kind, "tokens": self.tokens, **values}
+            self.log.log(self.step, record)
+            self._observer({"step": self.step, **record})
 
     def _finish(self) -> None:
         if not self._ended:
@@ -244,19 +263,28 @@ class Trainer:
         self.close()
 
     def _warn(self, text: str) -> None:
-        self._observer({"kind": "warning", "step": self.step, "text": text})
+        if self.world.is_first:
+            self._observer({"kind": "warning", "step": self.step, "text": text})
 
     def close(self) -> None:
         """Let go of the log's files and of the folder; a run that came to its end has done so."""
         try:
-            self.log.close()
+            if self.log is not None:
+                self.log.close()
         finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._folder is not None:
             self._folder.close()
+        self.world.leave()
 
     # -- folder and checkpoints ---------------------------------------------------------------
 
-    def _open_log(self) -> tuple[MetricLog, bool]:
+    def _open_log(self) -> tuple[MetricLog | None, bool]:
         """Return the log, cut back to the step the run is at, and whether it tells of the end."""
+        if not self.world.is_first:
+            return None, bool(self.world.tell([0])[0])
         log = MetricLog(
             self.config.out,
             tensorboard=None if self.config.log.tensorboard else False,
@@ -270,10 +298,13 @@ class Trainer:
             raise
         if self.step and last is None:
             self._warn(f"{log.path} has nothing from before step {self.step:,}: was it removed?")
-        return log, last is not None and last.get("kind") == "end"
+        ended = last is not None and last.get("kind") == "end"
+        return log, bool(self.world.tell([ended])[0])
 
     def _describe(self) -> None:
         """Write down what the run is, and what it is made with from this step on."""
+        if self._folder is None:
+            return
         found = environment(self.device.name)
         if self.config.resume:
             # The first part of the run may have been computed elsewhere and otherwise.
@@ -291,12 +322,13 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint; what is lost if that fails is said in the error, and is nothing."""
-        self.log.flush()
+        if self.log is not None:
+            self.log.flush()
         state = RunState(
             samples=self.samples,
             seconds=self.seconds,
             skipped_steps=self.skipped_steps,
-            loss_sum=self._loss_sum.item(),
+            loss_sum=self.world.sum_over_readers(self._loss_sum).item(),
             loss_steps=self._loss_steps,
             config=to_dict(self.config),
             model=to_dict(self.model.config),
@@ -306,10 +338,14 @@ class Trainer:
         kept = checkpoints.Checkpoint(
             self.step, to_dict(state), tensors_of(self.model, self.optimizer)
         )
-        return checkpoints.save(self._folder.checkpoints, kept, self.config.checkpoint.keep)
+        return checkpoints.save(
+            checkpoint_folder(self.config.out), kept, self.config.checkpoint.keep, self.world
+        )
 
     def _resume(self) -> None:
-        kept, wrong = checkpoints.load_newest(self._folder.checkpoints)
+        folder = checkpoint_folder(self.config.out)
+        like = tensors_of(self.model, self.optimizer)
+        kept, wrong = checkpoints.load_newest(folder, like, self.world)
         state = state_of(kept)
         refuse_other_settings(self.config, state.config)
         if state.data != self.data.fingerprint:
@@ -323,13 +359,17 @@ class Trainer:
         self.step, self.samples = kept.step, state.samples
         self._skipped_before = state.skipped_steps
         self._watch = Stopwatch(state.seconds)
-        self._loss_sum = torch.tensor(state.loss_sum, device=self.device.device)
+        # A sum over readers, which the first of them has in full.
+        self._loss_sum = torch.tensor(
+            state.loss_sum if self.world.reader == 0 else 0.0, device=self.device.device
+        )
         self._loss_steps = state.loss_steps
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
-        for path in checkpoints.set_aside_after(self._folder.checkpoints, self.step):
-            self._warn(f"set aside, to be looked at or removed: {path}")
-        checkpoints.tidy(self._folder.checkpoints, self.step, self.config.checkpoint.keep)
+        if self.world.is_first:
+            for path in checkpoints.set_aside_after(folder, self.step):
+                self._warn(f"set aside, to be looked at or removed: {path}")
+            checkpoints.tidy(folder, self.step, self.config.checkpoint.keep)
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
@@ -338,3 +378,14 @@ def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
         model = replace(config.model, vocab_size=data.manifest.vocab_size)
         config = replace(config, model=model)
     return replace(config, name=config.name or config.out.resolve().name)
+
+
+def refuse_uneven_batches(planned: list[Step], readers: int) -> None:
+    """Raise a ValueError if a batch of the run cannot be shared evenly."""
+    for step in planned:
+        if step.sequences % readers:
+            raise ValueError(
+                f"a batch of {step.sequences} sequences cannot be shared evenly by {readers} "
+                "readers (parallel.data x parallel.shard): choose data.batch_sequences and the "
+                "ramp-up of the schedule as multiples of that"
+            )

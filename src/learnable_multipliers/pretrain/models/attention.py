@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.projections import scaled
+from learnable_multipliers.pretrain.models.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.models.rotation import Angles, split_heads
+from learnable_multipliers.pretrain.models.tensor_parallel import cut_, enter, leave
 
 
 class Attention(nn.Module):
@@ -23,6 +26,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.team: Any = None
+        """The ranks that heads are cut among; None for one that has them all."""
 
     @property
     def inputs(self) -> tuple[nn.Linear, ...]:
@@ -33,6 +38,20 @@ class Attention(nn.Module):
     def output(self) -> nn.Linear:
         """The projection of what `forward` returns."""
         return self.o_proj
+
+    def alone(self, x: Tensor, by: Angles) -> Tensor:
+        """Return what attention adds to the residual stream."""
+        (projected,) = project(enter(x, self.team), self.inputs)
+        return leave(project_sum([self(projected, by)], [self.output]), self.team)
+
+    def cut_(self, mesh: Any) -> None:
+        """Leave this rank its share of the heads."""
+        for linear in self.inputs:
+            cut_(linear, 0, mesh)
+        cut_(self.output, 1, mesh)
+        self.num_heads //= mesh.size()
+        self.num_kv_heads //= mesh.size()
+        self.team = mesh.get_group()
 
     def forward(self, projected: Tensor, by: Angles) -> Tensor:
         """Return the heads' outputs side by side, (batch, length, num_heads * head_dim)."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,12 @@ from learnable_multipliers.pretrain.models.loss import Losses, head_loss
 from learnable_multipliers.pretrain.models.mamba import Mamba
 from learnable_multipliers.pretrain.models.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.models.rotation import Angles, angles
+from learnable_multipliers.pretrain.models.tensor_parallel import (
+    cut_,
+    enter,
+    leave,
+    refuse_uneven,
+)
 
 
 class MLP(nn.Module):
@@ -33,11 +40,20 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.team: Any = None
+        """The ranks that the MLP is cut among; None for one that has it whole."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream."""
-        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
-        return scaled(self.down_proj(up * F.silu(scaled(gate, self.mup_gate))), self.mup_down)
+        gate, up = project(enter(x, self.team), (self.gate_proj,), (self.up_proj,))
+        inner = up * F.silu(scaled(gate, self.mup_gate))
+        return scaled(leave(project_sum([inner], [self.down_proj]), self.team), self.mup_down)
+
+    def cut_(self, mesh: Any) -> None:
+        """Leave this rank its share of the hidden features."""
+        for linear, dim in ((self.gate_proj, 0), (self.up_proj, 0), (self.down_proj, 1)):
+            cut_(linear, dim, mesh)
+        self.team = mesh.get_group()
 
 
 class Layer(nn.Module):
@@ -66,11 +82,12 @@ class Layer(nn.Module):
 
     def _mix(self, x: Tensor, by: Angles) -> Tensor:
         mamba, attention = self.mamba, self.self_attn
-        if mamba is None and attention is not None:
-            return attention.output(attention(*project(x, attention.inputs), by))
-        assert mamba is not None
+        if mamba is None or (attention is not None and attention.team is not None):
+            assert attention is not None
+            apart = attention.alone(x, by)
+            return apart if mamba is None else apart + mamba.alone(x)
         if attention is None:
-            return mamba.output(mamba(*project(x, mamba.inputs)))
+            return mamba.alone(x)
         to_mamba, to_attention = project(x, mamba.inputs, attention.inputs)
         inner = mamba(to_mamba), attention(to_attention, by)
         return project_sum(inner, (mamba.output, attention.output))
@@ -118,6 +135,18 @@ class HybridLM(nn.Module):
         """Return the loss of predicting tokens[:, 1:] from tokens[:, :-1]."""
         features = self.model(tokens[:, :-1])
         return self._head_loss(features, self.lm_head.weight, self.mup_head, tokens[:, 1:], z_loss)
+
+    def cut_(self, mesh: Any) -> None:
+        """Leave this rank its share of attention's heads and of the MLPs' hidden features."""
+        config, size = self.config, mesh.size()
+        if config.has_attention:
+            # A group of queries stays with its keys.
+            refuse_uneven("num_kv_heads", config.num_kv_heads, size)
+        if config.has_mlp:
+            refuse_uneven("intermediate_size", config.intermediate_size, size)
+        for part in self.modules():
+            if isinstance(part, Attention | MLP):
+                part.cut_(mesh)
 
     def tie_(self) -> None:
         """Make embedding and head one parameter, where the config asks for it."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.convolution import convolve
-from learnable_multipliers.pretrain.models.projections import scaled
+from learnable_multipliers.pretrain.models.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.models.ssd import ssd
 
 
@@ -60,6 +60,11 @@ class Mamba(nn.Module):
     def output(self) -> nn.Linear:
         """The projection of what `forward` returns."""
         return self.out_proj
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Return what the mixer adds to the residual stream."""
+        (projected,) = project(x, self.inputs)
+        return project_sum([self(projected)], [self.output])
 
     def forward(self, projected: Tensor) -> Tensor:
         """Return the gated heads side by side, (batch, length, ssm_size)."""

@@ -20,18 +20,25 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
+def weight_of(linear: nn.Linear) -> Tensor:
+    """Return a linear's weight, or this rank's part of it where it is cut among ranks."""
+    weight = linear.weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def project(x: Tensor, *groups: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply linears to the same features; return one tensor for each group, its outputs joined."""
-    linears = [linear for group in groups for linear in group]
-    if len(linears) == 1:
-        return (linears[0](x),)
-    joined = F.linear(x, torch.cat([linear.weight for linear in linears]))
-    return joined.split([sum(linear.out_features for linear in group) for group in groups], -1)
+    weights = [[weight_of(linear) for linear in group] for group in groups]
+    flat = [weight for group in weights for weight in group]
+    if len(flat) == 1:
+        return (F.linear(x, flat[0]),)
+    joined = F.linear(x, torch.cat(flat))
+    return joined.split([sum(len(weight) for weight in group) for group in weights], -1)
 
 
 def project_sum(xs: Sequence[Tensor], linears: Sequence[nn.Linear]) -> Tensor:
     """Apply each of `linears` to features of its own and add up what comes out."""
-    if len(linears) == 1:
-        return linears[0](xs[0])
-    weight = torch.cat([linear.weight for linear in linears], 1)
-    return F.linear(torch.cat(tuple(xs), -1), weight)
+    weights = [weight_of(linear) for linear in linears]
+    if len(weights) == 1:
+        return F.linear(xs[0], weights[0])
+    return F.linear(torch.cat(tuple(xs), -1), torch.cat(weights, 1))

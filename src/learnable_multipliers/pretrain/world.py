@@ -1,0 +1,180 @@
+"""The processes that train one model together: who holds what, and how they agree.
+
+torchrun starts them. Ranks lie on a mesh of three axes: `data` (whole copies of the model), `shard`
+(FSDP2: a copy cut among ranks) and `tensor` (matrices cut inside their products). Ranks that differ
+in `tensor` alone read the same text, all others different parts of each batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+Result = TypeVar("Result")
+AXES = ("data", "shard", "tensor")
+
+
+class RankLostError(OSError):
+    """A rank did not answer in time."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them; a run in one process is a world of one."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: Any = None
+    """A device mesh with the three axes; None in a world of one."""
+    control: Any = None
+    """A group of all ranks on the CPU, for what Python has to agree on."""
+    timeout: float = 0.0
+    """Seconds a rank waits for the others."""
+    owned: bool = False
+    """Whether `leave` ends the process group."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes down what all have done."""
+        return self.rank == 0
+
+    def axis(self, name: str) -> int:
+        """Return the number of ranks along an axis."""
+        return 1 if self.mesh is None else self.mesh[name].size()
+
+    def place(self, name: str) -> int:
+        """Return where along an axis this rank is."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(name)
+
+    @property
+    def num_readers(self) -> int:
+        """Ranks, or teams of tensor-parallel ranks, that read different parts of a batch."""
+        return self.axis("data") * self.axis("shard")
+
+    @property
+    def reader(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.place("data") * self.axis("shard") + self.place("shard")
+
+    def share(self, sequences: int) -> range:
+        """Return this rank's part of a batch, as positions in it."""
+        part = sequences // self.num_readers
+        return range(self.reader * part, (self.reader + 1) * part)
+
+    def sum_over_readers(self, value: Tensor) -> Tensor:
+        """Return the sum of a number that each reader has a part of."""
+        if self.mesh is None:
+            return value
+        total = value.detach().clone()
+        for name in ("data", "shard"):
+            if self.axis(name) > 1:
+                dist.all_reduce(total, group=self.mesh.get_group(name))
+        return total
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over all ranks; the same on all of them."""
+        if self.size == 1:
+            return list(numbers)
+        found = torch.tensor(list(numbers), dtype=torch.int64)
+        with _told(self):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
+        return found.tolist()
+
+    def tell(self, numbers: Sequence[int]) -> list[int]:
+        """Return the numbers of the first rank, on all of them."""
+        if self.size == 1:
+            return list(numbers)
+        found = torch.tensor(list(numbers), dtype=torch.int64)
+        with _told(self):
+            dist.broadcast(found, src=0, group=self.control)
+        return found.tolist()
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return what each rank has to say, as many bytes each, in the order of ranks."""
+        if self.size == 1:
+            return [content]
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with _told(self):
+            dist.all_gather(found, mine, group=self.control)
+        return [bytes(each.tolist()) for each in found]
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do something on every rank; what fails on one has failed on all."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as own:
+            error = own
+        failed = self.agree([0 if error is None else self.rank + 1])[0]
+        if error is not None:
+            raise error
+        if failed:
+            raise OSError(f"it failed on rank {failed - 1}, whose message says why")
+        return result  # pyright: ignore[reportReturnType]
+
+    def leave(self) -> None:
+        """End the process group, if it was made for this run."""
+        if self.owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+ALONE = World()
+
+
+@contextmanager
+def _told(world: World) -> Iterator[None]:
+    """Say what it means to have waited in vain."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            f"rank {world.rank} of {world.size} waited for the others in vain "
+            f"({world.timeout:g} s at most): one of them has died or hangs, and its own messages "
+            "say why. Start all of them again with --resume; ranks that are slow rather than dead "
+            f"need a larger --parallel.timeout. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def take_own_device() -> None:
+    """Let each process of a node have a GPU of its own, before anything is put on one."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
+    """Join the world that torchrun made, or be one; axes that do not fit it are refused."""
+    started = dist.is_initialized()
+    size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    rest = shard * tensor
+    # What is left of the world, where it is not given.
+    data = data or max(1, size // rest)
+    if data * rest != size:
+        raise ValueError(
+            f"parallel.data x shard x tensor is {data} x {shard} x {tensor}, but there "
+            f"{'is 1 process' if size == 1 else f'are {size} processes'}: start as many with "
+            f"torchrun --nproc-per-node {data * rest} --no-python lrm train ..., or set them "
+            "otherwise (parallel.data=0 takes what is left)"
+        )
+    if size == 1 and not started:
+        return World()
+    patience = timedelta(seconds=timeout)
+    if not started:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=patience)
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        mesh=init_device_mesh(device_type, (data, shard, tensor), mesh_dim_names=AXES),
+        control=dist.new_group(backend="gloo", timeout=patience),
+        timeout=timeout,
+        owned=not started,
+    )

@@ -1,0 +1,130 @@
+"""Runs of `lrm train` on several ranks are the run of one process, and go on with any number."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learnable_multipliers.optim.sharding import full
+from learnable_multipliers.pretrain.checkpoint import load_newest
+from learnable_multipliers.pretrain.config import OptimizerConfig, ParallelConfig
+from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.train import Trainer
+from ranks import Ranks
+from runs import LLAMA, everything, small_run
+
+CLOSE = {"rtol": 1e-7, "atol": 1e-9}
+"""Sums in another order, in float64."""
+HYBRID_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+AXES = {
+    "DDP": {"data": 4},
+    "FSDP": {"shard": 4},
+    "HSDP": {"data": 2, "shard": 2},
+    "TP": {"shard": 2, "tensor": 2},
+    "DDP x TP": {"data": 2, "tensor": 2},
+}
+
+
+def config_of(data, out, *, kind="adamw", llama=False, **changes):
+    # Eight steps of twice the batch.
+    config = small_run(data, out, steps=16, **changes)
+    shape = replace(LLAMA if llama else config.model, **HYBRID_HEADS)
+    micro = replace(config.data, batch_sequences=8, micro_batch_sequences=1)
+    optimizer = OptimizerConfig(kind=kind, lr=4e-3)
+    return replace(config, model=shape, data=micro, optimizer=optimizer)
+
+
+def in_float64(work):
+    """Do something with models of float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return work()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def train_here(config, stop_after=None):
+    """Train a run on this rank with all others; return what it comes to, in full."""
+
+    def work():
+        trainer = Trainer(config)
+        for step in trainer.going():
+            if step == stop_after:
+                trainer.save()
+                trainer.close()
+                break
+        norm = trainer.optimizer.grad_norm
+        found = {name: full(value) for name, value in everything(trainer).items()}
+        return found | {"grad norm": norm} if trainer.world.is_first else None
+
+    return in_float64(work)
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def losses(folder):
+    return {
+        (r["kind"], r["step"]): r["loss"]
+        for r in read_metrics(folder)
+        if r["kind"] in ("train", "eval")
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """Return a function that trains a run in one process, each once."""
+    known = {}
+
+    def run(**settings):
+        key = tuple(sorted(settings.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("alone") / "run"
+            known[key] = folder, train_here(config_of(data, folder, **settings))
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("axes", AXES)
+def test_a_run_on_four_ranks_is_that_of_one_process(ranks, alone, data, tmp_path, axes, kind):
+    folder, expected = alone(kind=kind)
+    config = config_of(data, tmp_path / "run", kind=kind)
+    config = replace(config, parallel=ParallelConfig(**AXES[axes]))
+    found, *others = ranks.run(train_here, config)
+    assert others == [None] * 3
+    assert_close(found, expected)
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
+    folder, expected = alone(kind=kind, llama=True)
+    config = config_of(data, tmp_path / "run", kind=kind, llama=True)
+    two = Ranks(2)
+    axes = [{"shard": 2, "tensor": 2}, {"shard": 2}, {}, {"data": 2, "shard": 2}]
+    try:
+        for where, given, stop in zip(
+            (ranks, two, None, ranks), axes, (2, 4, 6, None), strict=True
+        ):
+            part = replace(config, parallel=ParallelConfig(**given), resume=stop != 2)
+            found = (
+                train_here(part, stop) if where is None else where.run(train_here, part, stop)[0]
+            )
+    finally:
+        two.stop()
+    assert_close(found, expected)
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-9)
+    # What ranks have written, one process reads.
+    kept, wrong = load_newest(tmp_path / "run" / "checkpoints")
+    assert wrong == []
+    for name, value in expected.items():
+        group, _, rest = name.partition("/")
+        if rest:
+            torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
