@@ -13,8 +13,9 @@ import learnable_multipliers as lrm
 from learnable_multipliers.gauge import positions
 from learnable_multipliers.optim.scales import multiply_
 from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.run_comparison import without_clock
 from learnable_multipliers.pretrain.train import Trainer
-from runs import small_run, trained, without_clock
+from runs import small_run, trained
 
 LR = 0.02
 UP_DOWN = "rows of up_proj against columns of down_proj, per channel (multiplicative)"

@@ -75,7 +75,9 @@ def _run(given: list[str]) -> None:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("LRM_TRACEBACK"):
             raise
-        sys.exit(f"lrm {command}: {error}")
+        # Under torchrun, which rank says so.
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        sys.exit(f"lrm {command}{rank}: {error}")
 
 
 def _load(command: str) -> ModuleType:

@@ -20,6 +20,7 @@ from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.progress import Display, duration, in_short, printable
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.world import AXES, own_rank
 
 ELSEWHERE = {
     "learning-rate": "--optimizer.lr",
@@ -40,7 +41,8 @@ def run(arguments: Sequence[str]) -> None:
     if config.dry_run:
         print(dry_run.describe(config))
         return
-    train(config, Console(), arguments)
+    # Ranks say the same, and one is enough.
+    train(config, Console(quiet=own_rank() > 0), arguments)
 
 
 def configure(arguments: Sequence[str]) -> TrainConfig:
@@ -126,8 +128,8 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         try:
             for step in trainer.going():
                 display.advance(name, step)
-                if interrupt.received:
-                    stopped_by = interrupt.received
+                stopped_by = trainer.stopped_by(interrupt)
+                if stopped_by is not None:
                     _say(console, f"{stopped_by}: saving step {step:,}")
                     trainer.save()
                     break
@@ -153,10 +155,13 @@ def _announce(trainer: Trainer, console: Console) -> None:
         if trainer.plan.num_multipliers
         else "no multipliers"
     )
+    world = trainer.world
+    axes = ", ".join(f"{axis} {world.axis(axis)}" for axis in AXES if world.axis(axis) > 1)
+    ranks = f"{world.size} ranks ({axes}) of " if axes else ""
     _say(
         console,
         f"{escape(config.name)}: {in_short(trainer.model.num_parameters)} parameters, {carried}, "
-        f"{config.optimizer.kind}, on {device.name} in {precision}"
+        f"{config.optimizer.kind}, on {ranks}{device.name} in {precision}"
         f"{', compiled' if device.compiled else ''}"
         f"{f', going on from step {trainer.step:,}' if trainer.step else ''}",
     )

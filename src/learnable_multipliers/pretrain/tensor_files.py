@@ -56,7 +56,8 @@ def name_on(name: str, rank: int, world: World) -> str:
 
 def write(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """Write what is this rank's to write: each piece is in one file, however many hold a copy."""
-    mine = {name: tensor for name, tensor in tensors.items() if _writes(world, tensor)}
+    # By name: the same tensors give the same bytes.
+    mine = {name: tensors[name] for name in sorted(tensors) if _writes(world, tensors[name])}
     parts = {name: local(tensor).contiguous() for name, tensor in mine.items()}
     if world.size == 1:
         save_file(parts, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,7 @@ class Trainer:
     def train(self, interrupt: Interrupt | None = None) -> str:
         """Train to the end, or until interrupted; return which of the two it was."""
         for _ in self.going():
-            if self.is_to_stop(interrupt):
+            if self.stopped_by(interrupt) is not None:
                 self.save()
                 self.close()
                 return "interrupted"
@@ -106,15 +107,18 @@ class Trainer:
     def going(self) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then close the run."""
         while self.step < len(self.steps):
-            with self._watch:
+            with self._watch, self.world.waiting():
                 self._take_step()
             yield self.step
         self._finish()
 
-    def is_to_stop(self, interrupt: Interrupt | None) -> bool:
-        """Tell whether a signal has come to any rank: all of them stop after the same step."""
-        asked = interrupt is not None and interrupt.received is not None
-        return bool(self.world.agree([asked])[0])
+    def stopped_by(self, interrupt: Interrupt | None) -> str | None:
+        """Return the signal that has come to any rank: all of them stop after the same step."""
+        own = 0
+        if interrupt is not None and interrupt.received is not None:
+            own = int(signal.Signals[interrupt.received])
+        (number,) = self.world.agree([own])
+        return signal.Signals(number).name if number else None
 
     @property
     def tokens(self) -> int:

@@ -85,7 +85,7 @@ class World:
         if self.size == 1:
             return list(numbers)
         found = torch.tensor(list(numbers), dtype=torch.int64)
-        with _told(self):
+        with self.waiting():
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
         return found.tolist()
 
@@ -94,7 +94,7 @@ class World:
         if self.size == 1:
             return list(numbers)
         found = torch.tensor(list(numbers), dtype=torch.int64)
-        with _told(self):
+        with self.waiting():
             dist.broadcast(found, src=0, group=self.control)
         return found.tolist()
 
@@ -104,7 +104,7 @@ class World:
             return [content]
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with _told(self):
+        with self.waiting():
             dist.all_gather(found, mine, group=self.control)
         return [bytes(each.tolist()) for each in found]
 
@@ -122,6 +122,23 @@ class World:
             raise OSError(f"it failed on rank {failed - 1}, whose message says why")
         return result  # pyright: ignore[reportReturnType]
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Say what it means if ranks have waited for each other in vain."""
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo has no class of its own for its errors.
+            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise RankLostError(
+                f"rank {self.rank} of {self.size} waited for the others in vain "
+                f"({self.timeout:g} s at most): one of them has died or hangs, and its own "
+                "messages say why. Start all of them again with --resume; ranks that are slow "
+                "rather than dead need a larger --parallel.timeout. "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
     def leave(self) -> None:
         """End the process group, if it was made for this run."""
         if self.owned and dist.is_initialized():
@@ -131,18 +148,9 @@ class World:
 ALONE = World()
 
 
-@contextmanager
-def _told(world: World) -> Iterator[None]:
-    """Say what it means to have waited in vain."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankLostError(
-            f"rank {world.rank} of {world.size} waited for the others in vain "
-            f"({world.timeout:g} s at most): one of them has died or hangs, and its own messages "
-            "say why. Start all of them again with --resume; ranks that are slow rather than dead "
-            f"need a larger --parallel.timeout. ({str(error).splitlines()[0]})"
-        ) from error
+def own_rank() -> int:
+    """Return the rank that torchrun gave to this process; 0 for one by itself."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def take_own_device() -> None:
