@@ -105,26 +105,38 @@ def shapes(preset):
     return [(p.shape, entries[n].matrix) for n, p in model.named_parameters()]
 
 
-def test_a_half_billion_model_sends_less_than_two_megabytes():
-    found = shapes("falcon-h1-0.5b")
-    shared = [(matrix, share_after(shape, matrix, [(0, 8, 0)])) for shape, matrix in found]
+def message(found, cuts):
+    """Return how many numbers a step sends, with the cuts that are made of each matrix."""
+    shared = [(matrix, share_after(shape, matrix, cuts(matrix))) for shape, matrix in found]
     carrying = [i for i, (m, _) in enumerate(shared) if m is not None and m.carries]
+    device = torch.device("cpu")
     bank = MultiplierBank(
         [shared[i][0] for i in carrying],
         [shared[i][1].extent for i in carrying],
         torch.float32,
-        torch.device("cpu"),
+        device,
     )
-    sums = PackedSums(
-        Team(None, 8, 0),
-        shared,
-        {torch.float32: (bank, carrying)},
-        torch.float32,
-        torch.device("cpu"),
-    )
-    columns = sum(shared[i][0].num_in for i in carrying)
-    assert sums.size == 1 + len(found) + columns
-    assert 1.4e6 < 4 * sums.size < 2e6
+    banks = {torch.float32: (bank, carrying)}
+    return PackedSums(Team(None, 16, 0), shared, banks, torch.float32, device).size
+
+
+def test_a_half_billion_model_sends_less_than_two_megabytes():
+    found = shapes("falcon-h1-0.5b")
+    carrying = [matrix for _, matrix in found if matrix is not None and matrix.carries]
+    columns = sum(matrix.num_in for matrix in carrying)
+    fsdp = message(found, lambda matrix: [(0, 8, 0)])
+    assert fsdp == 1 + len(found) + columns
+    assert 4 * fsdp == 1_480_976
+
+    def by_rows(matrix):
+        ends = ("attention-out", "down", "ssm-out")
+        return matrix is not None and matrix.blocks[0].role in ends
+
+    rows = sum(matrix.num_out for matrix in carrying if by_rows(matrix))
+    # Tensor parallelism cuts what feeds the residual stream along its input features.
+    both = message(found, lambda m: [(1 if by_rows(m) else 0, 2, 0), (0, 8, 0)])
+    assert both == fsdp + rows
+    assert 4 * both == 1_923_344
 
 
 # -- who orthogonalizes -------------------------------------------------------------------------
@@ -317,20 +329,22 @@ def test_state_moves_to_another_layout(ranks):
     ranks.run(moves)
 
 
-def files_move(optimizer, path):
-    """Save on four ranks, load on three, where nothing is cut at the same rows."""
-    model, made, _ = started("fsdp 4", optimizer, "blocks", steps=STEPS // 2)
+def files_move(optimizer, before, after, path):
+    """Save on four ranks, and go on in another layout."""
+    model, made, _ = started(before, optimizer, steps=STEPS // 2)
     dcp.save(content(model, made), checkpoint_id=path)
-    if mesh_of("fsdp 3") is None:
+    mesh = mesh_of(after)
+    if mesh is None:
         return
-    model, plan = fresh("blocks")
-    model, part, parts = spread(model, "fsdp 3")
+    model, plan = fresh("row+col")
+    model, part, parts = spread(model, after)
     made = make(optimizer, model, plan)
     loaded = content(model, made)
-    dcp.load(loaded, checkpoint_id=path, process_group=mesh_of("fsdp 3").get_group())
+    group = mesh.get_group() if mesh.ndim == 1 else None
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
     set_optimizer_state_dict(model, made, loaded["optimizer"])
     train(model, made, part, parts, steps=range(STEPS // 2, STEPS))
-    largest_difference(results(model, made), results(*reference(optimizer, "blocks")))
+    largest_difference(results(model, made), results(*reference(optimizer, "row+col")))
 
 
 def content(model, optimizer):
@@ -341,9 +355,17 @@ def content(model, optimizer):
 
 
 @slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_files_of_four_ranks_load_on_three(optimizer, ranks, tmp_path):
-    ranks.run(files_move, optimizer, tmp_path)
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        ("muon", "fsdp 4", "fsdp 3"),
+        ("adamw", "fsdp 4", "fsdp x tp"),
+        ("adamw", "fsdp x tp", "fsdp 3"),
+        ("muon", "hsdp", "tp 2"),
+    ],
+)
+def test_checkpoint_files_load_in_another_layout(optimizer, before, after, ranks, tmp_path):
+    ranks.run(files_move, optimizer, before, after, tmp_path)
 
 
 def state_lies_like_the_parameter():
