@@ -53,6 +53,8 @@ class Ranks:
         for process in self._processes or ():
             process.terminate()
             process.join()
+        if self._processes is not None:
+            self._folder.cleanup()
         self._processes = None
 
     def _start(self):
@@ -60,7 +62,8 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         # A file to meet at: unlike a port, nothing else can take it.
-        meet = Path(tempfile.mkdtemp()) / "meet"
+        self._folder = tempfile.TemporaryDirectory()
+        meet = Path(self._folder.name) / "meet"
         self._processes, self._pipes = [], []
         for rank in range(self._number):
             pipe, far_end = context.Pipe()

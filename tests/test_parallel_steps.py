@@ -1,6 +1,7 @@
 """What ranks send each other in a step, who does which work, and when all of them hold still."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from learnable_multipliers.optim.bank import MultiplierBank
 from learnable_multipliers.optim.exchange import assigned, newton_schulz_cost
 from learnable_multipliers.optim.muon import is_hidden
 from learnable_multipliers.optim.packed_sums import PackedSums
-from learnable_multipliers.optim.sharding import local, share_after
-from learnable_multipliers.optim.team import Team
+from learnable_multipliers.optim.sharding import local, local_gradient, share_after
+from learnable_multipliers.optim.team import Team, team_of
 from parallel_training import (
     STEPS,
     Collectives,
@@ -36,6 +37,7 @@ from parallel_training import (
     spread,
     train,
 )
+from ranks import Ranks
 
 slow = pytest.mark.slow
 
@@ -87,9 +89,22 @@ def test_sums_over_several_axes_travel_together(layout, ranks):
 @slow
 @pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "fsdp x tp"])
 def test_muon_sends_updates_to_their_owners_and_back(layout, ranks):
-    for found in ranks.run(collectives, layout, "muon"):
-        if found is not None:
-            assert [name for name, _ in found[1]] == ["allreduce_", *["alltoall_base_"] * 2]
+    found = [some[1] for some in ranks.run(collectives, layout, "muon") if some is not None]
+    for seen in found:
+        assert [name for name, _ in seen] == ["allreduce_", *["alltoall_base_"] * 2]
+    if layout == "fsdp x tp":
+        return
+    # Each number goes to its owner once, and from there to all who hold it; both ends count.
+    numbers = sum(math.prod(matrix.shape) for matrix in hidden_with_gradients("row+col"))
+    there, back = (sum(seen[at][1] for seen in found) for at in (1, 2))
+    assert there == 2 * 8 * numbers
+    assert back == there * (2 if layout == "hsdp" else 1)
+
+
+def hidden_with_gradients(kind):
+    _, plan = fresh(kind)
+    trained = [e for e in plan.entries if not e.name.startswith(("unused", "frozen"))]
+    return [entry.matrix for entry in trained if is_hidden(entry.matrix)]
 
 
 def shapes(preset):
@@ -167,11 +182,11 @@ def orthogonalized(layout):
 @slow
 @pytest.mark.parametrize("layout", ["fsdp 2", "fsdp 4", "hsdp", "tp 2", "fsdp x tp", "ddp 2"])
 def test_each_matrix_is_orthogonalized_once_on_one_rank(layout, ranks):
-    _, plan = fresh("blocks")
-    # Two matrices have no gradient.
-    trained = [e for e in plan.entries if not e.name.startswith(("unused", "frozen"))]
-    hidden = [entry.matrix for entry in trained if is_hidden(entry.matrix)]
-    expected = [shape for m in hidden for shape in batches.block_shapes(m) * math.prod(m.stack)]
+    expected = [
+        shape
+        for matrix in hidden_with_gradients("blocks")
+        for shape in batches.block_shapes(matrix) * math.prod(matrix.stack)
+    ]
     found = ranks.run(orthogonalized, layout)
     assert sorted(shape for rank in found for shape in rank) == sorted(expected)
     assert all(found[: mesh_size(layout)])
@@ -412,6 +427,8 @@ def gradient_as_a_sum():
     weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     part = torch.full((4,), 1.0 + mesh.get_rank())
     weight.grad = torch.distributed.tensor.DTensor.from_local(part, mesh, [Partial()])
+    later = weight.grad.redistribute(placements=[Replicate()], async_op=True)
+    assert type(local_gradient(weight, later)) is torch.Tensor
     optimizer = lrm.AdamW([("norm", weight)], lr=1e-2)
     optimizer.step()
     assert optimizer.grad_norm.item() == pytest.approx(6.0)
@@ -438,6 +455,33 @@ def apart():
 
 def test_parameters_without_a_common_mesh_are_refused(ranks):
     ranks.run(apart)
+
+
+def some_ranks():
+    """Make the group of a mesh of two axes that leaves a rank out."""
+
+    class Mesh:
+        ndim, mesh = 2, torch.tensor([[0, 1, 2]])
+        size = staticmethod(lambda axis: 2)
+
+    if torch.distributed.get_rank() == 3:
+        return
+    parameter = types.SimpleNamespace(device_mesh=Mesh(), placements=())
+    known = {}
+    team = team_of([parameter], known)
+    assert team == team_of([parameter], known)
+    number = torch.ones(())
+    torch.distributed.all_reduce(number, group=team.group)
+    assert number == team.size == 3
+
+
+def test_ranks_outside_a_mesh_are_not_needed_for_its_group():
+    # Ranks of their own: torch names such a group by how many others its members are in.
+    ranks = Ranks()
+    try:
+        ranks.run(some_ranks)
+    finally:
+        ranks.stop()
 
 
 def test_muon_takes_no_group_for_sharded_parameters(ranks):

@@ -56,7 +56,9 @@ def local_gradient(parameter: Any, grad: Any) -> Tensor:
     """
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
-    return grad.to_local()
+    found = grad.to_local()
+    # What a collective call still writes has no address yet that a kernel could read.
+    return found.wait() if hasattr(found, "wait") else found
 
 
 def full(tensor: Tensor) -> Tensor:
