@@ -392,7 +392,8 @@ def test_a_reader_that_has_enough_is_no_error(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_resume_ends_where_the_whole_run_ends(ask, data):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, number):
     config = small_run(data, Path("whole"), steps=40, name="run")
     config = replace(config, runtime=replace(config.runtime, num_threads=1))
     assert ask(*command_of(config))[0] == 0
@@ -408,10 +409,10 @@ def test_ctrl_c_saves_and_resume_ends_where_the_whole_run_ends(ask, data):
         assert time.monotonic() < until
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, complaints = process.communicate(timeout=60)
-    assert (process.returncode, complaints) == (128 + signal.SIGINT, "")
-    step = int(re.search(r"^SIGINT: saving step (\d+)$", out, re.M)[1])
+    assert (process.returncode, complaints) == (128 + number, "")
+    step = int(re.search(rf"^{number.name}: saving step (\d+)$", out, re.M)[1])
     assert 1 < step < 40
     kept = sorted(path.name for path in Path("a part/checkpoints").iterdir())
     assert kept[-1] == f"step-{step:08d}"

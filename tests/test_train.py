@@ -153,6 +153,21 @@ def test_a_signal_saves_and_ends(data, tmp_path):
     assert resumed.train() == "finished"
 
 
+def test_a_signal_in_the_middle_of_a_save_lets_it_finish(data, tmp_path, monkeypatch):
+    trainer = Trainer(small_run(data, tmp_path / "run"))
+
+    def signalled(*arguments, real=checkpoints.save_file):
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(checkpoints, "save_file", real)
+        real(*arguments)
+
+    monkeypatch.setattr(checkpoints, "save_file", signalled)
+    with Interrupt() as interrupt:
+        assert trainer.train(interrupt) == "interrupted"
+    assert (interrupt.received, trainer.step) == ("SIGTERM", 5)
+    assert checkpoints.load(tmp_path / "run" / "checkpoints" / "step-00000005").step == 5
+
+
 def test_a_second_signal_ends_at_once():
     with Interrupt():
         os.kill(os.getpid(), signal.SIGINT)
