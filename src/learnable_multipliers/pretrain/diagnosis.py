@@ -8,6 +8,7 @@ from pathlib import Path
 from learnable_multipliers.equilibrium import Diagnosis, diagnose
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.held_model import refuse_another_model
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.plain_data import from_dict
@@ -37,6 +38,7 @@ def diagnose_run(source: Path) -> RunDiagnosis:
     kept, notes = load_checkpoint(source)
     state = state_of(kept)
     config = _config_of(kept, state.config)
+    refuse_another_model(config.model, kept)
     model = build(config.model, config.seed)
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose(optimizer)

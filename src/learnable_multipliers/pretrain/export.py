@@ -17,11 +17,11 @@ from torch import Tensor
 
 from learnable_multipliers.optim.bank import NAMES
 from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.config import from_dict
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
+from learnable_multipliers.pretrain.held_model import held_model
 from learnable_multipliers.pretrain.models import hugging_face
-from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.run_folder import load_checkpoint
 
 ExportDtype = Literal["float32", "bfloat16"]
@@ -41,7 +41,7 @@ class Exported:
 
 def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
     """Return the model that a checkpoint holds, with its effective weights."""
-    config: ModelConfig = from_dict(ModelConfig, kept.state["model"], "model")
+    config = held_model(kept)
     model = empty_model(config)
     weights = dict(kept.tensors["model"])
     if config.tie_embeddings:
@@ -60,9 +60,10 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         raise FileExistsError(f"{out} exists; choose another folder")
     kept, notes = load_checkpoint(source)
     model = load_model(kept)
+    eos_token: str = from_dict(str, kept.state.get("eos_token"), "state.json.eos_token")
     tokenizer, eos = _tokenizer_of(source), None
     if tokenizer is not None:
-        eos = load_tokenizer(tokenizer, kept.state["eos_token"]).eos_id
+        eos = load_tokenizer(tokenizer, eos_token).eos_id
     else:
         notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
     config = hugging_face.to_config(model.config, eos_token_id=eos) | {"dtype": dtype}
@@ -70,7 +71,7 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         name: value.to(getattr(torch, dtype)).contiguous()
         for name, value in hugging_face.to_state_dict(model).items()
     }
-    multipliers = _multipliers(kept.tensors["optimizer"])
+    multipliers = _multipliers(kept.tensors.get("optimizer", {}))
     with _new_folder(out) as folder:
         _write(folder / "config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
@@ -82,7 +83,7 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": kept.state["eos_token"],
+                "eos_token": eos_token,
                 "model_max_length": model.config.max_length,
             }
             _write(folder / "tokenizer_config.json", described)
