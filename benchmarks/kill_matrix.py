@@ -185,8 +185,8 @@ class Trials:
         self._published = []
         self.tally.runs += 1
         for moment in planned:
-            left = 1 - (self._published[-1] / STEPS if self._published else 0)
-            after = self._draw.uniform(0, left * self._seconds) if moment is None else None
+            longest = self._left() * self._seconds
+            after = self._draw.uniform(0, longest) if moment is None else None
             done = self._process(self._part, *self._resume(), at=moment, after=after)
             if done.code == 0:
                 break
@@ -204,7 +204,14 @@ class Trials:
             if done.code != 0:
                 self._fail(f"exit code {done.code} at the end, {self._said()}")
                 return
+            # Other programs slow this one down; kills are to lie all over a run all the same.
+            if self._left() >= 0.5:
+                self._seconds = done.seconds / self._left()
         self._compare()
+
+    def _left(self) -> float:
+        """Return the part of a run that is still to be done."""
+        return 1 - (self._published[-1] / STEPS if self._published else 0)
 
     def _resume(self) -> list[str]:
         return ["--resume"] if self._published else []
