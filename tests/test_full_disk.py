@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain import tensor_files
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.run_comparison import without_clock
 from learnable_multipliers.pretrain.train import Trainer
@@ -35,7 +36,7 @@ def failing(monkeypatch, number, code):
         for name in ("mkdir", "rename", "open", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, wrapped(getattr(os, name)))
         patch.setattr(io, "open", wrapped(io.open))
-        patch.setattr(checkpoints, "save_file", wrapped(checkpoints.save_file))
+        patch.setattr(tensor_files, "save_file", wrapped(tensor_files.save_file))
         yield made
 
 

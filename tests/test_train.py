@@ -10,6 +10,7 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain import tensor_files
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import choose_device
 from learnable_multipliers.pretrain.interrupt import Interrupt
@@ -156,12 +157,12 @@ def test_a_signal_saves_and_ends(data, tmp_path):
 def test_a_signal_in_the_middle_of_a_save_lets_it_finish(data, tmp_path, monkeypatch):
     trainer = Trainer(small_run(data, tmp_path / "run"))
 
-    def signalled(*arguments, real=checkpoints.save_file):
+    def signalled(*arguments, real=tensor_files.save_file, **settings):
         os.kill(os.getpid(), signal.SIGTERM)
-        monkeypatch.setattr(checkpoints, "save_file", real)
-        real(*arguments)
+        monkeypatch.setattr(tensor_files, "save_file", real)
+        real(*arguments, **settings)
 
-    monkeypatch.setattr(checkpoints, "save_file", signalled)
+    monkeypatch.setattr(tensor_files, "save_file", signalled)
     with Interrupt() as interrupt:
         assert trainer.train(interrupt) == "interrupted"
     assert (interrupt.received, trainer.step) == ("SIGTERM", 5)
