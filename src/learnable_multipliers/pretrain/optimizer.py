@@ -22,8 +22,14 @@ def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
     return plan(model, config.placement, rules)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | Muon, Plan]:
-    """Return the optimizer, and the plan it trains by; folds fixed factors where asked to."""
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, copies: Any = None
+) -> tuple[AdamW | Muon, Plan]:
+    """Return the optimizer, and the plan it trains by; folds fixed factors where asked to.
+
+    Args:
+        copies: The group of ranks that hold plain copies of every parameter, and share the work.
+    """
     planned = initialize_(model, make_plan(model, config))
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
     shared: dict[str, Any] = {
@@ -36,5 +42,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | M
     }
     if config.kind == "adamw":
         return AdamW(groups, **shared), planned
-    muon = Muon(groups, momentum=config.momentum, adamw_lr_scale=config.adamw_lr_scale, **shared)
+    shared |= {"momentum": config.momentum, "adamw_lr_scale": config.adamw_lr_scale}
+    muon = Muon(groups, process_group=copies, **shared)
     return muon, planned

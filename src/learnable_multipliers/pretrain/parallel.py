@@ -25,6 +25,8 @@ class SpreadModel:
     """The context of all micro-batches but the last, whose gradients need not travel yet."""
     num_readers: int = 1
     """Ranks whose gradients are averaged."""
+    copies: Any = None
+    """The group of ranks that hold plain copies of every parameter."""
 
 
 def spread_(model: HybridLM, world: World) -> SpreadModel:
@@ -37,8 +39,9 @@ def spread_(model: HybridLM, world: World) -> SpreadModel:
     if world.axis("shard") > 1 or world.axis("tensor") > 1:
         _shard_(model, world)
         return SpreadModel(model.loss, num_readers=readers)
-    copy = DistributedDataParallel(_Loss(model), process_group=world.mesh.get_group("data"))
-    return SpreadModel(copy, copy.no_sync, readers)
+    copies = world.mesh.get_group("data")
+    copy = DistributedDataParallel(_Loss(model), process_group=copies)
+    return SpreadModel(copy, copy.no_sync, readers, copies)
 
 
 class _Loss(nn.Module):

@@ -72,7 +72,7 @@ class Trainer:
         refuse_uneven_batches(self.steps, self.world.num_readers)
         self.model = build(config.model, config.seed, self.device.device)
         spread = spread_(self.model, self.world)
-        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
+        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer, spread.copies)
         self.monitor = Monitor(
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
