@@ -174,15 +174,18 @@ class Monitor:
         self._expectations.step(lr)
 
     def resume(self, lrs: Iterable[float], num_skipped: int = 0) -> None:
-        """Catch up with a run that was loaded after the monitor was made, at its start.
+        """Be where a run is that was loaded after the monitor was made, at its start.
+
+        Also for one that goes back to an earlier step: nothing is left of what was followed.
 
         Args:
             lrs: The learning rate of every step behind it.
             num_skipped: Steps among them that changed nothing.
         """
+        self._expectations = Expectations(p for p in self._paces.values() if p is not None)
         for lr in lrs:
             self.follow(lr)
-        self._skipped_before -= num_skipped
+        self._skipped_before = self._optimizer.num_skipped - num_skipped
 
     def close(self) -> None:
         """Stop following."""

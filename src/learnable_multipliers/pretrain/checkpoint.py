@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,25 +132,41 @@ def load_newest(
 
     The first rank verifies and chooses; all others take the same one.
     """
+    found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
+    if found is not None:
+        return found, wrong
     if not world.is_first:
-        (step,) = world.tell([0])
-        if step < 0:
-            raise CheckpointError(f"{folder} holds no good checkpoint: the first rank says why")
-        return load(folder / _name(step), like, verified=True), []
+        raise CheckpointError(f"{folder} holds no good checkpoint: the first rank says why")
+    if wrong:
+        raise CheckpointError("no checkpoint is good: " + "; ".join(wrong))
+    raise CheckpointError(f"{folder} holds no checkpoint to go on from")
+
+
+def load_newest_of(
+    among: Callable[[], list[int]],
+    folder: Path,
+    like: Tensors | None = None,
+    world: World = ALONE,
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest good one of some steps, None without any, and what is wrong with others."""
+    found, wrong = None, []
     try:
-        found, wrong = _newest_good(folder, like)
-    except BaseException:
-        world.tell([-1])
-        raise
-    world.tell([found.step])
+        if world.is_first:
+            found, wrong = _newest_good(among, folder, like)
+    finally:
+        (step,) = world.tell([-1 if found is None else found.step])
+    if not world.is_first and step >= 0:
+        found = load(folder / _name(step), like, verified=True)
     return found, wrong
 
 
-def _newest_good(folder: Path, like: Tensors | None) -> tuple[Checkpoint, list[str]]:
+def _newest_good(
+    among: Callable[[], list[int]], folder: Path, like: Tensors | None
+) -> tuple[Checkpoint | None, list[str]]:
     wrong: dict[int, str] = {}
     # Looked for anew each time: while one is read, a run may publish others and remove it.
-    while untried := [step for step in steps(folder) if step not in wrong]:
-        step = untried[-1]
+    while untried := [step for step in among() if step not in wrong]:
+        step = max(untried)
         path = folder / _name(step)
         try:
             found = load(path, like)
@@ -159,9 +176,7 @@ def _newest_good(folder: Path, like: Tensors | None) -> tuple[Checkpoint, list[s
         if found.step == step:
             return found, [wrong[later] for later in sorted(wrong, reverse=True) if later > step]
         wrong[step] = f"{path} cannot be used: it holds step {found.step}"
-    if wrong:
-        raise CheckpointError("no checkpoint is good: " + "; ".join(wrong.values()))
-    raise CheckpointError(f"{folder} holds no checkpoint to go on from")
+    return None, list(wrong.values())
 
 
 def problem(path: Path) -> str | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from learnable_multipliers.pretrain.models.config import ModelConfig
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.schedule import ScheduleConfig
+from learnable_multipliers.pretrain.spikes import SpikeConfig
 
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 
@@ -156,6 +157,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
@@ -183,6 +185,11 @@ class TrainConfig:
         if self.checkpoint.keep < 2:
             raise ValueError(
                 "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
+            )
+        if self.spikes.max_rollbacks and not (self.log.every and self.checkpoint.every):
+            raise ValueError(
+                "spikes.max_rollbacks needs looks at the loss and checkpoints to go back to: set "
+                "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from learnable_multipliers.optim.sharding import local
 from learnable_multipliers.pretrain.device import Device
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.parallel import SpreadModel
@@ -67,6 +68,15 @@ class Passes:
             for parameter in self._trained:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
+
+    def spoil(self, loss: Tensor) -> None:
+        """Let no step be taken on a loss that is not finite, whatever its gradients look like.
+
+        The optimizer judges gradients: one that is not finite is enough, and nobody has to wait.
+        """
+        smallest = min(self._trained, key=Tensor.numel)
+        assert smallest.grad is not None
+        local(smallest.grad).masked_fill_(~loss.isfinite(), torch.nan)
 
     def _one(self, tokens: Tensor, key: _Key) -> Tensor:
         if not self._device.recorded:

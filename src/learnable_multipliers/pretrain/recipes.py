@@ -13,6 +13,10 @@ from learnable_multipliers.pretrain.config import (
 )
 from learnable_multipliers.pretrain.models.presets import PRESETS
 from learnable_multipliers.pretrain.schedule import ScheduleConfig
+from learnable_multipliers.pretrain.spikes import SpikeConfig
+
+# Runs of days should survive a night. Those of minutes are there to be compared, spikes and all.
+_WATCHED = SpikeConfig(max_rollbacks=3)
 
 
 def _tiny(shape: str) -> TrainConfig:
@@ -51,6 +55,7 @@ def _90m() -> TrainConfig:
             tokens=4_000_000_000, warmup_tokens=50_000_000, decay_tokens=700_000_000
         ),
         optimizer=OptimizerConfig(lr=2e-3),
+        spikes=_WATCHED,
     )
 
 
@@ -74,6 +79,7 @@ def _half_billion(shape: str) -> TrainConfig:
             rampup_increment_sequences=64,
         ),
         optimizer=OptimizerConfig(lr=1.28e-3, eps=1e-16),
+        spikes=_WATCHED,
     )
 
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from learnable_multipliers.optim.base import MEAN_SQUARE
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.loss_meter import LossReading
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.spikes import SpikeState
 from learnable_multipliers.pretrain.tensor_files import Tensors
 
 
@@ -23,11 +25,13 @@ class RunState:
 
     samples: int
     """Sequences trained on."""
+    passed_over: int
+    """Sequences of the data that were left out for a spike."""
     seconds: float
     skipped_steps: int
-    loss_sum: float
-    """Over the steps since the last record of the loss."""
-    loss_steps: int
+    loss: LossReading
+    """Over the steps since the last record of it."""
+    spikes: SpikeState
     config: dict[str, Any]
     """Of the run."""
     model: dict[str, Any]
@@ -40,11 +44,20 @@ class RunState:
 def state_of(kept: Checkpoint) -> RunState:
     """Return the plain data of a checkpoint, checked."""
     try:
-        return from_dict(RunState, kept.state, "state.json")
+        return from_dict(RunState, _completed(kept.state), "state.json")
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
         ) from error
+
+
+def _completed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an earlier release as it would be written now; others as they are."""
+    if "loss_sum" not in state:
+        return state
+    state = {"passed_over": 0, "spikes": to_dict(SpikeState()), **state}
+    loss = LossReading(state.pop("loss_sum"), state.pop("loss_steps", None), 0, 0)
+    return {**state, "loss": to_dict(loss)}
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -99,8 +112,11 @@ def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any]) -> Non
         )
 
 
-# What may differ between a run and its continuation: where, how fast and how chatty.
-_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "parallel", "runtime"}
+# What may differ between a run and its continuation: where, how fast, how chatty and how patient.
+_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "spikes"} | {
+    "parallel",
+    "runtime",
+}
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,11 +13,13 @@ import torch
 
 from learnable_multipliers.monitor import Monitor
 from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain import spikes
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import choose_device
 from learnable_multipliers.pretrain.environment import environment
 from learnable_multipliers.pretrain.evaluation import evaluate
 from learnable_multipliers.pretrain.interrupt import Interrupt
+from learnable_multipliers.pretrain.loss_meter import LossMeter
 from learnable_multipliers.pretrain.metrics import MetricLog
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
@@ -77,10 +80,11 @@ class Trainer:
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
         self._told: set[str] = set()
-        self.step, self.samples = 0, 0
+        self.step, self.samples, self.passed_over = 0, 0, 0
         self._skipped_before = 0
         self._watch = Stopwatch()
-        self._loss_sum, self._loss_steps = torch.zeros((), device=self.device.device), 0
+        self._losses = LossMeter(self.device.device)
+        self._spikes = spikes.SpikeState()
         if self._folder is not None and not self._folder.is_held:
             self._warn(f"{config.out} cannot be locked: see that no other process trains in it")
         if config.resume:
@@ -137,14 +141,17 @@ class Trainer:
             group["lr"] = lr
         own = self.world.share(planned.sequences)
         micro = self.config.data.micro_batch_sequences or len(own)
-        starts = range(self.samples + own.start, self.samples + own.stop, micro)
-        end = self.samples + own.stop
+        begin = self.samples + self.passed_over
+        starts = range(begin + own.start, begin + own.stop, micro)
+        end = begin + own.stop
         batches = (
             self.data.batch(start, min(micro, end - start), self.device.device) for start in starts
         )
-        self._loss_sum = self._loss_sum + self._passes.gradients(batches, planned.sequences)
-        self._loss_steps += 1
+        # The same on all ranks: what one of them cannot use, none may.
+        loss = self.world.sum_over_readers(self._passes.gradients(batches, planned.sequences))
+        self._passes.spoil(loss)
         self.optimizer.step()
+        self._losses.add(loss, self.optimizer.grad_norm)
         self._passes.clear()
         self.samples += planned.sequences
         self.step += 1
@@ -158,8 +165,11 @@ class Trainer:
         def due(every: int) -> bool:
             return bool(every) and self.step % every == 0
 
-        if due(log.every) or (last and log.every) or self.step == 1:
+        looked = due(log.every) or (last and bool(log.every)) or self.step == 1
+        if looked:
             self._record_speed(lr)
+        if (looked or due(self.config.spikes.max_skipped)) and self._left_its_course():
+            return
         if due(log.weights_every) or last or self.step == 1:
             self._record_health()
             self._restart_clock()
@@ -169,13 +179,15 @@ class Trainer:
         if due(log.sample_every) or last:
             self._record_sample()
             self._restart_clock()
-        if due(self.config.checkpoint.every) and not last:
+        if due(self.config.checkpoint.every) and not last and not self._in_doubt:
             self.save()
             self._restart_clock()
 
     def _record_speed(self, lr: float) -> None:
-        loss = self.world.sum_over_readers(self._loss_sum).item() / self._loss_steps
-        self._loss_sum, self._loss_steps = torch.zeros_like(self._loss_sum), 0
+        losses = self._losses.read()
+        self._losses.start_anew()
+        look = spikes.Look(self.step, losses.mean)
+        self._spikes = spikes.looked(self._spikes, look, self.config.spikes)
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -186,7 +198,8 @@ class Trainer:
             peak *= self.world.size
         self._record(
             "train",
-            loss=loss,
+            loss=math.nan if losses.mean is None else losses.mean,
+            loss_left_out=losses.left_out,
             lr=lr,
             grad_norm=None if norm is None else norm.item(),
             skipped_steps=self.skipped_steps,
@@ -254,10 +267,13 @@ class Trainer:
         self._record("sample", prompt=self.config.log.prompt, text=text)
 
     def _record(self, kind: str, **values: Any) -> None:
+        self._record_at(self.step, kind, values)
+
+    def _record_at(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if self.log is not None:
             record = {"kind": kind, "tokens": self.tokens, **values}
-            self.log.log(self.step, record)
-            self._observer({"step": self.step, **record})
+            self.log.log(step, record)
+            self._observer({"step": step, **record})
 
     def _finish(self) -> None:
         if not self._ended:
@@ -330,10 +346,11 @@ class Trainer:
             self.log.flush()
         state = RunState(
             samples=self.samples,
+            passed_over=self.passed_over,
             seconds=self.seconds,
             skipped_steps=self.skipped_steps,
-            loss_sum=self.world.sum_over_readers(self._loss_sum).item(),
-            loss_steps=self._loss_steps,
+            loss=self._losses.read(),
+            spikes=self._spikes,
             config=to_dict(self.config),
             model=to_dict(self.model.config),
             data=self.data.fingerprint,
@@ -342,9 +359,16 @@ class Trainer:
         kept = checkpoints.Checkpoint(
             self.step, to_dict(state), tensors_of(self.model, self.optimizer)
         )
-        return checkpoints.save(
-            checkpoint_folder(self.config.out), kept, self.config.checkpoint.keep, self.world
-        )
+        folder = checkpoint_folder(self.config.out)
+        return checkpoints.save(folder, kept, self._num_kept(), self.world)
+
+    def _num_kept(self) -> int:
+        """Return how many checkpoints to keep, so that a spike finds the same ones in any case."""
+        config = self.config.checkpoint
+        if not self.config.spikes.max_rollbacks or self.step == len(self.steps):
+            return config.keep
+        kept = {*checkpoints.steps(checkpoint_folder(self.config.out)), self.step}
+        return spikes.num_kept(sorted(kept), config.every, config.keep)
 
     def _resume(self) -> None:
         folder = checkpoint_folder(self.config.out)
@@ -357,23 +381,88 @@ class Trainer:
                 f"the data at {self.data.folder} are not those the run began with: their "
                 "manifest has another checksum"
             )
+        self._take_up(kept, state)
+        self._watch = Stopwatch(state.seconds)
+        for trouble in wrong:
+            self._warn(f"not used: {trouble}")
+        self._set_aside_after(self.step)
+        if self._folder is not None:
+            checkpoints.tidy(folder, self.step, self._num_kept())
+
+    def _take_up(self, kept: checkpoints.Checkpoint, state: RunState) -> None:
+        """Be where a checkpoint was written, but for the clock."""
         restore_(self.model, self.optimizer, kept)
         lrs = [self.config.optimizer.lr * step.lr_factor for step in self.steps[: kept.step]]
         self.monitor.resume(lrs, state.skipped_steps)
-        self.step, self.samples = kept.step, state.samples
-        self._skipped_before = state.skipped_steps
-        self._watch = Stopwatch(state.seconds)
-        # A sum over readers, which the first of them has in full.
-        self._loss_sum = torch.tensor(
-            state.loss_sum if self.world.reader == 0 else 0.0, device=self.device.device
+        self.step, self.samples, self.passed_over = kept.step, state.samples, state.passed_over
+        self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
+        self._losses = LossMeter(self.device.device, state.loss)
+        self._spikes = state.spikes
+
+    def _set_aside_after(self, step: int) -> None:
+        if self._folder is not None:
+            for path in checkpoints.set_aside_after(self._folder.checkpoints, step):
+                self._warn(f"set aside, to be looked at or removed: {path}")
+
+    # -- trouble ------------------------------------------------------------------------------
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether a checkpoint might be a bad one, and take the place of a good one."""
+        return bool(self._spikes.high or self._losses.read().skipped_in_a_row)
+
+    def _left_its_course(self) -> bool:
+        """Go back from a spike, or from steps that all fail, if allowed; tell whether it was so."""
+        config, skipped = self.config.spikes, self._losses.read().skipped_in_a_row
+        endless = spikes.is_endless(skipped, config)
+        if not endless and not spikes.is_spike(self._spikes, config):
+            return False
+        if self._spikes.num_rollbacks < config.max_rollbacks and self._roll_back(skipped):
+            return True
+        if endless:
+            raise spikes.DivergenceError(spikes.refusal(self.step, skipped))
+        self._warn(f"{spikes.in_words(self._spikes, skipped)}; {spikes.going_on(config)}")
+        self._spikes = spikes.accepted(self._spikes)
+        return False
+
+    def _roll_back(self, skipped: int) -> bool:
+        """Go on from before the trouble, with the data after it; tell whether that was possible.
+
+        No checkpoint is written: a run that is killed from here on and resumed meets the same
+        spike, and does the same again.
+        """
+        spike, next_sample = self._spikes, self.samples + self.passed_over
+        folder = checkpoint_folder(self.config.out)
+        kept, wrong = checkpoints.load_newest_of(
+            lambda: spikes.rollback_steps(
+                checkpoints.steps(folder), spike, self.config.checkpoint.every
+            ),
+            folder,
+            tensors_of(self.model, self.optimizer),
+            self.world,
         )
-        self._loss_steps = state.loss_steps
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
-        if self.world.is_first:
-            for path in checkpoints.set_aside_after(folder, self.step):
-                self._warn(f"set aside, to be looked at or removed: {path}")
-            checkpoints.tidy(folder, self.step, self.config.checkpoint.keep)
+        if kept is None:
+            self._warn("no checkpoint is from before the loss left its course: none to go back to")
+            return False
+        self._set_aside_after(kept.step)
+        self._take_up(kept, state_of(kept))
+        self.passed_over = next_sample - self.samples
+        self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
+        if self.log is not None:
+            self.log.truncate_after(self.step)
+        # Told of the first step that is taken again, and so forgotten together with it by a
+        # resume from the checkpoint itself, which will come here once more.
+        record = spikes.record(spike, self._spikes.num_rollbacks, self.step, self.passed_over)
+        self._record_at(self.step + 1, "rollback", record)
+        self._warn(
+            f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
+            f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "
+            f"{self.config.spikes.max_rollbacks})"
+        )
+        self._restart_clock()
+        return True
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:

@@ -18,7 +18,7 @@ from learnable_multipliers.report.comparison import (
     rms_pairs,
     spread,
 )
-from learnable_multipliers.report.records import Run, number
+from learnable_multipliers.report.records import Record, Run, number
 from learnable_multipliers.report.theme import compact
 
 Reference = tuple[str, float]
@@ -154,6 +154,9 @@ def _cautions(runs: Sequence[Run]) -> list[str]:
             found.append(
                 f"Run {run.name} skipped {skipped:g} steps whose gradients were not finite."
             )
+        rollbacks = run.of("rollback")
+        if rollbacks:
+            found.append(f"Run {run.name} {_gone_back(rollbacks)}.")
         if run.unreadable:
             lines = ", ".join(map(str, run.unreadable))
             found.append(
@@ -161,3 +164,15 @@ def _cautions(runs: Sequence[Run]) -> list[str]:
                 "run leaves it, and is left out."
             )
     return found
+
+
+def _gone_back(rollbacks: Sequence[Record]) -> str:
+    """Return when a loss left its course and where the run went on from."""
+    often = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
+    ways = [
+        f"from step {r['high'][-1][0]} to the checkpoint of step {r['checkpoint']}"
+        if r["high"]
+        else f"to the checkpoint of step {r['checkpoint']}"
+        for r in rollbacks
+    ]
+    return f"left its course {often} and went back: {', '.join(ways)}"
