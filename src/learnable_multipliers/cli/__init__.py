@@ -20,6 +20,7 @@ from typing import NoReturn
 COMMANDS = {
     "demo": "train a tiny model without and with multipliers; compare",
     "data prepare": "turn text into token shards to train on",
+    "doctor": "look at machine, data and model before a run",
     "train": "train a language model: lrm train 20m --data.path DATA",
     "verify-resume": "kill a run, resume it, and compare it with one in one go",
     "plan": "show which multipliers each matrix would carry, and why",

@@ -1,0 +1,105 @@
+"""`lrm doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from learnable_multipliers.cli.arguments import closest, read, wrapped
+from learnable_multipliers.cli.train import ELSEWHERE
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.doctor import examine, in_words
+from learnable_multipliers.pretrain.finding import Finding
+from learnable_multipliers.pretrain.plain_data import from_dict
+from learnable_multipliers.pretrain.progress import duration, printable
+from learnable_multipliers.pretrain.recipes import RECIPES
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_WHAT = (
+    "Look before a run: at packages, device, disk and memory, at data and settings; take one step "
+    "without learning rate, which must change nothing, save and load a checkpoint, and time a "
+    "step. Leaves nothing behind. Ends with 1 if something failed."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print a checklist of what a run needs."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_help())
+        return
+    config = configure(arguments)
+    console, began = Console(), time.perf_counter()
+    findings: list[Finding] = []
+    with console.status("looking"):
+        for finding in examine(config):
+            findings.append(finding)
+            _show(finding, console)
+    took = duration(time.perf_counter() - began)
+    console.print(f"{in_words(findings)}, in {took}", highlight=False, soft_wrap=True)
+    if any(finding.verdict == "failed" for finding in findings):
+        sys.exit(1)
+
+
+def configure(arguments: Sequence[str]) -> TrainConfig:
+    """Return the config to look at: a recipe's or a run's, any of its settings overridden."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    name, settings = (arguments[0], arguments[1:]) if named else ("tiny", arguments)
+    default = RECIPES[name][1] if name in RECIPES else _config_of(name)
+    return read(
+        TrainConfig,
+        f"doctor {name}",
+        settings,
+        description=f"{_WHAT} These are the settings, with the values of {name}; each can be given "
+        "another.",
+        default=default,
+        elsewhere=ELSEWHERE,
+    )
+
+
+def _config_of(name: str) -> TrainConfig:
+    file = Path(name) / "config.json"
+    if not file.is_file():
+        near = closest(name, list(RECIPES))
+        raise ValueError(
+            f"{name!r} is neither a recipe ({', '.join(RECIPES)}) nor the folder of a run"
+            + (f"; did you mean {near}?" if near else "")
+        )
+    try:
+        kept = json.loads(file.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    config = from_dict(TrainConfig, kept, str(file))
+    return replace(config, out=Path(name))
+
+
+def _show(finding: Finding, console: Console) -> None:
+    line = Text(f"{finding.verdict:<8}", style=_STYLES[finding.verdict])
+    line.append(f"{finding.about:<20}", style="default")
+    line.append(printable(finding.text), style="default")
+    console.print(line, highlight=False, soft_wrap=True)
+    if finding.advice:
+        console.print(
+            Text(f"{'':8}-> {printable(finding.advice)}"), highlight=False, soft_wrap=True
+        )
+
+
+def _help() -> str:
+    return "\n".join(
+        [
+            "usage: lrm doctor [RECIPE or RUN] [--help] [SETTINGS]",
+            "",
+            wrapped(_WHAT),
+            "",
+            "For instance:",
+            "  lrm doctor                        the recipe tiny, in seconds",
+            "  lrm doctor 20m --data.path DATA   what lrm train would be given",
+            "  lrm doctor runs/tiny              a run that is there, and its checkpoints",
+        ]
+    )
