@@ -1,5 +1,6 @@
 """A loss that leaves its course: when it is noticed, and where the run goes on from."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -26,7 +27,15 @@ from learnable_multipliers.pretrain.train import Trainer
 from learnable_multipliers.pretrain.training_data import TrainingData
 from learnable_multipliers.report.records import Run
 from learnable_multipliers.report.summary import summarize
-from runs import BATCH, assert_same, damage, small_run, without_clock
+from runs import (
+    BATCH,
+    assert_same,
+    damage,
+    killed_after,
+    rewritten,
+    small_run,
+    without_clock,
+)
 
 RULE = SpikeConfig(max_rollbacks=1, window=5, deviations=6, min_rise=0.5, patience=2)
 
@@ -309,6 +318,23 @@ def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(data, tmp_path, poi
         assert "model.safetensors is damaged" in texts[0]
         assert any(ending in text for text in texts)
         assert trainer.step == 26
+
+
+def test_a_checkpoint_from_before_spikes_were_watched_is_taken_up(data, tmp_path):
+    config = watched(data, tmp_path / "run", steps=12, spikes=SpikeConfig())
+    # Looks at steps 1, 4, 8 and 12: a checkpoint at 5 has one loss to go on with.
+    config = replace(config, log=replace(config.log, every=4))
+    killed_after(config, 6)
+    path = config.out / "checkpoints" / "step-00000005"
+    state = json.loads((path / "state.json").read_text())
+    loss = state.pop("loss")
+    del state["spikes"], state["passed_over"], state["config"]["spikes"]
+    older = state | {"loss_sum": loss["total"], "loss_steps": loss["steps"]}
+    rewritten(path, "state.json", json.dumps(older).encode())
+    resumed, _ = observed(replace(config, resume=True))
+    whole, _ = observed(replace(config, out=tmp_path / "whole"))
+    assert_same(whole, resumed)
+    assert without_clock(tmp_path / "whole") == without_clock(config.out)
 
 
 def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):

@@ -40,6 +40,7 @@ class Passes:
         self._spread = spread or SpreadModel(model.loss)
         self._device, self._z_loss = device, z_loss
         self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._smallest = min(self._trained, key=Tensor.numel)
         self._key: _Key | None = None
         self._seen = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -74,9 +75,8 @@ class Passes:
 
         The optimizer judges gradients: one that is not finite is enough, and nobody has to wait.
         """
-        smallest = min(self._trained, key=Tensor.numel)
-        assert smallest.grad is not None
-        local(smallest.grad).masked_fill_(~loss.isfinite(), torch.nan)
+        assert self._smallest.grad is not None
+        local(self._smallest.grad).masked_fill_(~loss.isfinite(), torch.nan)
 
     def _one(self, tokens: Tensor, key: _Key) -> Tensor:
         if not self._device.recorded:
