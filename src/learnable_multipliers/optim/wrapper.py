@@ -231,8 +231,10 @@ class LearnableMultipliers(MultiplierOptimizer):
                 self.inner.state_dict()["param_groups"], state_dict["param_groups"], strict=True
             )
         ]
+        made_early = bool(self.inner.state) and not self._only_shown
         self.inner.load_state_dict({"state": theirs, "param_groups": groups})
-        self._only_shown = False
+        # What was saved before the first step was only shown, too.
+        self._only_shown = not made_early and not bool(self._steps.any())
         for ours, inner, last in self._paired_groups():
             kept = {key: value for key, value in ours.items() if key not in _OURS}
             inner.update(kept)
