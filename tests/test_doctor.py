@@ -200,9 +200,10 @@ def test_a_checkpoint_that_comes_back_otherwise_is_found(data, tmp_path, monkeyp
 
     def broken(path):
         kept = load(path)
-        name = next(name for name in kept.tensors["optimizer"] if name.endswith("/exp_avg"))
-        # One bit: -0.0 equals 0.0, and is not the same.
-        kept.tensors["optimizer"][name].view(-1).view(torch.int32)[0] ^= -(2**31)
+        # One bit: the sign of a zero, as the moments of unseen tokens are; -0.0 equals 0.0.
+        moment = kept.tensors["optimizer"]["model.embed_tokens.weight/exp_avg"].view(-1)
+        zero = moment.eq(0).nonzero()[0]
+        moment.view(torch.int32)[zero] ^= -(2**31)
         return kept
 
     monkeypatch.setattr(trial.checkpoints, "load", broken)
