@@ -41,7 +41,7 @@ from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.run_comparison import compare_checkpoints, compare_metrics
 
 STEPS, EVERY, KEEP = 14, 3, 2
-RUN = f"""train tiny --name run --log.no-tensorboard
+RUN = f"""train tiny --name run --log.no-tensorboard --log.no-drift
     --model.hidden-size 32 --model.num-layers 1 --model.num-heads 2 --model.num-kv-heads 1
     --model.head-dim 16 --model.intermediate-size 48 --model.ssm-size 32 --model.ssm-head-dim 16
     --model.ssm-state-size 16 --model.ssm-chunk-size 16 --model.vocab-size 257

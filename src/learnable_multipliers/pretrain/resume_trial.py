@@ -43,7 +43,7 @@ def try_resume(
     """
     check(config, half)
     # Other places to log to would see a run that is none.
-    log = replace(config.log, tensorboard=False, wandb="", trackio="")
+    log = replace(config.log, tensorboard=False, wandb="", trackio="", drift=False)
     config = replace(config, name=config.name or "run", log=log)
     whole = replace(
         config, out=config.out / "in-one-go", checkpoint=CheckpointConfig(every=0), resume=False
