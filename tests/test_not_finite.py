@@ -22,12 +22,13 @@ PLACES = ("loss", "reported loss", "gradient", "multiplier's gradient")
 
 def spoil(trainer, place, value, steps):
     """Let something not be finite in some steps, counted from 0."""
-    loss_of, matrix = trainer.model.loss, trainer.model.model.layers[0].feed_forward.up_proj.weight
+    spread = trainer._passes._spread
+    loss_of, matrix = spread.loss, trainer.model.model.layers[0].feed_forward.up_proj.weight
     step_of = trainer.optimizer.step
 
-    def loss(tokens, z_loss=0.0):
+    def loss(tokens, z_loss):
         found = loss_of(tokens, z_loss)
-        if trainer.step not in steps or not torch.is_grad_enabled():
+        if trainer.step not in steps:
             return found
         if place == "loss":
             return Losses(found.total + value, found.cross_entropy + value)
@@ -44,7 +45,7 @@ def spoil(trainer, place, value, steps):
         return step_of()
 
     if place in ("loss", "reported loss"):
-        trainer.model.loss = loss
+        trainer._passes._spread = replace(spread, loss=loss)
     else:
         trainer.optimizer.step = step
 
@@ -104,7 +105,7 @@ def test_the_logged_loss_is_the_mean_of_the_others(data, tmp_path):
 
 def test_the_guard_leaves_an_ordinary_run_alone(data, tmp_path, monkeypatch):
     guarded = trained(small_run(data, tmp_path / "guarded", steps=4))
-    monkeypatch.setattr("learnable_multipliers.pretrain.passes.Passes._spoil", lambda *_: None)
+    monkeypatch.setattr("learnable_multipliers.pretrain.passes.Passes.spoil", lambda *_: None)
     assert_same(guarded, trained(small_run(data, tmp_path / "plain", steps=4)))
 
 

@@ -1,5 +1,6 @@
 """Runs of `lrm train` on several ranks are the run of one process, and go on with any number."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from learnable_multipliers.optim.sharding import full
 from learnable_multipliers.pretrain.checkpoint import load_newest
 from learnable_multipliers.pretrain.config import OptimizerConfig, ParallelConfig
 from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.models.loss import Losses
 from learnable_multipliers.pretrain.train import Trainer
 from ranks import Ranks
 from runs import LLAMA, everything, small_run
@@ -43,11 +45,16 @@ def in_float64(work):
         torch.set_default_dtype(torch.float32)
 
 
-def train_here(config, stop_after=None):
-    """Train a run on this rank with all others; return what it comes to, in full."""
+def train_here(config, stop_after=None, bad=None):
+    """Train a run on this rank with all others; return what it comes to, in full.
+
+    With `bad`, a number is added to the loss of one rank in step 4.
+    """
 
     def work():
         trainer = Trainer(config)
+        if bad is not None and trainer.world.rank == trainer.world.size - 1:
+            _spoil(trainer, bad)
         for step in trainer.going():
             if step == stop_after:
                 trainer.save()
@@ -58,6 +65,17 @@ def train_here(config, stop_after=None):
         return found | {"grad norm": norm} if trainer.world.is_first else None
 
     return in_float64(work)
+
+
+def _spoil(trainer, number):
+    spread = trainer._passes._spread
+
+    def loss(tokens, z_loss):
+        found = spread.loss(tokens, z_loss)
+        added = number if trainer.step == 3 else 0.0
+        return Losses(found.total + added, found.cross_entropy + added)
+
+    trainer._passes._spread = replace(spread, loss=loss)
 
 
 def assert_close(found, expected):
@@ -128,3 +146,18 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
         group, _, rest = name.partition("/")
         if rest:
             torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
+
+
+@pytest.mark.parametrize("axes", ["DDP", "FSDP", "TP"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(ranks, data, tmp_path, axes, number):
+    alone = config_of(data, tmp_path / "alone", llama=True)
+    expected = train_here(alone, bad=number)
+    config = config_of(data, tmp_path / "run", llama=True)
+    config = replace(config, parallel=ParallelConfig(**AXES[axes]))
+    found = ranks.run(train_here, config, None, number)[0]
+    # Had ranks gone apart, what they hold together would not be what one process holds.
+    assert_close(found, expected)
+    last = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "train"][-1]
+    assert last["skipped_steps"] == 1
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)

@@ -139,22 +139,20 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
     assert counts == {1: 0, 2: 0, 4: 1, 6: 1, 8: 1, 10: 1, 12: 1}
 
 
-def test_a_loss_that_is_no_number_stays_one_across_a_resume(data, tmp_path):
+def test_a_loss_that_was_left_out_is_told_after_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
     for step in trainer.going():
         if step == 4:
             # Step 5 is saved before a loss is written down again.
-            trainer._loss_sum += torch.nan
+            trainer._losses.add(torch.tensor(torch.nan), None)
         if step == 5:
             break
     trainer.close()
-    state = (config.out / "checkpoints" / "step-00000005" / "state.json").read_text()
-    assert json.loads(state)["loss_sum"] == "nan"
     trained(replace(config, resume=True))
-    losses = {r["step"]: r["loss"] for r in read_metrics(config.out) if r["kind"] == "train"}
-    assert math.isnan(losses[6])
-    assert math.isfinite(losses[8])
+    records = {r["step"]: r for r in read_metrics(config.out) if r["kind"] == "train"}
+    assert [records[step]["loss_left_out"] for step in (4, 6, 8)] == [0, 1, 0]
+    assert math.isfinite(records[6]["loss"])
 
 
 def test_a_log_that_was_removed_is_missed(data, tmp_path):

@@ -11,6 +11,7 @@ from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.run_comparison import without_clock
 from learnable_multipliers.pretrain.spikes import (
     Look,
     SpikeConfig,
@@ -34,7 +35,6 @@ from runs import (
     killed_after,
     rewritten,
     small_run,
-    without_clock,
 )
 
 RULE = SpikeConfig(max_rollbacks=1, window=5, deviations=6, min_rise=0.5, patience=2)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 import tyro
@@ -42,7 +42,9 @@ def read(
         return_unknown_args=True,
     )
     if unknown:
-        why = _about(unknown, option_names(kind), elsewhere or {})
+        known = option_names(kind)
+        on = [name for name in known if _value(kind, default, name) is True]
+        why = _about(unknown, known, on, elsewhere or {})
         refuse(f"lrm {command}: {why} All options: lrm {command} --help")
     return config
 
@@ -85,14 +87,28 @@ def closest(word: str, known: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def _about(unknown: Sequence[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
+def _value(kind: Any, default: Any, option: str) -> Any:
+    """Return what an option is without being given; None where it has to be."""
+    found = default
+    for word in option.lstrip("-").replace("-", "_").split("."):
+        if found is None:
+            field = next(field for field in fields(kind) if field.name == word)
+            found = field.default if field.default is not MISSING else None
+            return found
+        found = getattr(found, word)
+    return found
+
+
+def _about(
+    unknown: Sequence[str], known: Sequence[str], on: Sequence[str], elsewhere: Mapping[str, str]
+) -> str:
     """Say what is wrong, and what was probably meant."""
     option = next((word for word in unknown if word.startswith("-")), None)
     if option is None:
         return f"cannot make sense of {unknown[0]!r}: settings are given as --name value."
     name = option.partition("=")[0].replace("_", "-")
     section, dot, last = name.lstrip("-").rpartition(".")
-    if name in known:
+    if name in on:
         # tyro gives a switch that is on by default the one name that turns it off.
         return f"{name} is on unless turned off: --{section}{dot}no-{last}."
     near = [one for one in known if _last(one) == last]

@@ -74,6 +74,7 @@ class Passes:
         """Let no step be taken on a loss that is not finite, whatever its gradients look like.
 
         The optimizer judges gradients: one that is not finite is enough, and nobody has to wait.
+        Gradients have been exchanged by now, so the loss is that of the whole batch on every rank.
         """
         assert self._smallest.grad is not None
         local(self._smallest.grad).masked_fill_(~loss.isfinite(), torch.nan)

@@ -113,9 +113,9 @@ def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any]) -> Non
 
 
 # What may differ between a run and its continuation: where, how fast, how chatty and how patient.
-_MAY_CHANGE = {"out", "name", "resume", "dry_run", "log", "checkpoint", "spikes"} | {
-    "parallel",
-    "runtime",
+_MAY_CHANGE = {
+    *("out", "name", "resume", "dry_run"),
+    *("log", "checkpoint", "spikes", "parallel", "runtime"),
 }
 
 

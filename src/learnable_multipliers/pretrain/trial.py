@@ -46,7 +46,9 @@ class Trial:
 
     def gradients(self) -> float:
         """Leave the gradients of the micro-batch and return its loss."""
-        return self._passes.gradients([self._tokens], self.sequences).item()
+        loss = self._passes.gradients([self._tokens], self.sequences)
+        self._passes.spoil(loss)
+        return loss.item()
 
     def step(self, lr: float) -> None:
         """Take an optimizer step with the gradients there are."""

@@ -71,13 +71,14 @@ class World:
         return range(self.reader * part, (self.reader + 1) * part)
 
     def sum_over_readers(self, value: Tensor) -> Tensor:
-        """Return the sum of a number that each reader has a part of."""
+        """Return the sum of a number that each reader has a part of, the same on all ranks.
+
+        Ranks of one reader have the same part, unless something is wrong on one of them.
+        """
         if self.mesh is None:
             return value
-        total = value.detach().clone()
-        for name in ("data", "shard"):
-            if self.axis(name) > 1:
-                dist.all_reduce(total, group=self.mesh.get_group(name))
+        total = value.detach() / self.axis("tensor")
+        dist.all_reduce(total)
         return total
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
