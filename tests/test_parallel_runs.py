@@ -1,6 +1,7 @@
 """Runs of `lrm train` on several ranks are the run of one process, and go on with any number."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -146,6 +147,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
         group, _, rest = name.partition("/")
         if rest:
             torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
+
+
+def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
+    # Twelve sequences, for three readers too; AdamW's rows and columns leave uneven shards.
+    config = config_of(data, tmp_path / "run", llama=True)
+    config = replace(config, data=replace(config.data, batch_sequences=12))
+    expected = train_here(replace(config, out=tmp_path / "alone"))
+    for number, where in ((2, Ranks(2)), (1, None), (3, Ranks(3)), (4, ranks)):
+        part = replace(config, parallel=ParallelConfig(shard=number), resume=number != 2)
+        if number != 2:
+            part = replace(part, out=tmp_path / str(number))
+            shutil.copytree(tmp_path / "run", part.out)
+        try:
+            stop = 2 if number == 2 else None
+            found = where.run(train_here, part, stop)[0] if where else train_here(part)
+        finally:
+            if where not in (None, ranks):
+                where.stop()
+        if number != 2:
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize("axes", ["DDP", "FSDP", "TP"])

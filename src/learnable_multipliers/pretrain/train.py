@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from learnable_multipliers.pretrain.device import choose_device
 from learnable_multipliers.pretrain.environment import environment
 from learnable_multipliers.pretrain.evaluation import evaluate
 from learnable_multipliers.pretrain.interrupt import Interrupt
+from learnable_multipliers.pretrain.logbook import Logbook, Observer
 from learnable_multipliers.pretrain.loss_meter import LossMeter
-from learnable_multipliers.pretrain.metrics import MetricLog
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.parallel import spread_
 from learnable_multipliers.pretrain.passes import Passes
 from learnable_multipliers.pretrain.plain_data import to_dict
-from learnable_multipliers.pretrain.run_folder import RunFolder, checkpoint_folder
+from learnable_multipliers.pretrain.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.run_state import (
     RunState,
     refuse_other_settings,
@@ -42,9 +42,6 @@ from learnable_multipliers.pretrain.weights import describe_weights
 from learnable_multipliers.pretrain.world import join, take_own_device
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
 
-Observer = Callable[[dict[str, Any]], None]
-"""Sees every record of a run as it is written."""
-
 
 class Trainer:
     """One run, step by step."""
@@ -59,13 +56,11 @@ class Trainer:
         if self.world.size > 1:
             # Ranks exchange gradients in the middle of a pass.
             self.device = replace(self.device, recorded=False)
-        self._observer = observer or (lambda record: None)
-        # One rank writes, all compute.
-        self._folder = RunFolder(config.out, resume=config.resume) if self.world.is_first else None
+        self._logbook = Logbook(config, self.world, observer)
         try:
             self._set_up(config)
         except BaseException:
-            self._let_go()
+            self.close()
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
@@ -79,17 +74,14 @@ class Trainer:
         self.monitor = Monitor(
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
-        self._told: set[str] = set()
         self.step, self.samples, self.passed_over = 0, 0, 0
         self._skipped_before = 0
         self._watch = Stopwatch()
         self._losses = LossMeter(self.device.device)
         self._spikes = spikes.SpikeState()
-        if self._folder is not None and not self._folder.is_held:
-            self._warn(f"{config.out} cannot be locked: see that no other process trains in it")
         if config.resume:
             self._resume()
-        self.log, self._ended = self._open_log()
+        self._ended = self._logbook.open(self.step)
         if not self._ended:
             self._describe()
         if self.device.compiled:
@@ -240,9 +232,7 @@ class Trainer:
         self._record("health", **health.metrics(), alarms=texts)
         for alarm in health.alarms:
             # The same trouble is in every record from now on; once is enough to be told.
-            if alarm.about not in self._told:
-                self._warn(alarm.text)
-                self._told.add(alarm.about)
+            self._logbook.warn(self.step, alarm.text, alarm.about)
 
     def _symmetries(self) -> Symmetries | None:
         """Return along what multipliers could drift."""
@@ -270,10 +260,7 @@ class Trainer:
         self._record_at(self.step, kind, values)
 
     def _record_at(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        if self.log is not None:
-            record = {"kind": kind, "tokens": self.tokens, **values}
-            self.log.log(step, record)
-            self._observer({"step": step, **record})
+        self._logbook.record(step, {"kind": kind, "tokens": self.tokens, **values})
 
     def _finish(self) -> None:
         if not self._ended:
@@ -283,67 +270,36 @@ class Trainer:
         self.close()
 
     def _warn(self, text: str) -> None:
-        if self.world.is_first:
-            self._observer({"kind": "warning", "step": self.step, "text": text})
+        self._logbook.warn(self.step, text)
 
     def close(self) -> None:
         """Let go of the log's files and of the folder; a run that came to its end has done so."""
-        try:
-            if self.log is not None:
-                self.log.close()
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
+        self._logbook.close()
         self.world.leave()
 
     # -- folder and checkpoints ---------------------------------------------------------------
 
-    def _open_log(self) -> tuple[MetricLog | None, bool]:
-        """Return the log, cut back to the step the run is at, and whether it tells of the end."""
-        if not self.world.is_first:
-            return None, bool(self.world.tell([0])[0])
-        log = MetricLog(
-            self.config.out,
-            tensorboard=None if self.config.log.tensorboard else False,
-            wandb=self.config.log.wandb or None,
-            trackio=self.config.log.trackio or None,
-        )
-        try:
-            last = log.truncate_after(self.step) if self.config.resume else None
-        except BaseException:
-            log.close()
-            raise
-        if self.step and last is None:
-            self._warn(f"{log.path} has nothing from before step {self.step:,}: was it removed?")
-        ended = last is not None and last.get("kind") == "end"
-        return log, bool(self.world.tell([ended])[0])
-
     def _describe(self) -> None:
         """Write down what the run is, and what it is made with from this step on."""
-        if self._folder is None:
-            return
         found = environment(self.device.name)
         if self.config.resume:
             # The first part of the run may have been computed elsewhere and otherwise.
             found |= {"runtime": to_dict(self.config.runtime)}
-            self._folder.write(f"resumed-{self.step:08d}.json", found)
+            self._logbook.describe(f"resumed-{self.step:08d}.json", found)
             return
-        self._folder.write("config.json", to_dict(self.config))
+        self._logbook.describe("config.json", to_dict(self.config))
         found |= {
             "parameters": self.model.num_parameters,
             "multipliers": self.plan.num_multipliers,
         }
-        self._folder.write("environment.json", found)
-        self._folder.write("plan.json", self.plan.to_json())
-        self.data.copy_tokenizer(self.config.out)
+        self._logbook.describe("environment.json", found)
+        self._logbook.describe("plan.json", self.plan.to_json())
+        if self.world.is_first:
+            self.data.copy_tokenizer(self.config.out)
 
     def save(self) -> Path:
         """Write a checkpoint; what is lost if that fails is said in the error, and is nothing."""
-        if self.log is not None:
-            self.log.flush()
+        self._logbook.flush()
         state = RunState(
             samples=self.samples,
             passed_over=self.passed_over,
@@ -385,9 +341,8 @@ class Trainer:
         self._watch = Stopwatch(state.seconds)
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
-        self._set_aside_after(self.step)
-        if self._folder is not None:
-            checkpoints.tidy(folder, self.step, self._num_kept())
+        self._logbook.set_aside_after(self.step)
+        self._logbook.tidy(self.step, self._num_kept())
 
     def _take_up(self, kept: checkpoints.Checkpoint, state: RunState) -> None:
         """Be where a checkpoint was written, but for the clock."""
@@ -398,11 +353,6 @@ class Trainer:
         self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
         self._losses = LossMeter(self.device.device, state.loss)
         self._spikes = state.spikes
-
-    def _set_aside_after(self, step: int) -> None:
-        if self._folder is not None:
-            for path in checkpoints.set_aside_after(self._folder.checkpoints, step):
-                self._warn(f"set aside, to be looked at or removed: {path}")
 
     # -- trouble ------------------------------------------------------------------------------
 
@@ -446,12 +396,11 @@ class Trainer:
         if kept is None:
             self._warn("no checkpoint is from before the loss left its course: none to go back to")
             return False
-        self._set_aside_after(kept.step)
+        self._logbook.set_aside_after(kept.step)
         self._take_up(kept, state_of(kept))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        if self.log is not None:
-            self.log.truncate_after(self.step)
+        self._logbook.cut_back(self.step)
         # Told of the first step that is taken again, and so forgotten together with it by a
         # resume from the checkpoint itself, which will come here once more.
         record = spikes.record(spike, self._spikes.num_rollbacks, self.step, self.passed_over)
