@@ -149,6 +149,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
             torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
 
 
+def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp_path):
+    config = config_of(data, tmp_path / "alone", llama=True)
+    shape = replace(config.model, mup_key=0.5, mup_down=2.0, mup_head=0.25)
+    folding = replace(config.optimizer, multiplier_init="fold")
+    config = replace(config, model=shape, optimizer=folding)
+    expected = train_here(config)
+    on_ranks = replace(config, out=tmp_path / "run", parallel=ParallelConfig(**AXES["TP"]))
+    assert_close(ranks.run(train_here, on_ranks)[0], expected)
+
+
 def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
     # Twelve sequences, for three readers too; AdamW's rows and columns leave uneven shards.
     config = config_of(data, tmp_path / "run", llama=True)

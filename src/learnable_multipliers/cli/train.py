@@ -139,6 +139,7 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
                 "--dry-run shows what takes how much"
             ) from error
     if stopped_by is not None:
+        trainer.world.leave()
         more = [] if config.resume else ["--resume"]
         _say(console, f"Go on with: {escape(shlex.join(['lrm', 'train', *arguments, *more]))}")
         sys.exit(128 + signal.Signals[stopped_by])

@@ -85,8 +85,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
         _give_up(aside, world)
         raise
     try:
-        if world.is_first:
-            _prune(folder, checkpoint.step, keep)
+        world.together(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is saved, but an older one could not be "
@@ -155,9 +154,10 @@ def load_newest_of(
             found, wrong = _newest_good(among, folder, like)
     finally:
         (step,) = world.tell([-1 if found is None else found.step])
-    if not world.is_first and step >= 0:
-        found = load(folder / _name(step), like, verified=True)
-    return found, wrong
+    if step < 0:
+        return None, wrong
+    path = folder / _name(step)
+    return world.together(lambda: found or load(path, like, verified=True)), wrong
 
 
 def _newest_good(

@@ -29,7 +29,7 @@ class Logbook:
 
     def open(self, step: int) -> bool:
         """Open the log, cut back to the step the run is at; tell whether the run has ended."""
-        ended = self._world.is_first and self._open(step)
+        ended = self._world.together(lambda: self._world.is_first and self._open(step))
         return bool(self._world.tell([ended])[0])
 
     def _open(self, step: int) -> bool:

@@ -22,15 +22,20 @@ def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
     return plan(model, config.placement, rules)
 
 
-def make_optimizer(
-    model: nn.Module, config: OptimizerConfig, copies: Any = None
-) -> tuple[AdamW | Muon, Plan]:
-    """Return the optimizer, and the plan it trains by; folds fixed factors where asked to.
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | Muon, Plan]:
+    """Return the optimizer, and the plan it trains by; folds fixed factors where asked to."""
+    planned = initialize_(model, make_plan(model, config))
+    return optimizer_for(model, planned, config), planned
+
+
+def optimizer_for(
+    model: nn.Module, planned: Plan, config: OptimizerConfig, copies: Any = None
+) -> AdamW | Muon:
+    """Return the optimizer of a model that is planned and initialized, and spread over ranks.
 
     Args:
         copies: The group of ranks that hold plain copies of every parameter, and share the work.
     """
-    planned = initialize_(model, make_plan(model, config))
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
     shared: dict[str, Any] = {
         "lr": config.lr,
@@ -41,7 +46,6 @@ def make_optimizer(
         "max_grad_norm": config.max_grad_norm or None,
     }
     if config.kind == "adamw":
-        return AdamW(groups, **shared), planned
+        return AdamW(groups, **shared)
     shared |= {"momentum": config.momentum, "adamw_lr_scale": config.adamw_lr_scale}
-    muon = Muon(groups, process_group=copies, **shared)
-    return muon, planned
+    return Muon(groups, process_group=copies, **shared)

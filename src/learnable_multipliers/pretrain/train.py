@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from learnable_multipliers.initialize import initialize_
 from learnable_multipliers.monitor import Monitor
 from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain import spikes
@@ -22,7 +23,7 @@ from learnable_multipliers.pretrain.interrupt import Interrupt
 from learnable_multipliers.pretrain.logbook import Logbook, Observer
 from learnable_multipliers.pretrain.loss_meter import LossMeter
 from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.parallel import spread_
 from learnable_multipliers.pretrain.passes import Passes
 from learnable_multipliers.pretrain.plain_data import to_dict
@@ -47,7 +48,8 @@ class Trainer:
     """One run, step by step."""
 
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
-        take_own_device()
+        if config.runtime.device in ("auto", "cuda"):
+            take_own_device()
         self.device = choose_device(config.runtime)
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolved(config, self.data)
@@ -56,7 +58,7 @@ class Trainer:
         if self.world.size > 1:
             # Ranks exchange gradients in the middle of a pass.
             self.device = replace(self.device, recorded=False)
-        self._logbook = Logbook(config, self.world, observer)
+        self._logbook = self.world.together(lambda: Logbook(config, self.world, observer))
         try:
             self._set_up(config)
         except BaseException:
@@ -69,8 +71,10 @@ class Trainer:
         )
         refuse_uneven_batches(self.steps, self.world.num_readers)
         self.model = build(config.model, config.seed, self.device.device)
+        # While every rank has all of the model.
+        self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         spread = spread_(self.model, self.world)
-        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer, spread.copies)
+        self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, spread.copies)
         self.monitor = Monitor(
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
@@ -97,6 +101,7 @@ class Trainer:
             if self.stopped_by(interrupt) is not None:
                 self.save()
                 self.close()
+                self.world.leave()
                 return "interrupted"
         return "finished"
 
@@ -250,10 +255,14 @@ class Trainer:
             torch.tensor(prompt, device=self.device.device),
             self.config.log.sample_tokens,
             context=min(256, self.config.data.sequence_length),
-            stop=self.data.eos,
+            # Ranks compute each token together: none may stop while another goes on.
+            stop=self.data.eos if self.world.size == 1 else None,
             seed=self.config.seed,
         )
-        text = self.data.decode(tokens[len(prompt) :].tolist())
+        written = tokens[len(prompt) :].tolist()
+        if self.data.eos in written:
+            written = written[: written.index(self.data.eos)]
+        text = self.data.decode(written)
         self._record("sample", prompt=self.config.log.prompt, text=text)
 
     def _record(self, kind: str, **values: Any) -> None:
@@ -268,6 +277,7 @@ class Trainer:
             self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
             self.save()
         self.close()
+        self.world.leave()
 
     def _warn(self, text: str) -> None:
         self._logbook.warn(self.step, text)
@@ -275,7 +285,6 @@ class Trainer:
     def close(self) -> None:
         """Let go of the log's files and of the folder; a run that came to its end has done so."""
         self._logbook.close()
-        self.world.leave()
 
     # -- folder and checkpoints ---------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 Result = TypeVar("Result")
 AXES = ("data", "shard", "tensor")
@@ -116,7 +117,10 @@ class World:
             result = work()
         except Exception as own:
             error = own
-        failed = self.agree([0 if error is None else self.rank + 1])[0]
+        try:
+            (failed,) = self.agree([0 if error is None else self.rank + 1])
+        except RankLostError as lost:
+            raise (error or lost) from lost
         if error is not None:
             raise error
         if failed:
@@ -141,7 +145,10 @@ class World:
             ) from error
 
     def leave(self) -> None:
-        """End the process group, if it was made for this run."""
+        """End the process group, if it was made for this run: on all ranks, or it waits.
+
+        Not after an error on one of them: it would wait before it has said what is wrong.
+        """
         if self.owned and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -155,9 +162,12 @@ def own_rank() -> int:
 
 
 def take_own_device() -> None:
-    """Let each process of a node have a GPU of its own, before anything is put on one."""
+    """Let each process of a node have a GPU of its own, before anything is put on one.
+
+    Where a launcher lets each process see one GPU alone, it is that one.
+    """
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
@@ -179,10 +189,14 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     patience = timedelta(seconds=timeout)
     if not started:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=patience)
+    mesh = init_device_mesh(device_type, (data, shard, tensor), mesh_dim_names=AXES)
+    for name in AXES:
+        # A mesh makes its groups with a patience of its own.
+        _set_pg_timeout(patience, mesh.get_group(name))
     return World(
         rank=dist.get_rank(),
         size=size,
-        mesh=init_device_mesh(device_type, (data, shard, tensor), mesh_dim_names=AXES),
+        mesh=mesh,
         control=dist.new_group(backend="gloo", timeout=patience),
         timeout=timeout,
         owned=not started,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -23,7 +24,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 def weight_of(linear: nn.Linear) -> Tensor:
     """Return a linear's weight, or this rank's part of it where it is cut among ranks."""
     weight = linear.weight
-    return weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def project(x: Tensor, *groups: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
