@@ -179,8 +179,16 @@ def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("axes", ["DDP", "FSDP", "TP"])
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("axes", "number"),
+    [
+        ("DDP", math.nan),
+        ("DDP", math.inf),
+        ("DDP", -math.inf),
+        ("FSDP", math.nan),
+        ("TP", math.nan),
+    ],
+)
 def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(ranks, data, tmp_path, axes, number):
     alone = config_of(data, tmp_path / "alone", llama=True)
     expected = train_here(alone, bad=number)
