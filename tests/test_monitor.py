@@ -188,6 +188,20 @@ def test_skipped_steps_do_not_count():
     assert {reading.note for reading in monitor.health().readings} == {""}
 
 
+def test_a_decay_that_changes_on_the_way_is_told_and_nothing_predicted():
+    model, _, opt = set_up()
+    monitor = lrm.Monitor(opt)
+    take_steps(model, opt, 3)
+    for group in opt.param_groups:
+        group["weight_decay"] *= 2
+    take_steps(model, opt, 3)
+    found = {(r.kind, r.predicted is None, r.note) for r in monitor.health().readings}
+    assert found == {
+        ("matrix", True, "its decay was changed during the run"),
+        ("multiplier", False, ""),
+    }
+
+
 def test_watching_changes_nothing_and_ends_when_told():
     model, plan, opt = set_up()
     watched, _, other = set_up()

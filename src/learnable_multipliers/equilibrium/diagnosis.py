@@ -179,8 +179,9 @@ def expectation_so_far(
         return None, note
     if tensor.steps < taken:
         return None, f"had a gradient in {tensor.steps} of {taken} steps"
-    expected = expectations.of(pace)
-    return expected, "" if expected is not None else "its rate or decay was changed during the run"
+    if tensor.weight_decay != pace.weight_decay:
+        return None, "its decay was changed during the run"
+    return expectations.of(pace), ""
 
 
 def _not_told(tensor: Trained, pace: Pace | None) -> str:

@@ -113,10 +113,10 @@ class Expectations:
             state = brownian_step(state, own, decay, pace.walk)
             self._walked[pace] = state, kept * abs(1 - own * decay)
 
-    def of(self, pace: Pace) -> Expectation | None:
-        """Return what is expected by now; None at a pace that was not followed."""
-        walked = self._walked.get(pace)
-        return None if walked is None else Expectation(walked[0].rms, walked[1])
+    def of(self, pace: Pace) -> Expectation:
+        """Return what is expected by now at one of the paces."""
+        state, kept = self._walked[pace]
+        return Expectation(state.rms, kept)
 
 
 def steady_expectation(walk: Walk, lr: float, weight_decay: float, steps: int) -> Expectation:
