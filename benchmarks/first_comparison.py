@@ -4,8 +4,9 @@
     python benchmarks/first_comparison.py --shape 20m-llama --data DATA \
         --records results/first-comparison.jsonl
 
-Runs that are in the records already are left out, so it can be stopped and started; `--table`
-prints the records as a table for the docs. One seed: differences of a few thousandths are noise.
+Runs that are in the records already are left out, so it can be stopped and started. A part of the
+grid, a rate beyond it or another seed is chosen with `--lrs`, `--placements`, `--lr-scales` and
+`--seed`; `--table` prints the records as tables for the docs.
 """
 
 from __future__ import annotations
@@ -40,18 +41,23 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--optimizers", nargs="*", default=["adamw", "muon"])
+    parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument("--lrs", nargs="*", type=float, help="default: three for each optimizer")
+    parser.add_argument("--lr-scales", nargs="*", type=float, default=MULTIPLIER_LR_SCALES)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=80_000_000)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     known = _read(options.records)
     if options.table:
-        print(table(known))
+        print(table([record for record in known if record["seed"] == 0]))
+        print(table_of_seeds(known))
         return
     start = time.perf_counter()
     done = {record["command"] for record in known}
     longest = 0.0
-    for config in runs(options.shape, options.optimizers, options.tokens):
+    for config in runs(options):
         command = command_of(options.shape, config)
         left = options.seconds - (time.perf_counter() - start)
         if command in done:
@@ -71,20 +77,20 @@ def main() -> None:
         )
 
 
-def runs(shape: str, optimizers: list[str], tokens: int) -> Iterator[TrainConfig]:
-    """Yield every run of one shape."""
-    base = RECIPES[shape][1]
+def runs(options: argparse.Namespace) -> Iterator[TrainConfig]:
+    """Yield every run that is asked for."""
+    base, tokens = RECIPES[options.shape][1], options.tokens
     schedule = replace(
         base.schedule, tokens=tokens, warmup_tokens=tokens // 20, decay_tokens=tokens // 5
     )
     # One evaluation, at the end, on all held-out text.
     log = replace(base.log, every=20, weights_every=0, evaluate_every=0, evaluate_tokens=0)
     log = replace(log, sample_tokens=0, tensorboard=False, drift=False)
-    base = replace(base, schedule=schedule, log=log)
-    for kind in optimizers:
-        for lr in LEARNING_RATES[kind]:
-            for placement in PLACEMENTS.values():
-                for scale in MULTIPLIER_LR_SCALES if placement != "none" else (1.0,):
+    base = replace(base, schedule=schedule, log=log, seed=options.seed)
+    for kind in options.optimizers:
+        for lr in options.lrs or LEARNING_RATES[kind]:
+            for placement in [PLACEMENTS[name] for name in options.placements]:
+                for scale in options.lr_scales if placement != "none" else (1.0,):
                     optimizer = OptimizerConfig(
                         kind=kind,  # pyright: ignore[reportArgumentType]
                         placement=placement,  # pyright: ignore[reportArgumentType]
@@ -103,7 +109,7 @@ def command_of(shape: str, config: TrainConfig) -> str:
         f"--optimizer.multiplier-lr-scale {chosen.multiplier_lr_scale:g} "
         f"--schedule.tokens {schedule.tokens} --schedule.warmup-tokens {schedule.warmup_tokens} "
         f"--schedule.decay-tokens {schedule.decay_tokens} --log.evaluate-tokens 0"
-    )
+    ) + (f" --seed {config.seed}" if config.seed else "")
 
 
 def train(config: TrainConfig, data: Path) -> dict[str, Any]:
@@ -165,6 +171,26 @@ def table(records: list[dict[str, Any]]) -> str:
                         f"| {name} | {shown} | {' | '.join(losses)} | {best:.4f} | {speed:,.0f} |"
                     )
         lines.append("")
+    return "\n".join(lines)
+
+
+def table_of_seeds(records: list[dict[str, Any]]) -> str:
+    """Return the runs that have been made with more than one seed as Markdown."""
+    by_run: dict[tuple[Any, ...], dict[int, float]] = {}
+    for r in records:
+        key = (r["shape"], r["optimizer"], r["lr"], r["placement"], r["multiplier_lr_scale"])
+        by_run.setdefault(key, {})[r["seed"]] = r["valid_loss"]
+    names = {placement: name for name, placement in PLACEMENTS.items()}
+    lines = ["| model | optimizer | lr | multipliers | lr scale | by seed | mean |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for (shape, kind, lr, placement, scale), losses in sorted(by_run.items()):
+        if len(losses) > 1:
+            shown = "" if placement == "none" else f"{scale:g}"
+            each = ", ".join(f"{losses[seed]:.4f}" for seed in sorted(losses))
+            lines.append(
+                f"| {shape} | {kind} | {lr:g} | {names[placement]} | {shown} | {each} "
+                f"| {statistics.mean(losses.values()):.4f} |"
+            )
     return "\n".join(lines)
 
 
