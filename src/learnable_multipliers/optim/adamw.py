@@ -10,6 +10,7 @@ from torch import Tensor
 from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.optim.base import MultiplierOptimizer
+from learnable_multipliers.optim.binding import Binding
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim.slots import Slot
 
@@ -47,5 +48,7 @@ class AdamW(MultiplierOptimizer):
     def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
-        self._kernels.adamw_(self._works(slots), hyper, clip, go)
+    def _update_(
+        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+    ) -> None:
+        bound.kernels.adamw_(bound.works(active), hyper, clip, go)

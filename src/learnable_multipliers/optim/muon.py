@@ -12,8 +12,9 @@ from torch import Tensor
 
 from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.multiplier import Matrix
-from learnable_multipliers.optim.base import MOST_SUBSETS, MultiplierOptimizer
+from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.batches import AdjustLr, Batches, update_dtype
+from learnable_multipliers.optim.binding import MOST_SUBSETS, Binding
 from learnable_multipliers.optim.exchange import SharedBatches, gathered_boxes
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, Coefficients
@@ -117,35 +118,37 @@ class Muon(MultiplierOptimizer):
         lr = super()._lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
-    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
-        hidden, rest = self._sides(slots)
+    def _update_(
+        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+    ) -> None:
+        hidden, rest = self._sides(active)
         if rest:
-            self._kernels.adamw_(self._works(rest), hyper, clip, go)
+            bound.kernels.adamw_(bound.works(rest), hyper, clip, go)
         if not hidden:
             return
         if id(hidden) not in self._hidden:
             self._hidden[id(hidden)] = self._hidden_side(hidden)
         side = self._hidden[id(hidden)]
-        works = self._works(hidden)
-        self._average_squares(side, clip, go)
+        works = bound.works(hidden)
+        self._average_squares(bound, side, clip, go)
         updates = side.batches.fresh()
-        self._kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
+        bound.kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
         updates = side.batches.orthogonalize(updates, self.coefficients)
-        self._kernels.muon_apply_(works, updates, hyper, side.batches.adjust, go)
+        bound.kernels.muon_apply_(works, updates, hyper, side.batches.adjust, go)
 
-    def _average_squares(self, side: _HiddenSide, clip: Tensor, go: Tensor) -> None:
+    def _average_squares(self, bound: Binding, side: _HiddenSide, clip: Tensor, go: Tensor) -> None:
         """Follow mean(g^2) of the clipped raw gradients by an average with beta2.
 
         It starts from the first one it sees, so that its expectation on noise needs no
         correction, whenever that was.
         """
-        assert self._squares is not None
+        assert bound.squares is not None
         at = side.indices
-        before = self._mean_squares[at]
-        square = self._squares[at] * clip.to(before.dtype).square() / side.sizes
-        towards = (1 - self._rates().beta2[at]).to(before.dtype)
+        before = bound.mean_squares[at]
+        square = bound.squares[at] * clip.to(before.dtype).square() / side.sizes
+        towards = (1 - self._rates(bound).beta2[at]).to(before.dtype)
         after = torch.where(before == 0, square, before.lerp(square, towards))
-        self._mean_squares[at] = torch.where(go != 0, after, before)
+        bound.mean_squares[at] = torch.where(go != 0, after, before)
 
     def _bind(self) -> None:
         super()._bind()
@@ -155,9 +158,10 @@ class Muon(MultiplierOptimizer):
 
     def _share_out(self) -> None:
         """Learn what other ranks hold of the hidden matrices, if there are such ranks."""
-        self._workers = self._team
+        bound = self._bound()
+        self._workers = bound.team
         if self._process_group is not None:
-            if self._team is not None:
+            if bound.team is not None:
                 raise ValueError(
                     "process_group is for parameters that are not sharded; sharded ones tell which "
                     "ranks share them, so leave it out"
@@ -165,12 +169,12 @@ class Muon(MultiplierOptimizer):
             self._workers = team_in(self._process_group)
         if self._workers is None:
             return
-        hidden = [slot for slot in self._bound() if is_hidden(slot.matrix)]
+        hidden = [slot for slot in bound.slots if is_hidden(slot.matrix)]
         layout = [(slot.name, slot.share.num_parts, str(_placements(slot))) for slot in hidden]
         if hidden and layout != self._layout:
             # Asked once for a layout: one rank may bind anew when others need not.
             own = [slot.share.box for slot in hidden]
-            boxes = gathered_boxes(self._workers, own, self._steps.device)
+            boxes = gathered_boxes(self._workers, own, bound.device)
             self._boxes = dict(zip((slot.name for slot in hidden), boxes, strict=True))
             self._layout = layout
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learnable_multipliers.kernels.reference import write_effective
 from learnable_multipliers.multiplier import Matrix, effective, keep_carried_rows
+from learnable_multipliers.optim.bank import MultiplierBank
 from learnable_multipliers.optim.base import MultiplierOptimizer
 from learnable_multipliers.optim.slots import Slot
 from learnable_multipliers.symmetry import Axis
@@ -41,7 +42,7 @@ class Scale:
 
 def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Scale]:
     """Return the scales of some axes; refuse those that the optimizer does not train."""
-    slots = {slot.name: slot for slot in opt._bound()}
+    slots = {slot.name: slot for slot in opt._bound().slots}
     multipliers, raw = opt.multipliers(), opt.raw_weights()
     found = {}
     for axis in axes:
@@ -83,7 +84,8 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
     """
     moved = {axis: factor for axis, factor in factors.items() if bool((factor != 1).any())}
     names = {axis.name for axis in moved}
-    slots = [slot for slot in opt._current() if slot.name in names]
+    bound = opt._current()
+    slots = [slot for slot in bound.slots if slot.name in names]
     by_kind = {
         slot.name: {axis: factor for axis, factor in moved.items() if axis.name == slot.name}
         for slot in slots
@@ -91,26 +93,23 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
     for slot in slots:
         _refuse_what_cannot_be_moved(opt, slot)
     # These weights are written below: what something else wrote would be lost without a word.
-    opt._watch.refuse_other_numbers(slots)
+    bound.watch.refuse_other_numbers(slots)
     for slot in slots:
         if slot.matrix is not None and slot.matrix.carries:
-            _multiply_multipliers_(opt, slot, by_kind[slot.name])
+            _multiply_multipliers_(*bound.bank_of[slot.work.index], slot, by_kind[slot.name])
         else:
             _multiply_parameter_(opt, slot, by_kind[slot.name])
-    for bank in opt._banks.values():
-        bank.write_factors_()
-        bank.write_factors_(following=True)
+    bound.write_factors_()
     for slot in slots:
         if slot.owns_raw:
             write_effective(slot.work)
-    opt._watch.remember(slots)
+    bound.watch.remember(slots)
 
 
 def _multiply_multipliers_(
-    opt: MultiplierOptimizer, slot: Slot, factors: Mapping[Axis, Tensor]
+    bank: MultiplierBank, place: int, slot: Slot, factors: Mapping[Axis, Tensor]
 ) -> None:
     assert slot.matrix is not None
-    bank, place = opt._bank_of[slot.work.index]
     state = bank.state_views(place)
     inverse = {
         kind: torch.ones(shape, dtype=torch.float64)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from learnable_multipliers.multiplier import Matrix, carried_rows, initial_values
 from learnable_multipliers.optim.bank import NAMES
-from learnable_multipliers.optim.base import MEAN_SQUARE, MultiplierOptimizer
+from learnable_multipliers.optim.base import MultiplierOptimizer
+from learnable_multipliers.optim.binding import MEAN_SQUARE
 from learnable_multipliers.optim.muon import Muon, is_hidden
 from learnable_multipliers.optim.sharding import full
 from learnable_multipliers.optim.slots import Slot
@@ -60,7 +61,7 @@ class Trained:
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
     base = float(optimizer.param_groups[0]["lr"])
-    for slot in optimizer._bound():
+    for slot in optimizer._bound().slots:
         # Groups mostly share one rate; those of a wrapped optimizer may not.
         rate = float(slot.group["lr"])
         yield from _tensors_of(optimizer, slot, rate / base if rate and base else 1.0)

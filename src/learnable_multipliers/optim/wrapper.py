@@ -16,6 +16,7 @@ from learnable_multipliers.kernels.reference import raw_gradient, write_effectiv
 from learnable_multipliers.multiplier import Matrix
 from learnable_multipliers.names import named_parameters
 from learnable_multipliers.optim.base import MultiplierOptimizer
+from learnable_multipliers.optim.binding import Binding
 from learnable_multipliers.optim.groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim.sharding import lying_like
 from learnable_multipliers.optim.slots import Slot
@@ -106,9 +107,8 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def _bind(self) -> None:
         super()._bind()
-        assert self._slots is not None
         self._raw: dict[int, nn.Parameter] = {}
-        slots = iter(self._slots)
+        slots = iter(self._bound().slots)
         for group in self.inner.param_groups:
             for place, held in enumerate(group["params"]):
                 slot = next(slots)
@@ -134,7 +134,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         """
         groups = [{**group} for group in self.inner.param_groups]
         self._hand_down()
-        for slot in self._bound():
+        for slot in self._bound().slots:
             raw = self._raw.get(slot.work.index)
             if raw is not None and slot.parameter.grad is not None:
                 raw.grad = torch.zeros_like(raw)
@@ -145,7 +145,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             group.update(before)
         self._only_shown = True
 
-    def _update_(self, slots: list[Slot], hyper: Any, clip: Tensor, go: Tensor) -> None:
+    def _update_(
+        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+    ) -> None:
         # The wrapped optimizer cannot be told on the device to hold still.
         if not bool(go):
             return
@@ -156,7 +158,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for raw in self._raw.values():
             raw.grad = None
         kept = []
-        for slot in slots:
+        for slot in active:
             if slot.owns_raw:
                 grad = raw_gradient(slot.work, clip)
                 self._raw[slot.work.index].grad = lying_like(grad, slot.parameter)
@@ -170,10 +172,10 @@ class LearnableMultipliers(MultiplierOptimizer):
         for raw in self._raw.values():
             raw.grad = None
         self._take_over()
-        for slot in slots:
+        for slot in active:
             if slot.owns_raw:
                 write_effective(slot.work)
-        self._watch.remember(slots)
+        bound.watch.remember(active)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
@@ -222,7 +224,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             if inner:
                 theirs[index] = inner
         super().load_state_dict({**state_dict, "state": ours})
-        self._bound()
+        bound = self._bound()
         # Parameters under the names that the state was saved with: numbers, or the model's own in
         # distributed checkpoints.
         groups = [
@@ -234,7 +236,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         made_early = bool(self.inner.state) and not self._only_shown
         self.inner.load_state_dict({"state": theirs, "param_groups": groups})
         # What was saved before the first step was only shown, too.
-        self._only_shown = not made_early and not bool(self._steps.any())
+        self._only_shown = not made_early and not bool(bound.steps.any())
         for ours, inner, last in self._paired_groups():
             kept = {key: value for key, value in ours.items() if key not in _OURS}
             inner.update(kept)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnable_multipliers.optim.base import MEAN_SQUARE
+from learnable_multipliers.optim.binding import MEAN_SQUARE
 from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.loss_meter import LossReading
