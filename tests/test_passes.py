@@ -39,6 +39,28 @@ def test_micro_batches_add_up_to_the_batch(micro):
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_with_another_rate_does_not_wait_for_the_device(kind):
+    model = build(SHAPE, 0, "cuda")
+    optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
+    device = choose_device(RuntimeConfig(device="cuda", cuda_graph="off", dtype="float32"))
+    passes = Passes(model, device, z_loss=1e-3)
+    (tokens,) = batches(1, 4, "cuda")
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        passes.gradients([tokens], 4)
+        # The first steps make state and tables, and compile kernels.
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        passes.clear()
+
+
 # The compiler has advice to give about float32 products.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.gpu

@@ -289,6 +289,17 @@ def test_other_settings_are_refused(data, tmp_path):
     assert trained(chatty).step == 3
 
 
+def test_a_run_that_no_longer_fits_goes_on_in_smaller_passes(data, tmp_path):
+    whole = trained(small_run(data, tmp_path / "whole", steps=6))
+    config = small_run(data, tmp_path / "run", steps=6)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=3))
+    killed_after(config, 3)
+    one_by_one = replace(config.data, micro_batch_sequences=1)
+    resumed = trained(replace(config, resume=True, data=one_by_one))
+    for name, value in resumed.model.state_dict().items():
+        torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
 def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
     trained(small_run(data, tmp_path / "run", steps=3))
     text = tmp_path / "other.txt"

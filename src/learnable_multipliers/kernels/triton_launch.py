@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from learnable_multipliers.kernels import triton_kernels as k
+from learnable_multipliers.kernels.transfer import sent
 from learnable_multipliers.kernels.work import Rates, Work
 
 _TYPES = {
@@ -403,10 +404,3 @@ def _check(work: Work) -> None:
             f"a parameter of shape {tuple(work.weight.shape)} is not contiguous; make it so, or "
             "use backend='torch'"
         )
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Send a small tensor to the device without waiting for it."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from learnable_multipliers.kernels import choose_kernels
 from learnable_multipliers.kernels.backend import Backend
 from learnable_multipliers.kernels.reference import write_effective
+from learnable_multipliers.kernels.transfer import sent
 from learnable_multipliers.kernels.work import Rates, Work
 from learnable_multipliers.multiplier import Matrix, raw_dtype
 from learnable_multipliers.optim.bank import MultiplierBank
@@ -169,14 +170,14 @@ class Binding:
             return torch.ones_like(self.steps)
         moved = torch.zeros(len(self.slots))
         moved[[slot.work.index for slot in active]] = 1.0
-        return moved.to(self.device)
+        return sent(moved, self.device)
 
     def rates(self, rows: list[tuple[float, ...]]) -> Rates:
         """Return the hyper-parameters, a row for each of the `classes`, where kernels find them."""
         if rows != self._last_rows:
             # Only what a scheduler has changed travels to the device.
             self._last_rows = rows
-            self._table = torch.tensor(rows, dtype=torch.float64).to(self.device)
+            self._table = sent(torch.tensor(rows, dtype=torch.float64), self.device)
         return Rates(table=self._table, class_of=self._class_of, steps=self.steps)
 
     def write_factors_(self) -> None:
