@@ -300,6 +300,59 @@ def test_a_run_that_no_longer_fits_goes_on_in_smaller_passes(data, tmp_path):
         torch.testing.assert_close(value, whole.model.state_dict()[name], rtol=1e-3, atol=1e-5)
 
 
+def going_on(config, schedule):
+    """Return the config of a run that goes on, by another schedule."""
+    return replace(config, resume=True, schedule=schedule)
+
+
+def test_a_run_is_made_longer_before_its_decay_begins(data, tmp_path):
+    whole = trained(small_run(data, tmp_path / "whole", steps=12, name="run"))
+    config = small_run(data, tmp_path / "run", steps=8, name="run")
+    config = replace(config, checkpoint=replace(config.checkpoint, every=2))
+    killed_after(config, 4)
+    resumed = trained(going_on(config, whole.config.schedule))
+    assert_same(whole, resumed)
+    told = json.loads((tmp_path / "run" / "config.json").read_text())["schedule"]
+    assert told == json.loads((tmp_path / "whole" / "config.json").read_text())["schedule"]
+
+
+def test_a_run_that_ended_at_its_constant_rate_goes_on_as_if_it_had_not(data, tmp_path):
+    def run(name, steps):
+        config = small_run(data, tmp_path / name, steps=steps, name="run")
+        return replace(config, schedule=replace(config.schedule, decay_tokens=0))
+
+    whole = trained(run("whole", 9))
+    config = run("run", 5)
+    trained(config)
+    resumed = trained(going_on(config, whole.config.schedule))
+    assert_same(whole, resumed)
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "run")]
+    assert kinds.count("end") == 1
+    assert kinds[-1] == "end"
+
+
+def test_a_decay_can_be_branched_off(data, tmp_path):
+    long = small_run(data, tmp_path / "long", steps=14, name="run")
+    long = replace(long, checkpoint=replace(long.checkpoint, every=2))
+    killed_after(long, 4)
+    shutil.copytree(tmp_path / "long", tmp_path / "branch")
+    short = trained(small_run(data, tmp_path / "short", steps=8, name="run"))
+    branch = replace(long, out=tmp_path / "branch")
+    assert_same(short, trained(going_on(branch, short.config.schedule)))
+
+
+def test_a_schedule_that_differs_in_steps_already_taken_is_refused(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=8)
+    trained(config)
+    for changes in (
+        {"tokens": 2 * config.schedule.tokens},
+        {"warmup_tokens": 0},
+        {"tokens": config.schedule.tokens // 2, "decay_tokens": 0},
+    ):
+        with pytest.raises(ValueError, match="these differ: schedule.*the 8 steps already taken"):
+            Trainer(going_on(config, replace(config.schedule, **changes)))
+
+
 def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
     trained(small_run(data, tmp_path / "run", steps=3))
     text = tmp_path / "other.txt"

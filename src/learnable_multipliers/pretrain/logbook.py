@@ -27,12 +27,12 @@ class Logbook:
         if self._folder is not None and not self._folder.is_held:
             self.warn(0, f"{config.out} cannot be locked: see that no other process trains in it")
 
-    def open(self, step: int) -> bool:
+    def open(self, step: int, total: int) -> bool:
         """Open the log, cut back to the step the run is at; tell whether the run has ended."""
-        ended = self._world.together(lambda: self._world.is_first and self._open(step))
+        ended = self._world.together(lambda: self._world.is_first and self._open(step, total))
         return bool(self._world.tell([ended])[0])
 
-    def _open(self, step: int) -> bool:
+    def _open(self, step: int, total: int) -> bool:
         log = self._config.log
         self._log = MetricLog(
             self._config.out,
@@ -40,7 +40,9 @@ class Logbook:
             wandb=log.wandb or None,
             trackio=log.trackio or None,
         )
-        last = self._log.truncate_after(step) if self._config.resume else None
+        last = None
+        if self._config.resume:
+            last = self._log.truncate_after(step, has_more=step < total)
         if step and last is None:
             self.warn(
                 step, f"{self._log.path} has nothing from before step {step:,}: was it removed?"
@@ -51,6 +53,11 @@ class Logbook:
         """Write a file about the run."""
         if self._folder is not None:
             self._folder.write(name, data)
+
+    def amend(self, name: str, section: str, data: Any) -> None:
+        """Put a section of a file about the run right, where it says something else."""
+        if self._folder is not None:
+            self._folder.amend(name, section, data)
 
     def record(self, step: int, record: dict[str, Any]) -> None:
         """Write down a record."""

@@ -89,14 +89,17 @@ class MetricLog:
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
 
-    def truncate_after(self, step: int) -> dict[str, Any] | None:
+    def truncate_after(self, step: int, *, has_more: bool = False) -> dict[str, Any] | None:
         """Drop what was written after a step: a run that resumes from there writes it again.
 
         The file is replaced in one go; lines that stay are not touched. Returns the last of them.
+
+        Args:
+            has_more: The run goes on from here: that it had ended is dropped too.
         """
         kept, last = [], None
         for line, record in _lines(self.path):
-            if record["step"] <= step:
+            if record["step"] <= step and not (has_more and record.get("kind") == "end"):
                 kept.append(line)
                 last = record
         with self._told():

@@ -67,6 +67,13 @@ class RunFolder:
         text = data if isinstance(data, str) else json.dumps(data, indent=1)
         replace_file(self.path / name, (text + "\n").encode())
 
+    def amend(self, name: str, section: str, data: Any) -> None:
+        """Replace a section of a JSON file, if it is another."""
+        path = self.path / name
+        told = json.loads(path.read_bytes()) if path.exists() else None
+        if isinstance(told, dict) and told.get(section) != data:
+            self.write(name, told | {section: data})
+
     def _hold(self) -> None:
         """Take the lock; the system takes it back from a process that ends."""
         if fcntl is None:

@@ -15,6 +15,7 @@ from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointErro
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.loss_meter import LossReading
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.schedule import ScheduleConfig, steps
 from learnable_multipliers.pretrain.spikes import SpikeState
 from learnable_multipliers.pretrain.tensor_files import Tensors
 
@@ -97,18 +98,33 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoin
     )
 
 
-def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a run would go on with other settings than it began with."""
+def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
+    """Raise a ValueError if a run would go on with other settings than it began with.
+
+    Another schedule is the same run as long as it has the same steps so far: a run at its constant
+    rate can be made longer, or shorter with its decay at once.
+    """
     now = json.loads(json.dumps(to_dict(config)))
+    may_change = _MAY_CHANGE
+    if _same_steps(config, before, taken):
+        may_change = may_change | {"schedule"}
     changed = [
         f"{where}: {old} -> {new}"
-        for section in sorted({*now, *before} - _MAY_CHANGE)
+        for section in sorted({*now, *before} - may_change)
         for where, old, new in _differences(section, before.get(section), now.get(section))
-        if where not in _MAY_CHANGE
+        if where not in may_change
     ]
     if changed:
+        hint = ""
+        if any(one.startswith("schedule.") for one in changed):
+            hint = (
+                f". A schedule may change where the {taken:,} steps already taken stay as they "
+                "were: a run can be made longer or shorter before its decay begins"
+            )
         raise ValueError(
-            "a run goes on with the settings it began with; these differ: " + "; ".join(changed)
+            "a run goes on with the settings it began with; these differ: "
+            + "; ".join(changed)
+            + hint
         )
 
 
@@ -119,6 +135,17 @@ _MAY_CHANGE = {
     # A pass that no longer fits the memory is split; that rounds otherwise, and changes no more.
     *("data.path", "data.micro_batch_sequences"),
 }
+
+
+def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> bool:
+    """Tell whether both settings have the same steps, up to the number that was taken."""
+    now = config.data.batch_sequences, config.data.sequence_length
+    then = (before["data"]["batch_sequences"], before["data"]["sequence_length"])
+    schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
+    if now != then:
+        return False
+    planned = steps(config.schedule, *now)
+    return len(planned) >= taken and steps(schedule, *then)[:taken] == planned[:taken]
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

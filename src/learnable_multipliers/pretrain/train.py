@@ -85,7 +85,7 @@ class Trainer:
         self._spikes = spikes.SpikeState()
         if config.resume:
             self._resume()
-        self._ended = self._logbook.open(self.step)
+        self._ended = self._logbook.open(self.step, len(self.steps))
         if not self._ended:
             self._describe()
         if self.device.compiled:
@@ -293,7 +293,9 @@ class Trainer:
         found = environment(self.device.name)
         if self.config.resume:
             # The first part of the run may have been computed elsewhere and otherwise.
-            found |= {"runtime": to_dict(self.config.runtime)}
+            schedule = to_dict(self.config.schedule)
+            found |= {"runtime": to_dict(self.config.runtime), "schedule": schedule}
+            self._logbook.amend("config.json", "schedule", schedule)
             self._logbook.describe(f"resumed-{self.step:08d}.json", found)
             return
         self._logbook.describe("config.json", to_dict(self.config))
@@ -340,7 +342,7 @@ class Trainer:
         like = tensors_of(self.model, self.optimizer)
         kept, wrong = checkpoints.load_newest(folder, like, self.world)
         state = state_of(kept)
-        refuse_other_settings(self.config, state.config)
+        refuse_other_settings(self.config, state.config, kept.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their "
