@@ -1,5 +1,6 @@
 """The command `lrm`, as a user meets it: what it says, what it does, and how it ends."""
 
+import fcntl
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 import typing
 from dataclasses import fields, is_dataclass, replace
@@ -19,6 +21,7 @@ from learnable_multipliers import cli, demo
 from learnable_multipliers.cli import COMMANDS, main
 from learnable_multipliers.cli.arguments import option_names
 from learnable_multipliers.cli.train import configure
+from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.models.presets import PRESETS
@@ -365,19 +368,36 @@ def test_a_dry_run_shows_and_writes_nothing(ask, data):
     assert list(Path().iterdir()) == []
 
 
-def test_too_little_memory_is_said_with_what_helps(ask, data, monkeypatch):
+@pytest.mark.parametrize("where", ["Passes.gradients", "build"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 1 GiB."),
+        ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."),
+    ],
+)
+def test_too_little_memory_is_said_with_what_helps(ask, data, monkeypatch, where, kind, text):
     import torch
 
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAnd more.")
+        raise getattr(torch, kind, RuntimeError)(f"{text}\nAnd more.")
 
-    monkeypatch.setattr("learnable_multipliers.pretrain.train.Passes.gradients", full)
+    monkeypatch.setattr(f"learnable_multipliers.pretrain.train.{where}", full)
     code, _, complaints = ask(*command_of(small_run(data, Path("run"), steps=3)))
     assert code == 1
-    assert "CUDA out of memory. Tried to allocate 1 GiB. Give --data.micro-batch-seq" in complaints
+    assert f"{text} Give --data.micro-batch-seq" in complaints
 
 
 # -- signals and pipes ------------------------------------------------------------------------
+
+
+def wait_for_lines(process, path, count):
+    """Wait until a process has written so many lines."""
+    until = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < until
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
 
 
 def test_a_reader_that_has_enough_is_no_error(monkeypatch):
@@ -392,7 +412,44 @@ def test_a_reader_that_has_enough_is_no_error(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_reader_that_goes_away_does_not_end_a_run(ask, data):
+    config = small_run(data, Path("whole"), steps=12, name="run")
+    config = replace(config, runtime=replace(config.runtime, num_threads=1))
+    read, write = os.pipe()
+    line = [*LRM, *command_of(config)]
+    process = subprocess.Popen(line, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    _, complaints = process.communicate(timeout=120)
+    assert (process.returncode, complaints) == (0, "")
+    assert Path("whole/checkpoints/step-00000012").is_dir()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(ask, data):
+    config = small_run(data, Path("whole"), steps=400, name="run")
+    config = replace(config, runtime=replace(config.runtime, num_threads=1))
+    primary, secondary = os.openpty()
+    process = subprocess.Popen(
+        [*LRM, *command_of(config)],
+        stdin=secondary,
+        stdout=secondary,
+        stderr=secondary,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(secondary)
+    wait_for_lines(process, Path("whole/metrics.jsonl"), 6)
+    # What is written to it fails from now on, and SIGHUP comes.
+    os.close(primary)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    step = max(checkpoints.steps(Path("whole/checkpoints")))
+    assert 1 < step < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, number):
     config = small_run(data, Path("whole"), steps=40, name="run")
     config = replace(config, runtime=replace(config.runtime, num_threads=1))
@@ -403,12 +460,7 @@ def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, numb
         stderr=subprocess.PIPE,
         text=True,
     )
-    metrics = Path("a part/metrics.jsonl")
-    until = time.monotonic() + 60
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 6:
-        assert time.monotonic() < until
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+    wait_for_lines(process, Path("a part/metrics.jsonl"), 6)
     process.send_signal(number)
     out, complaints = process.communicate(timeout=60)
     assert (process.returncode, complaints) == (128 + number, "")

@@ -226,7 +226,7 @@ def test_an_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, er
         if len(saved) == 2:
             raise error("no more")
 
-    monkeypatch.setattr(exporting, "save_file", fail)
+    monkeypatch.setattr(exporting, "save", fail)
     with pytest.raises(error, match="no more"):
         export(run, tmp_path / "new" / "deep" / "out")
     assert list(tmp_path.iterdir()) == []
@@ -236,3 +236,12 @@ def test_an_interrupted_export_leaves_nothing(trained, tmp_path, monkeypatch, er
     with pytest.raises(error, match="no more"):
         export(run, tmp_path / "new" / "deep" / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["new", "file"]
+
+
+def test_others_may_read_what_they_may_read_of_any_new_file(trained, tmp_path):
+    run = trained("llama").config.out
+    plain = tmp_path / "plain"
+    plain.touch()
+    export(run, tmp_path / "out")
+    files = [*(tmp_path / "out").iterdir(), *(run / "checkpoints").glob("*/*.safetensors")]
+    assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}

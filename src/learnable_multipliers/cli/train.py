@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
+from learnable_multipliers.cli.terminal import SteadyOutput
 from learnable_multipliers.pretrain import dry_run
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.interrupt import Interrupt
@@ -42,7 +43,8 @@ def run(arguments: Sequence[str]) -> None:
         print(dry_run.describe(config))
         return
     # Ranks say the same, and one is enough.
-    train(config, Console(quiet=own_rank() > 0), arguments)
+    console = Console(file=SteadyOutput(sys.stdout), quiet=own_rank() > 0)  # pyright: ignore[reportArgumentType]
+    train(config, console, arguments)
 
 
 def configure(arguments: Sequence[str]) -> TrainConfig:
@@ -114,7 +116,7 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         elif shown:
             shown[0].record(name, record)
 
-    with console.status("getting ready"):
+    with console.status("getting ready"), _memory_advice():
         trainer = Trainer(config, observe)
     name = trainer.config.name
     _announce(trainer, console)
@@ -123,21 +125,16 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         closing(trainer),
         Interrupt() as interrupt,
         Display([name], trainer.total_steps, console) as display,
+        _memory_advice(),
     ):
         shown.append(display)
-        try:
-            for step in trainer.going():
-                display.advance(name, step)
-                stopped_by = trainer.stopped_by(interrupt)
-                if stopped_by is not None:
-                    _say(console, f"{stopped_by}: saving step {step:,}")
-                    trainer.save()
-                    break
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"{str(error).splitlines()[0]} Give --data.micro-batch-sequences a smaller number; "
-                "--dry-run shows what takes how much"
-            ) from error
+        for step in trainer.going():
+            display.advance(name, step)
+            stopped_by = trainer.stopped_by(interrupt)
+            if stopped_by is not None:
+                _say(console, f"{stopped_by}: saving step {step:,}")
+                trainer.save()
+                break
     if stopped_by is not None:
         trainer.world.leave()
         more = [] if config.resume else ["--resume"]
@@ -146,6 +143,23 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
     out = escape(str(config.out))
     _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
     _say(console, f"Next: lrm report {out}; lrm export {out} OUT")
+
+
+@contextmanager
+def _memory_advice() -> Iterator[None]:
+    """Say what helps where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # torch's error on a CPU is no class of its own.
+        told = str(error).partition("\n")[0] or "memory ran out"
+        kinds = (torch.OutOfMemoryError, MemoryError)
+        if not isinstance(error, kinds) and "allocate memory" not in told:
+            raise
+        raise ValueError(
+            f"{told} Give --data.micro-batch-sequences a smaller number, also to a run that goes "
+            "on with --resume; --dry-run shows what takes how much"
+        ) from error
 
 
 def _announce(trainer: Trainer, console: Console) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from learnable_multipliers.optim.bank import NAMES
@@ -23,6 +22,7 @@ from learnable_multipliers.pretrain.models import hugging_face
 from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.tensor_files import save
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -76,9 +76,9 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         _write(folder / "config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         # Loaders look for this mark.
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        save(weights, folder / "model.safetensors", {"format": "pt"})
         if multipliers:
-            save_file(multipliers, folder / "multipliers.safetensors")
+            save(multipliers, folder / "multipliers.safetensors")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step in hand, with a checkpoint."""
+"""Ctrl-C, SIGTERM and a lost terminal end a run after the step in hand, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import FrameType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+"""Comes when a terminal closes or a connection is lost; Windows has none."""
 
 
 class Interrupt:
@@ -20,7 +22,7 @@ class Interrupt:
     def __enter__(self) -> Self:
         # Python takes signals on its main thread alone; elsewhere the caller is in charge.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in _noted()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -32,3 +34,10 @@ class Interrupt:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+
+
+def _noted() -> list[signal.Signals]:
+    # Under nohup a run is meant to outlive its terminal.
+    if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN:
+        return [*_SIGNALS]
+    return [*_SIGNALS, _HANGUP]

@@ -54,19 +54,30 @@ def name_on(name: str, rank: int, world: World) -> str:
     return name if world.size == 1 else f"{name.removesuffix(own)}-{rank:05d}{SUFFIX}"
 
 
+def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file that others may read as they may read any new file.
+
+    safetensors alone makes one that only its owner can read.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
 def write(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """Write what is this rank's to write: each piece is in one file, however many hold a copy."""
     # By name: the same tensors give the same bytes.
     mine = {name: tensors[name] for name in sorted(tensors) if _writes(world, tensors[name])}
     parts = {name: local(tensor).contiguous() for name, tensor in mine.items()}
     if world.size == 1:
-        save_file(parts, path)
+        save(parts, path)
         return
     boxes = {
         name: {"shape": list(tensor.shape), "start": [r.start for r in box_here(tensor)]}
         for name, tensor in mine.items()
     }
-    save_file(parts, path, metadata={_PIECES: json.dumps(boxes)})
+    save(parts, path, {_PIECES: json.dumps(boxes)})
 
 
 def read(folder: Path, like: Tensors | None = None) -> Tensors:
