@@ -182,6 +182,13 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         assert told[1].strip("'") == shown, path
 
 
+def test_whole_numbers_are_read_as_people_write_them():
+    words = "tiny --schedule.tokens 1.5e6 --data.batch-sequences 1_024 --seed 9007199254740993e0"
+    config = configure(words.split())
+    found = config.schedule.tokens, config.data.batch_sequences, config.seed
+    assert found == (1_500_000, 1024, 9007199254740993)
+
+
 # -- mistakes ---------------------------------------------------------------------------------
 
 
@@ -195,6 +202,9 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         ("train 20-m", "Did you mean lrm train 20m?"),
         ("train --resume tiny", "the recipe comes first"),
         ("train tiny 20m", "cannot make sense of '20m'"),
+        ("data prepare --out x text", "Sources come first, or behind --sources."),
+        ("train tiny --schedule.tokens 1e-1", "'1e-1' is not a whole number"),
+        ("train tiny --schedule.tokens many", "'many' is not a whole number"),
         ("train tiny --optimizer.learning-rate 3", "Did you mean --optimizer.lr?"),
         ("train tiny --optimizer.learning_rate=3", "no option --optimizer.learning-rate."),
         ("train tiny --lr 3", "Did you mean --optimizer.lr?"),

@@ -222,7 +222,7 @@ def test_truncated_last_line_is_set_aside_and_reported(tmp_path, runs):
     assert not run.finished
     page = write_page(tmp_path / "page.html", [run], title="t").read_text()
     assert f"line {len(whole)} could not be read" in page
-    assert "did not finish: its records stop at step 400" in page
+    assert "goes on, or did not finish: its records stop at step 400" in page
 
 
 def test_later_lines_win_where_a_resumed_run_repeats_steps(runs):
@@ -325,6 +325,13 @@ def test_seeds_of_one_setting_are_told_from_settings(tmp_path, runs):
     told = " ".join(summarize([*runs, other]))
     assert f"they end between {losses[0]:.4f} and {losses[1]:.4f}" in told
     assert "Trained with one seed: full." in told
+
+
+def test_a_run_that_was_not_evaluated_yet_has_not_diverged(runs):
+    run = edit_metrics(runs[0].folder, lambda records: [r for r in records if r["kind"] != "eval"])
+    assert summarize([run])[0] == "Run plain was not evaluated yet."
+    told = summarize([run, runs[1]])[0]
+    assert told == "Run plain was not evaluated yet: no run is compared with it."
 
 
 @pytest.mark.parametrize("loss", [math.nan, None, "nan", "inf"])

@@ -8,12 +8,44 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from fractions import Fraction
 from typing import Any, NoReturn, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
 _WIDEST = 100
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _whole_numbers(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
+    """Read `30e9` as people write it, where a whole number is asked for."""
+    if info.type is not int:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: _whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _whole_number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        try:
+            # Exact, which a float is not for long numbers.
+            value = Fraction(word)
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"{word!r} is not a whole number") from None
+        if value.denominator != 1:
+            raise ValueError(f"{word!r} is not a whole number") from None
+        return value.numerator
 
 
 def read(
@@ -40,6 +72,7 @@ def read(
         # `--resume` alone, without a `--no-resume` that nobody needs; `PATH`, not `{None}|PATH`.
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
         return_unknown_args=True,
+        registry=_REGISTRY,
     )
     if unknown:
         known = option_names(kind)
@@ -105,7 +138,10 @@ def _about(
     """Say what is wrong, and what was probably meant."""
     option = next((word for word in unknown if word.startswith("-")), None)
     if option is None:
-        return f"cannot make sense of {unknown[0]!r}: settings are given as --name value."
+        # A command that takes files takes them under this name.
+        first = "--sources" in known
+        files = " Sources come first, or behind --sources." if first else ""
+        return f"cannot make sense of {unknown[0]!r}: settings are given as --name value.{files}"
     name = option.partition("=")[0].replace("_", "-")
     section, dot, last = name.lstrip("-").rpartition(".")
     if name in on:

@@ -44,7 +44,9 @@ def side(difference: float, base: float) -> str:
 def _losses(runs: Sequence[Run]) -> list[str]:
     baseline, loss = runs[0], final(runs[0], "loss")
     if not math.isfinite(loss):
-        return [f"Run {baseline.name} has no finite validation loss: no run is compared with it."]
+        what = "has no finite validation loss" if baseline.of("eval") else "was not evaluated yet"
+        alone = "." if len(runs) == 1 else ": no run is compared with it."
+        return [f"Run {baseline.name} {what}{alone}"]
     if len(runs) == 2 and baseline.placement == "none" != runs[1].placement:
         run = runs[1]
         subject = f"With multipliers ({run.name}: placement {run.placement}) the validation loss"
@@ -147,7 +149,8 @@ def _cautions(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if not run.finished:
             found.append(
-                f"Run {run.name} did not finish: its records stop at step {run.last_step}."
+                f"Run {run.name} goes on, or did not finish: its records stop at step "
+                f"{run.last_step}."
             )
         skipped = number((run.last("train") or {}).get("skipped_steps"))
         if skipped > 0:
