@@ -89,17 +89,6 @@ def test_default_corpus_is_the_standard_library_without_tests():
     assert texts == list(Corpus())
 
 
-def test_sample_is_bounded_spread_and_skips_what_is_not_kept(tmp_path):
-    for name in "abcdefgh":
-        write(tmp_path / f"{name}.jsonl", json_lines([name * 50] * 100 + ["-" * 50]))
-    texts = list(Corpus([str(tmp_path)]).sample(4000, keep=lambda text: text[0] != "a"))
-    assert sum(map(len, texts)) <= 4000
-    assert {text[0] for text in texts} == set("bcdefgh-")
-    assert {text[0]: texts.count(text) for text in texts}["b"] == 10
-    one = Corpus([write(tmp_path / "x.txt", b"y" * 10_000)])
-    assert list(one.sample(100, keep=lambda text: len(text) == 10_000)) == ["y" * 100]
-
-
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

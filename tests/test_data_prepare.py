@@ -2,6 +2,7 @@ import errno
 import gzip
 import json
 import lzma
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -158,6 +159,64 @@ def test_tokenizer_never_sees_validation_text(tmp_path):
         assert "xy" not in vocabulary
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "folder"])
+def test_tokenizer_does_not_depend_on_the_order_of_the_documents(tmp_path, kind):
+    # Two languages one after the other, each several times the sample.
+    generator = random.Random(0)
+    alphabets = (
+        "abcdefghijklm",
+        "\u0430\u0431\u0432\u0433\u0434\u0435\u0436\u0437\u0438\u043a\u043b\u043c\u043d",
+    )
+    words = [["".join(generator.choices(one, k=6)) for _ in range(80)] for one in alphabets]
+    texts = [" ".join(generator.choices(some, k=40)) for some in words for _ in range(200)]
+    made = {}
+    for name, order in (("sorted", texts), ("shuffled", generator.sample(texts, len(texts)))):
+        source = written(tmp_path / name, kind, order)
+        config = PrepareConfig(
+            sources=(source,),
+            out=tmp_path / name / "out",
+            vocab_size=1300,
+            tokenizer_sample=20_000,
+            valid_fraction=0.1,
+        )
+        made[name] = prepare(config)
+    assert made["sorted"].tokenizer_sha256 == made["shuffled"].tokenizer_sha256
+    assert made["sorted"].num_tokens("train") == made["shuffled"].num_tokens("train")
+    # The words of both languages are tokens, all but those that begin a text.
+    assert made["sorted"].num_tokens("train") < 1.2 * 40 * made["sorted"].num_documents("train")
+
+
+def written(folder, kind, texts):
+    folder.mkdir()
+    match kind:
+        case "jsonl":
+            return json_lines(folder / "a.jsonl", texts)
+        case "jsonl.gz":
+            plain = Path(json_lines(folder / "a.jsonl", texts))
+            (folder / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+            return str(folder / "a.jsonl.gz")
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+            return str(folder / "a.parquet")
+    (folder / "in").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "in" / f"{number:03d}.txt").write_bytes(text.encode())
+    return str(folder / "in")
+
+
+def test_tokenizer_is_trained_on_no_more_than_is_encoded(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", ["abab " * 50, "xyxy " * 50])
+    with open(source, "a", encoding="utf-8") as file:
+        file.write("never read\n")
+    out = tmp_path / "out"
+    prepare(
+        PrepareConfig(sources=(source,), out=out, vocab_size=300, valid_fraction=0, max_bytes=250)
+    )
+    vocabulary = TokenDataset.open(out).tokenizer().tokenizer.get_vocab()
+    assert "ab" in vocabulary
+    assert "xy" not in vocabulary
+
+
 def test_shards_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     # Many batches of unequal work, so that two workers finish out of order.
     monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 5000)
@@ -213,6 +272,16 @@ def test_progress_counts_what_is_written(tmp_path):
         strict=True,
     ):
         assert getattr(steps[-1], name) == count("train") + count("valid")
+
+
+def test_progress_counts_what_is_read_for_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 250)
+    steps = []
+    texts = [f"{n:0100d}" for n in range(10)]
+    source = json_lines(tmp_path / "a.jsonl", texts)
+    prepare(PrepareConfig(sources=(source,), out=tmp_path / "out", valid_fraction=0), steps.append)
+    read = [(step.documents, step.bytes) for step in steps if step.stage == "tokenizer"]
+    assert read == [(0, 0), (3, 300), (6, 600), (9, 900)]
 
 
 def test_large_vocabulary_is_stored_in_32_bits(tmp_path):

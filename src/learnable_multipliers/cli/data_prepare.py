@@ -34,13 +34,11 @@ def run(arguments: Sequence[str]) -> None:
     with console.status("reading") as status:
 
         def report(progress: Progress) -> None:
-            if progress.stage == "tokenizer":
-                status.update("training the tokenizer" if config.tokenizer is None else "reading")
-            else:
-                status.update(
-                    f"{in_short(progress.documents)} documents, {in_short(progress.bytes)}B, "
-                    f"{in_short(progress.tokens)} tokens"
-                )
+            read = f"{in_short(progress.documents)} documents, {in_short(progress.bytes)}B"
+            if progress.stage == "encode":
+                status.update(f"{read}, {in_short(progress.tokens)} tokens")
+            elif config.tokenizer is None:
+                status.update(f"training the tokenizer: {read}")
 
         manifest = prepare(config, report)
     seconds = time.perf_counter() - start

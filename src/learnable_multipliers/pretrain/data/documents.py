@@ -6,7 +6,6 @@ reads the same on every machine. Nothing is shuffled here: the sample order does
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import platform
@@ -80,29 +79,6 @@ class Corpus:
                 yield text
         if empty:
             raise DocumentError(self._nothing("no document"))
-
-    def sample(self, num_characters: int, keep: Callable[[str], bool]) -> Iterator[str]:
-        """Yield at most `num_characters` of the documents to keep, from all over the corpus.
-
-        Files come in the order of a hash of their names, and one gives at most a sixteenth (or its
-        equal share, where they are fewer), so that neither the first folder nor one big file rules.
-        """
-        left = num_characters
-        share = num_characters // min(len(self._parts), 16)
-        for part in sorted(self._parts, key=lambda part: _digest(part.label)):
-            of_part = min(share, left)
-            for text in self._read(part):
-                if of_part <= 0:
-                    break
-                if not keep(text):
-                    continue
-                # A single document larger than the share would break the bound.
-                text = text[:of_part]
-                of_part -= len(text)
-                left -= len(text)
-                yield text
-            if left <= 0:
-                return
 
     def _read(self, part: _File | _HuggingFace) -> Iterator[str]:
         if isinstance(part, _HuggingFace):
@@ -204,7 +180,3 @@ def _read_hugging_face(part: _HuggingFace, text_field: str) -> Iterator[str]:
             f"cannot read {part.label} ({type(error).__name__}: {error}); check the name, the "
             "split and the network, or give files"
         ) from error
-
-
-def _digest(label: str) -> bytes:
-    return hashlib.blake2b(label.encode("utf-8", "surrogateescape"), digest_size=16).digest()

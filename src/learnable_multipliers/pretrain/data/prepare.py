@@ -23,6 +23,7 @@ from learnable_multipliers.pretrain.data.manifest import (
 )
 from learnable_multipliers.pretrain.data.shards import ShardWriter, new_folder, refuse_existing
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Document, Splitter
+from learnable_multipliers.pretrain.data.text_sample import TextSample
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -104,7 +105,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     refuse_existing(config.out, overwrite=config.overwrite)
     splitter = _splitter(config)
     report(Progress("tokenizer", 0, 0, 0))
-    tokenizer = _tokenizer(config, splitter)
+    tokenizer = _tokenizer(config, splitter, report)
     dtype = token_dtype(tokenizer.vocab_size)
     with new_folder(config.out, overwrite=config.overwrite) as folder:
         if config.tokenizer is None or config.add_eos:
@@ -139,11 +140,28 @@ def _splitter(config: PrepareConfig) -> Splitter:
     )
 
 
-def _tokenizer(config: PrepareConfig, splitter: Splitter) -> TextTokenizer:
+def _tokenizer(config: PrepareConfig, splitter: Splitter, report: Report) -> TextTokenizer:
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
-    size = config.tokenizer_sample or _SAMPLE_PER_TOKEN * config.vocab_size
-    return train_tokenizer(splitter.training_sample(size), config.vocab_size)
+    return train_tokenizer(_training_sample(config, splitter, report), config.vocab_size)
+
+
+def _training_sample(config: PrepareConfig, splitter: Splitter, report: Report) -> Iterator[str]:
+    """Yield text to train a tokenizer on, from all over the training documents.
+
+    All of them are read for it, as they are again to be encoded, which takes many times as long.
+    """
+    sample = TextSample(config.tokenizer_sample or _SAMPLE_PER_TOKEN * config.vocab_size)
+    num_bytes = reported = 0
+    read = splitter.corpus_documents(config.max_bytes)
+    for documents, (text, split, size) in enumerate(read, start=1):
+        if split == TRAIN:
+            sample.add(text)
+        num_bytes += size
+        if num_bytes - reported >= _BATCH_BYTES:
+            reported = num_bytes
+            report(Progress("tokenizer", documents, num_bytes, 0))
+    yield from sample
 
 
 def _write_shards(

@@ -41,14 +41,17 @@ class Splitter:
         self._num_empty = 0
         self._num_dropped = 0
 
-    def training_sample(self, num_characters: int) -> Iterator[str]:
-        """Yield text of the training split from all over the corpus."""
-        return self._corpus.sample(
-            num_characters, keep=lambda text: self._split(text.encode()) == TRAIN
-        )
-
     def documents(self, max_bytes: int | None) -> Iterator[Document]:
-        """Yield the documents in order, and count what is left out.
+        """Yield the documents in order, and count what is left out."""
+        yield from self.corpus_documents(max_bytes)
+        for text in self._held_out or ():
+            if text:
+                yield Document(text, VALID, len(text.encode()))
+            else:
+                self._num_empty += 1
+
+    def corpus_documents(self, max_bytes: int | None) -> Iterator[Document]:
+        """Yield the documents but those of a second corpus.
 
         The document that brings the corpus to `max_bytes` is its last.
         """
@@ -66,11 +69,6 @@ class Splitter:
                 total += len(data)
             if max_bytes is not None and total >= max_bytes:
                 break
-        for text in self._held_out or ():
-            if text:
-                yield Document(text, VALID, len(text.encode()))
-            else:
-                self._num_empty += 1
 
     def check(self, splits: dict[str, tuple[Shard, ...]]) -> None:
         """Raise if a split that was asked for came out empty."""
