@@ -5,6 +5,7 @@ import lzma
 import random
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -312,6 +313,43 @@ def dataset_folder(tmp_path):
     )
     prepare(config)
     return tmp_path / "out"
+
+
+def test_fingerprint_is_of_what_training_depends_on(dataset_folder):
+    manifest = Manifest.load(dataset_folder)
+    train, valid = (manifest.splits[name] for name in ("train", "valid"))
+    first, *rest = train
+    same = [
+        replace(manifest, source={"sources": ["elsewhere"]}),
+        replace(manifest, splits={"valid": valid, "train": train}),
+    ]
+    assert {one.fingerprint() for one in same} == {manifest.fingerprint()}
+    others = [
+        *(
+            replace(manifest, **change)
+            for change in (
+                {"dtype": "<u4"},
+                {"vocab_size": 301},
+                {"eos_id": 1},
+                {"eos_token": "</s>"},
+                {"tokenizer_sha256": "0" * 64},
+                {"splits": {"train": train}},
+                {"splits": {"train": valid, "valid": train}},
+            )
+        ),
+        *(
+            replace(manifest, splits={"train": shards, "valid": valid})
+            for shards in (
+                train[::-1],
+                train[1:],
+                (replace(first, sha256="0" * 64), *rest),
+                (replace(first, tokens=99), *rest),
+                (replace(first, documents=99), *rest),
+                (replace(first, bytes=99), *rest),
+            )
+        ),
+    ]
+    assert len({one.fingerprint() for one in [manifest, *others]}) == 1 + len(others)
 
 
 def test_changed_byte_is_found_by_verify_and_named(dataset_folder):

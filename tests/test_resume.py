@@ -1,6 +1,7 @@
 """A run that goes on from a checkpoint is the run it would have been."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -360,6 +361,50 @@ def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
     other = tmp_path / "other"
     held_out = (str(data.parent / "text"),)
     prepare(PrepareConfig(sources=(str(text),), out=other, vocab_size=257, valid_sources=held_out))
+    with pytest.raises(ValueError, match="not those the run began with"):
+        Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
+
+
+def test_the_same_text_prepared_in_another_place_is_gone_on_with(data, tmp_path):
+    killed_after(small_run(data, tmp_path / "run"), 7)
+    moved = tmp_path / "elsewhere" / "text"
+    shutil.copytree(data.parent / "text", moved)
+    again = PrepareConfig(
+        sources=(str(moved),), out=tmp_path / "data", vocab_size=257, valid_fraction=0.2
+    )
+    prepare(again)
+    manifests = [(folder / "manifest.json").read_text() for folder in (data, tmp_path / "data")]
+    assert manifests[0] != manifests[1]
+    resumed = trained(small_run(tmp_path / "data", tmp_path / "run", resume=True))
+    assert_same(resumed, trained(small_run(data, tmp_path / "whole", name="run")))
+
+
+def test_a_checkpoint_that_kept_the_checksum_of_the_manifest_is_taken_up(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    state = json.loads((path / "state.json").read_text())
+    before = hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
+    assert state["data"] != before
+    rewritten(path, "state.json", json.dumps(state | {"data": before}).encode())
+    assert trained(replace(config, resume=True)).step == 3
+
+
+@pytest.mark.parametrize("change", ["shard", "tokenizer", "eos"])
+def test_data_with_another_checksum_or_end_are_refused(data, tmp_path, change):
+    trained(small_run(data, tmp_path / "run", steps=3))
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    trained(small_run(other, tmp_path / "run", steps=3, resume=True))
+    manifest = json.loads((other / "manifest.json").read_text())
+    match change:
+        case "shard":
+            manifest["splits"]["train"][0]["sha256"] = "0" * 64
+        case "tokenizer":
+            manifest["tokenizer_sha256"] = "0" * 64
+        case "eos":
+            manifest["eos_id"] = 1
+    (other / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="not those the run began with"):
         Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
 

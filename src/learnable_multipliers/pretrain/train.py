@@ -343,10 +343,10 @@ class Trainer:
         kept, wrong = checkpoints.load_newest(folder, like, self.world)
         state = state_of(kept)
         refuse_other_settings(self.config, state.config, kept.step)
-        if state.data != self.data.fingerprint:
+        if not self.data.has_fingerprint(state.data):
             raise ValueError(
-                f"the data at {self.data.folder} are not those the run began with: their "
-                "manifest has another checksum"
+                f"the data at {self.data.folder} are not those the run began with: their tokens "
+                "or their tokenizer are others; name those with --data.path, or begin a new run"
             )
         self._take_up(kept, state)
         self._watch = Stopwatch(state.seconds)

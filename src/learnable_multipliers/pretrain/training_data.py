@@ -38,8 +38,7 @@ class TrainingData:
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
         self._token_bytes = _token_bytes(self._tokenizer)
         self.eos = manifest.eos_id
-        self.fingerprint = file_sha256(folder / MANIFEST_FILE)
-        """Changes with any of the data: the manifest holds the checksums of all files."""
+        self.fingerprint = manifest.fingerprint()
 
     @classmethod
     def open(cls, config: DataConfig, vocab_size: int, seed: int) -> TrainingData:
@@ -53,6 +52,11 @@ class TrainingData:
                 f"{data.manifest.vocab_size}, or prepare the data with a smaller tokenizer"
             )
         return data
+
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Tell whether a run that kept this fingerprint began with these data."""
+        # Earlier releases kept the checksum of the manifest, which changes with the place too.
+        return fingerprint in (self.fingerprint, file_sha256(self.folder / MANIFEST_FILE))
 
     def batch(self, start: int, size: int, device: torch.device) -> Tensor:
         """Return the samples from global index `start` on, (size, sequence_length + 1)."""

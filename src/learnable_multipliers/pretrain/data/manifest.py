@@ -40,6 +40,25 @@ class Manifest:
     tokenizer_sha256: str
     splits: dict[str, tuple[Shard, ...]]
     source: dict[str, Any]
+    """Where the text came from, as it was named: for people, and no part of the fingerprint."""
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of all that training depends on, in hexadecimal.
+
+        The names of files and sources are left out: the same text prepared in another place is the
+        same data.
+        """
+        content = {
+            "dtype": self.dtype,
+            "vocab_size": self.vocab_size,
+            "eos": [self.eos_id, self.eos_token],
+            "tokenizer": self.tokenizer_sha256,
+            "splits": {
+                name: [[one.sha256, one.tokens, one.documents, one.bytes] for one in shards]
+                for name, shards in self.splits.items()
+            },
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def num_tokens(self, split: str) -> int:
         """Count the tokens of a split, end-of-document tokens included."""

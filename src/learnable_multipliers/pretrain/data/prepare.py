@@ -1,8 +1,9 @@
 """Prepare a dataset: documents to a tokenizer, token shards and a manifest.
 
-The result is a function of the text and the settings: neither the number of workers nor the place
-of the files changes a bit of it. Which split a document belongs to is decided by a hash of its
-text, so copies of a document are never on both sides.
+Tokens and tokenizer are a function of the text and the settings: neither the number of workers nor
+the place of the files changes a bit of them; the manifest says beside them where the text lay.
+Which split a document belongs to is decided by a hash of its text, so copies of a document are
+never on both sides.
 """
 
 from __future__ import annotations
