@@ -49,7 +49,7 @@ _20M = ModelConfig(
     ssm_head_dim=64,
     ssm_state_size=64,
 )
-# The shape of Falcon-H1-Tiny-90M, untied: facts about it are public, its vocabulary is 32,768.
+# The shape of Falcon-H1-Tiny-90M, tied: facts about it are public, its vocabulary is 32,768.
 _90M = ModelConfig(
     vocab_size=32768,
     hidden_size=512,
