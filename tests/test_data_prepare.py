@@ -301,6 +301,45 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
     assert found == [1, 65_539, 65_540, 65_535, 65_536, 65_540]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_that_would_end_its_document_is_an_error_and_leaves_nothing(tmp_path, workers):
+    # A model that has the end among its own words cannot take it for text.
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="b"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(tmp_path / "words.json"))
+    for name, texts in (("good", ["a </s>b a", "b"]), ("bad", ["a b", "a", "a </s> b"])):
+        source = json_lines(tmp_path / f"{name}.jsonl", texts)
+        config = PrepareConfig(
+            sources=(source,),
+            out=tmp_path / name,
+            tokenizer=tmp_path / "words.json",
+            valid_fraction=0,
+            num_workers=workers,
+        )
+        if name == "good":
+            prepare(config)
+            assert TokenDataset.open(tmp_path / name).tokens(0, 6).tolist() == [0, 1, 0, 2, 1, 2]
+        else:
+            with pytest.raises(DocumentError, match=r"document 3 has .* token '</s>', so it would"):
+                prepare(config)
+            assert not (tmp_path / name).exists()
+
+
+def test_documents_about_the_end_stay_whole_though_the_file_calls_it_no_special_token(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    common = {"sources": (source,), "valid_fraction": 0}
+    expected = prepare(PrepareConfig(**common, out=tmp_path / "trained", vocab_size=300))
+    settings = json.loads((tmp_path / "trained" / "tokenizer.json").read_text())
+    settings["added_tokens"][0]["special"] = False
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(settings))
+    found = prepare(PrepareConfig(**common, out=tmp_path / "out", tokenizer=given))
+    assert found.splits == expected.splits
+    assert read_back(tmp_path / "out", "train") == TEXTS
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == given.read_bytes()
+
+
 @pytest.fixture
 def dataset_folder(tmp_path):
     source = json_lines(tmp_path / "a.jsonl", TEXTS)

@@ -180,6 +180,25 @@ def test_given_tokenizer_encodes_whole_documents_whatever_its_file_says(tmp_path
     assert [ids(one) for one in encoder(loaded)(CORPUS)] == expected
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_text_never_encodes_to_the_end_of_a_document_that_is_no_special_token(
+    tmp_path, tokenizer, normalized
+):
+    settings = json.loads(tokenizer.tokenizer.to_str())
+    settings["added_tokens"][0] |= {"special": False, "normalized": normalized}
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path / "t.json")
+    for text in ("<|endoftext|>", "the<|endoftext|> end", *CORPUS):
+        expected = tokenizer.encode(text)
+        assert loaded.eos_id == 0
+        assert 0 not in expected
+        assert loaded.encode(text) == expected
+        assert ids(encoder(loaded)([text])[0]) == [*expected, 0]
+        assert loaded.decode(expected) == text
+    assert loaded.vocab_size == tokenizer.vocab_size
+    assert loaded.token_bytes().tolist() == tokenizer.token_bytes().tolist()
+
+
 def words_tokenizer(path, names):
     inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()

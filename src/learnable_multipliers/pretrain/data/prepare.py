@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.formats import DocumentError
 from learnable_multipliers.pretrain.data.manifest import (
     TOKENIZER_FILE,
     Manifest,
@@ -182,15 +186,27 @@ def _write_shards(
     try:
         for encoded, notes in encode_batches(tokenizer, dtype, batches, config.num_workers):
             for tokens, (split, size) in zip(encoded, notes, strict=True):
+                documents += 1
+                _refuse_end_inside(np.frombuffer(tokens, dtype), tokenizer, documents)
                 writers[split].add(tokens, size)
                 num_bytes += size
                 num_tokens += len(tokens) // dtype.itemsize
-            documents += len(notes)
             report(Progress("encode", documents, num_bytes, num_tokens))
         return {split: shards for split, one in writers.items() if (shards := one.close())}
     finally:
         for writer in writers.values():
             writer.abandon()
+
+
+def _refuse_end_inside(
+    tokens: NDArray[np.unsignedinteger], tokenizer: TextTokenizer, number: int
+) -> None:
+    if (tokens[:-1] == tokenizer.eos_id).any():
+        raise DocumentError(
+            f"document {number:,} has text that the tokenizer encodes as its end-of-document token "
+            f"{tokenizer.eos_token!r}, so it would end there; name a token that no text contains "
+            "with --eos-token, or take it out of the text"
+        )
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[tuple[str, int]]]]:

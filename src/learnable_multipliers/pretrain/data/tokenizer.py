@@ -1,7 +1,9 @@
 """Tokenizers: a byte-level BPE trained on the corpus, or a given tokenizer.json.
 
-Every document ends with one end-of-document token, and no text can produce that token: special
-tokens written out in a document are encoded as the characters they are.
+Every document ends with one end-of-document token. Special tokens written out in a text are encoded
+as the characters they are, and the end-of-document token is always a special one, whatever its file
+says. That leaves models which have it among their own words: no document that brings it forth is
+ever written (`prepare`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
+        added = tokenizer.get_added_tokens_decoder().get(eos_id)
+        if added is not None and not added.special:
+            # Else it would be found in text, and a document about it would fall apart.
+            tokenizer.add_special_tokens([eos_token])
         if isinstance(tokenizer.model, models.BPE):
             # Dropout would make the same text encode differently each time.
             tokenizer.model.dropout = None
