@@ -398,6 +398,25 @@ def test_too_little_memory_is_said_with_what_helps(ask, data, monkeypatch, where
     assert f"{text} Give --data.micro-batch-seq" in complaints
 
 
+def test_a_preparation_says_what_it_left_out(ask):
+    folder = Path("texts")
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"text {number}" if number else "")
+    for name in ("one.json", "two.json", "three"):
+        (folder / name).write_text("{}")
+    line = ["data", "prepare", "texts", "--vocab-size", "257", "--valid-fraction", "0.2"]
+    code, out, complaints = ask(*line, "--out", "some")
+    assert (code, complaints) == (0, "")
+    assert "files of other kinds in the folders: 2 .json, 1 no suffix. To have one read" in out
+    assert "left out, documents without text: 1" in out
+    assert "Train on it: lrm train tiny --data.path some --model.vocab-size 257" in out
+    code, out, _ = ask(*line[:-1], "0", "--out", "none")
+    assert code == 0
+    assert "Nothing is held out, and lrm train needs text to evaluate on" in out
+    assert "Train on it" not in out
+
+
 # -- signals and pipes ------------------------------------------------------------------------
 
 

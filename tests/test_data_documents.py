@@ -50,6 +50,14 @@ def test_documents_of_every_format_and_compression_are_the_texts_written(tmp_pat
     assert list(Corpus([plain])) == ["".join(TEXTS)]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one"}\n{"text": "\ufefftwo"}\n', "utf-8-sig")
+    plain = tmp_path / "b.txt"
+    plain.write_text("three", "utf-8-sig")
+    assert list(Corpus([str(lines), str(plain)])) == ["one", "\ufefftwo", "three"]
+
+
 def test_several_zstd_frames_are_read_to_the_end(tmp_path):
     data = zstandard.compress(b"one ") + zstandard.compress(b"two" * 500_000)
     assert list(Corpus([write(tmp_path / "a.txt.zst", data)])) == ["one " + "two" * 500_000]

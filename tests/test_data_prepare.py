@@ -436,7 +436,7 @@ def test_existing_output_is_refused_and_replaced_only_on_demand(dataset_folder, 
     source = json_lines(tmp_path / "b.jsonl", ["new text"])
     config = {"sources": (source,), "out": dataset_folder, "vocab_size": 257, "valid_fraction": 0}
     with pytest.raises(
-        FileExistsError, match="out exists; choose another folder or pass overwrite"
+        FileExistsError, match="out exists; choose another folder or give --overwrite"
     ):
         prepare(PrepareConfig(**config))
     assert files_of(dataset_folder) == before
@@ -553,6 +553,7 @@ def test_empty_splits_are_errors_that_say_what_to_do(tmp_path):
         ({"num_workers": 0}, "num_workers is 0"),
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"eos_token": "</s>"}, "pass tokenizer as well"),
+        ({"tokenizer": Path("t.json"), "vocab_size": 300}, "a given one brings its own"),
     ],
 )
 def test_impossible_settings_are_refused_at_once(tmp_path, wrong, message):

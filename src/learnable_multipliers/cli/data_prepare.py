@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import signal
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
+from types import FrameType
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
+from learnable_multipliers.pretrain.data.splits import VALID
 from learnable_multipliers.pretrain.progress import in_short
 
 
@@ -40,7 +47,8 @@ def run(arguments: Sequence[str]) -> None:
             elif config.tokenizer is None:
                 status.update(f"training the tokenizer: {read}")
 
-        manifest = prepare(config, report)
+        with _tidy_when_told_to_end():
+            manifest = prepare(config, report)
     seconds = time.perf_counter() - start
     size = sum(manifest.num_bytes(split) for split in manifest.splits)
     for split in manifest.splits:
@@ -49,7 +57,47 @@ def run(arguments: Sequence[str]) -> None:
             f"{manifest.num_tokens(split):,} tokens, {in_short(manifest.num_bytes(split))}B"
         )
     print(f"vocabulary: {manifest.vocab_size:,} tokens; read at {size / 1e6 / seconds:.1f} MB/s")
+    for line in _left_out(manifest.source):
+        print(line)
+    if VALID not in manifest.splits:
+        print(
+            "Nothing is held out, and lrm train needs text to evaluate on: give --valid-fraction "
+            "or --valid-sources"
+        )
+        return
     print(
         f"Train on it: lrm train tiny --data.path {shlex.quote(str(config.out))} "
         f"--model.vocab-size {manifest.vocab_size}"
     )
+
+
+def _left_out(source: dict[str, Any]) -> Iterator[str]:
+    """Say what is not among the tokens, though it was among the sources."""
+    skipped = {kind: count for kind, count in source["skipped_files"].items() if count}
+    if skipped:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items())
+        yield (
+            f"left out, files of other kinds in the folders: {kinds}. To have one read, name it "
+            "itself; .json is read as JSON Lines"
+        )
+    if empty := source["empty_documents"]:
+        yield f"left out, documents without text: {empty:,}"
+    if dropped := source["dropped_because_in_validation"]:
+        yield f"left out, documents that are in the validation text too: {dropped:,}"
+
+
+@contextmanager
+def _tidy_when_told_to_end() -> Iterator[None]:
+    """Let SIGTERM end a preparation as Ctrl-C does: with nothing left behind."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -88,7 +88,7 @@ def _json_text(line: str, place: str, text_field: str) -> str:
     if not isinstance(record, dict) or text_field not in record:
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise DocumentError(
-            f"{place}: no field {text_field!r} (found {found}); name another one as text_field"
+            f"{place}: no field {text_field!r} (found {found}); name another one with --text-field"
         )
     return _checked_text(record[text_field], place, text_field)
 
@@ -106,7 +106,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
             if text_field not in file.schema_arrow.names:
                 raise DocumentError(
                     f"{path}: no column {text_field!r} (found {file.schema_arrow.names}); "
-                    "name another one as text_field"
+                    "name another one with --text-field"
                 )
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
@@ -121,7 +121,7 @@ def _checked_text(value: object, place: str, text_field: str) -> str:
     if not isinstance(value, str):
         raise DocumentError(
             f"{place}: {text_field!r} holds {type(value).__name__}, not text; "
-            "remove the record or name another text_field"
+            "remove the record or name another --text-field"
         )
     try:
         value.encode()
@@ -135,7 +135,9 @@ def _checked_text(value: object, place: str, text_field: str) -> str:
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
+        # Some editors put a byte order mark at the start of a file; it is no text.
+        return text if offset else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         unpacked = " of the decompressed text" if path.suffix.lower() in COMPRESSED else ""
         raise DocumentError(

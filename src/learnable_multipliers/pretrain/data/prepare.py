@@ -26,7 +26,12 @@ from learnable_multipliers.pretrain.data.manifest import (
     file_sha256,
     token_dtype,
 )
-from learnable_multipliers.pretrain.data.shards import ShardWriter, new_folder, refuse_existing
+from learnable_multipliers.pretrain.data.out_folder import (
+    clear_leftovers,
+    new_folder,
+    refuse_existing,
+)
+from learnable_multipliers.pretrain.data.shards import ShardWriter
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Document, Splitter
 from learnable_multipliers.pretrain.data.text_sample import TextSample
 from learnable_multipliers.pretrain.data.tokenizer import (
@@ -65,7 +70,7 @@ class PrepareConfig:
     text_separator: str | None = None
     """Cut plain text files into documents at this string; none: one document a file."""
     valid_fraction: float = 0.02
-    """Part of the documents held out for validation; 0: no validation split."""
+    """Part of the documents held out for validation; 0: none, and `lrm train` needs some."""
     valid_sources: tuple[str, ...] = ()
     """Sources to validate on instead; training documents equal to one of theirs are dropped."""
     seed: int = 0
@@ -90,6 +95,10 @@ class PrepareConfig:
             raise ValueError("eos_token belongs to a given tokenizer; pass tokenizer as well")
         if self.add_eos and (self.tokenizer is None or self.eos_token is not None):
             raise ValueError("add_eos goes with a given tokenizer, and without an eos_token")
+        if self.tokenizer is not None and self.vocab_size != type(self).vocab_size:
+            raise ValueError(
+                "vocab_size is that of a tokenizer trained here; a given one brings its own"
+            )
 
 
 class Progress(NamedTuple):
@@ -107,6 +116,7 @@ Report = Callable[[Progress], None]
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called as a stage begins and after each batch."""
     report = report or (lambda progress: None)
+    clear_leftovers(config.out)
     refuse_existing(config.out, overwrite=config.overwrite)
     splitter = _splitter(config)
     report(Progress("tokenizer", 0, 0, 0))

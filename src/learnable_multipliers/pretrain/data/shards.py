@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learnable_multipliers.pretrain.data.manifest import (
-    MANIFEST_FILE,
     Manifest,
     Shard,
     file_sha256,
@@ -176,45 +171,3 @@ class TokenDataset:
                 "copy it again or prepare the dataset again"
             )
         return np.memmap(path, dtype, mode="r")
-
-
-@contextmanager
-def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to write in; it becomes `out` at the end, or vanishes if anything fails."""
-    refuse_existing(out, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    partial = out.with_name(f".{out.name}.{mark}.partial")
-    old = out.with_name(f".{out.name}.{mark}.old")
-    partial.mkdir()
-    try:
-        yield partial
-        refuse_existing(out, overwrite=overwrite)
-        if out.exists():
-            out.rename(old)
-        try:
-            partial.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = f"{error.strerror}; nothing was kept: free some space or choose another folder"
-            raise OSError(error.errno, text, str(out)) from error
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Raise unless `out` is free, or a dataset that may be overwritten."""
-    if not out.exists() and not out.is_symlink():
-        return
-    if not overwrite:
-        raise FileExistsError(f"{out} exists; choose another folder or pass overwrite")
-    is_dataset = (out / MANIFEST_FILE).is_file() or (out.is_dir() and not any(out.iterdir()))
-    if out.is_symlink() or not is_dataset:
-        raise FileExistsError(
-            f"{out} is not a token dataset, so it is not overwritten; choose another folder"
-        )

@@ -79,13 +79,13 @@ class Splitter:
         if TRAIN not in splits:
             raise DocumentError(
                 f"none of the {count} documents of {names} is left to train on; lower "
-                "valid_fraction, change the seed, or give valid_sources that are other documents"
+                "--valid-fraction, change --seed, or give --valid-sources that are other documents"
             )
         if VALID not in splits and self._fraction:
             raise DocumentError(
                 f"none of the {count} documents of {names} fell into validation "
-                f"(valid_fraction {self._fraction:g}); raise it, give valid_sources, cut files "
-                "into documents with text_separator, or set it to 0 for no validation"
+                f"(--valid-fraction {self._fraction:g}); raise it, give --valid-sources, cut files "
+                "into documents with --text-separator, or set it to 0 for no validation"
             )
 
     def describe(self) -> dict[str, Any]:

@@ -125,9 +125,10 @@ def load_tokenizer(
             usual = [EOS_TOKEN]
         if len(usual) != 1:
             found = f"several ({', '.join(usual)})" if usual else "none"
+            added = "" if usual else ", or have one added with --add-eos"
             raise ValueError(
                 f"{path}: looked for a token that ends a document and found {found}; "
-                "name it with --eos-token, or have one added with --add-eos"
+                f"name it with --eos-token{added}"
             )
         eos_token = usual[0]
     return TextTokenizer(tokenizer, eos_token)
