@@ -27,7 +27,8 @@ class Screen:
             file=io.StringIO(), width=width, force_terminal=terminal, record=terminal
         )
         self.now = 0.0
-        self.display = Display(names, total, self.console, lambda: self.now)
+        tokens = [1000 * step for step in range(total + 1)] if isinstance(total, int) else total
+        self.display = Display(names, tokens, self.console, lambda: self.now)
 
     def lines(self) -> list[str]:
         self.console.print(self.display.frame())

@@ -73,9 +73,10 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
         for name, config in configs.items():
             trainers[name] = Trainer(config, partial(observe, name))
             stack.callback(trainers[name].close)
-        total = max(trainer.total_steps for trainer in trainers.values())
+        # They differ in their multipliers, not in their schedule.
+        tokens = next(iter(trainers.values())).tokens_after
         interrupt = stack.enter_context(Interrupt())
-        display = stack.enter_context(Display(list(trainers), total, console))
+        display = stack.enter_context(Display(list(trainers), tokens, console))
         shown.append(display)
         going = {name: trainer.going() for name, trainer in trainers.items()}
         while going:

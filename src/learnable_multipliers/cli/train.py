@@ -124,7 +124,7 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
     with (
         closing(trainer),
         Interrupt() as interrupt,
-        Display([name], trainer.total_steps, console) as display,
+        Display([name], trainer.tokens_after, console) as display,
         _memory_advice(),
     ):
         shown.append(display)

@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from learnable_multipliers.pretrain.pace import Pace
+
 _COLUMNS = ("step", "loss", "held-out", "grad", "tok/s", "MFU", "left")
 # What a narrow terminal does without, the first one first; the bar goes before them all.
 _LESS = ("grad", "MFU", "tok/s", "held-out")
@@ -32,24 +34,9 @@ class _Line:
     step: int = 0
     shown_at: int = -1
     numbers: dict[str, float] = field(default_factory=dict)
-    began: tuple[int, float] | None = None
-    """Step and time of the first news: a resumed run begins late, a compiled one slowly."""
-    heard: float = 0.0
-    """Time of the last step."""
+    pace: Pace = field(default_factory=Pace)
 
-    def advance(self, step: int, now: float) -> None:
-        self.step, self.heard = step, now
-        self.began = self.began or (step, now)
-
-    def left(self, total: int, now: float) -> float | None:
-        """Return the seconds to go at the pace so far; None before there is a pace."""
-        if self.began is None or self.step <= self.began[0]:
-            return None
-        pace = (self.heard - self.began[1]) / (self.step - self.began[0])
-        return max((total - self.step) * pace - (now - self.heard), 0.0)
-
-    def cells(self, total: int, now: float) -> dict[str, str]:
-        left = self.left(total, now)
+    def cells(self, total: int, left: float | None) -> dict[str, str]:
         cells = {"step": f"{self.step:,}/{total:,}"}
         for key, show in _SHOWN.items():
             cells[key] = show(self.numbers[key]) if key in self.numbers else _UNKNOWN
@@ -61,17 +48,21 @@ class _Line:
 
 
 class Display:
-    """Shows one or several runs of as many steps; hand it each record of their metrics."""
+    """Shows one or several runs of one schedule; hand it each record of their metrics.
+
+    Args:
+        tokens: Tokens that a run has been trained on after 0, 1, 2, ... and all of its steps.
+    """
 
     def __init__(
         self,
         names: Sequence[str],
-        total: int,
+        tokens: Sequence[int],
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.console = console or Console()
-        self._total, self._clock = total, clock
+        self._tokens, self._total, self._clock = tokens, len(tokens) - 1, clock
         self._lines = {name: _Line() for name in names}
         self._live = (
             Live(get_renderable=self.frame, console=self.console, refresh_per_second=4)
@@ -91,7 +82,9 @@ class Display:
 
     def advance(self, name: str, step: int) -> None:
         """Tell that a run has finished a step."""
-        self._lines[name].advance(step, self._clock())
+        line = self._lines[name]
+        line.step = step
+        line.pace.advance(self._tokens[step], self._clock())
 
     def record(self, name: str, record: Mapping[str, Any]) -> None:
         """Show the numbers of a record."""
@@ -111,8 +104,9 @@ class Display:
 
     def frame(self) -> Table:
         """Return the table as it is now, no wider than the terminal."""
-        now = self._clock()
-        rows = {name: line.cells(self._total, now) for name, line in self._lines.items()}
+        rows = {
+            name: line.cells(self._total, self._left(line)) for name, line in self._lines.items()
+        }
         known = [c for c in _COLUMNS if c != "MFU" or any(r[c] != _UNKNOWN for r in rows.values())]
         widths = {c: max(len(c), *(len(row[c]) for row in rows.values())) for c in known}
         # As wide as it will ever be: nothing moves when a digit is added.
@@ -134,13 +128,16 @@ class Display:
             table.add_row(*shown, *(rows[name][column] for column in columns))
         return table
 
+    def _left(self, line: _Line) -> float | None:
+        return line.pace.left(self._tokens[-1], self._clock())
+
     def _plain_line(self, name: str, line: _Line, record: Mapping[str, Any]) -> None:
         step = record["step"]
         at = step * _PLAIN_LINES // self._total
         if record["kind"] == "train" and line.shown_at == at:
             return
         line.shown_at = at
-        left = line.left(self._total, self._clock())
+        left = self._left(line)
         told = [
             name.ljust(max(map(len, self._lines))),
             f"step {step:,}/{self._total:,}",

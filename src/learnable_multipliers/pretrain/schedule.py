@@ -156,6 +156,11 @@ def steps(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> 
     return plan
 
 
+def tokens_after(plan: list[Step], sequence_length: int) -> list[int]:
+    """Return the tokens seen after 0, 1, 2, ... and all steps of a plan."""
+    return [0, *(step.tokens_before + step.sequences * sequence_length for step in plan)]
+
+
 def _rampup_stages(config: ScheduleConfig, full_sequences: int) -> int:
     start, increment = config.rampup_start_sequences, config.rampup_increment_sequences
     stages, rest = divmod(full_sequences - start, increment)

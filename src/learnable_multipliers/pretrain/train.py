@@ -36,7 +36,7 @@ from learnable_multipliers.pretrain.run_state import (
     tensors_of,
 )
 from learnable_multipliers.pretrain.sampling import generate
-from learnable_multipliers.pretrain.schedule import Step, steps
+from learnable_multipliers.pretrain.schedule import Step, steps, tokens_after
 from learnable_multipliers.pretrain.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.training_data import TrainingData
 from learnable_multipliers.pretrain.weights import describe_weights
@@ -127,9 +127,9 @@ class Trainer:
         return self.samples * self.config.data.sequence_length
 
     @property
-    def total_steps(self) -> int:
-        """Steps in the whole run."""
-        return len(self.steps)
+    def tokens_after(self) -> list[int]:
+        """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
+        return tokens_after(self.steps, self.config.data.sequence_length)
 
     def _take_step(self) -> None:
         planned = self.steps[self.step]
