@@ -118,6 +118,14 @@ def test_a_config_survives_the_round_trip(shape):
     assert back == plain
 
 
+@pytest.mark.parametrize("chunk", [24, 256])
+def test_a_chunk_size_is_exported_as_it_was_asked_for(chunk):
+    config = replace(SHAPES["hybrid"], ssm_chunk_size=chunk)
+    exported = hugging_face.to_config(config)
+    assert exported["mamba_chunk_size"] == chunk
+    assert hugging_face.from_config(exported) == config
+
+
 def test_presets_have_their_sizes():
     sizes = {}
     for name, config in PRESETS.items():

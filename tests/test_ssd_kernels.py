@@ -150,8 +150,33 @@ def test_shapes_out_of_reach_are_named():
     tensors = inputs((1, 16, 2, 24, 1, 16, 16))
     with pytest.raises(ValueError, match="head_dim is 24, not one of 16, 32, 64, 128"):
         ssd(*tensors, 16, backend="triton")
-    with pytest.raises(ValueError, match="chunk_size is 256"):
-        ssd(*inputs(SMALL["two groups"]), 256, backend="triton")
+    with pytest.raises(ValueError, match="state is 256, not one of 16, 32, 64, 128"):
+        ssd(*inputs((1, 16, 2, 16, 1, 256, 16)), 16, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "dtype", "taken"),
+    [
+        (256, torch.float16, 128),
+        (256, torch.float32, 64),
+        (100, torch.float16, 64),
+        (24, torch.float32, 16),
+        (5, torch.float16, 16),
+    ],
+)
+def test_any_chunk_is_served_by_the_nearest_one(chunk_size, dtype, taken):
+    tensors = inputs((1, 300, 2, 16, 1, 16, chunk_size), dtype)
+    found = with_gradients(ssd, tensors, chunk_size, backend="triton")
+    nearest = with_gradients(ssd, tensors, taken, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(found, nearest, strict=True))
+    errors = relative_errors(found, exact(tensors, chunk_size, dtype))
+    assert max(errors.values()) < 3 * LIMIT[dtype], errors
+
+
+def test_a_chunk_of_nothing_is_refused():
+    for backend in ("triton", "torch"):
+        with pytest.raises(ValueError, match="chunk_size is 0; it must be at least 1"):
+            ssd(*inputs(SMALL["two groups"]), 0, backend=backend)
 
 
 @pytest.mark.gpu

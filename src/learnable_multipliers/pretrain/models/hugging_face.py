@@ -181,7 +181,7 @@ def _ssm_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm_state_size": config["mamba_d_state"],
         "ssm_groups": config.get("mamba_n_groups", 1),
         "ssm_conv_size": config.get("mamba_d_conv", 4),
-        "ssm_chunk_size": min(config.get("mamba_chunk_size", 128), 128),
+        "ssm_chunk_size": config.get("mamba_chunk_size", 128),
         "ssm_norm": bool(config.get("mamba_rms_norm", False)),
     }
     for theirs, ours in _FALCON_FACTORS.items():

@@ -25,7 +25,8 @@ else:
     launch = None
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_KERNEL_SIZES = (16, 32, 64, 128)
+KERNEL_SIZES = (16, 32, 64, 128)
+"""What the kernels take as features of a head, states, and steps of a chunk."""
 
 
 def ssd(
@@ -41,15 +42,15 @@ def ssd(
     """Return the output of the scan, shaped like x.
 
     `auto` takes Triton on a CUDA device where the kernels serve these dtypes and sizes, and
-    PyTorch elsewhere; `triton` raises where they do not.
+    PyTorch elsewhere; `triton` raises where they do not. Chunks are a choice of the algorithm: the
+    kernels take the nearest they have, which changes the result by rounding alone.
     """
     _check_shapes(x, dt, A, B, C, D)
-    obstacle = _obstacle(x, dt, B, C, chunk_size)
-    if not takes_triton(backend, x.device, obstacle) or launch is None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    if not takes_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
-    if x.dtype == torch.float32:
-        # Off the tensor cores, longer chunks than this overflow the registers.
-        chunk_size = min(chunk_size, 64)
+    chunk_size = _kernel_chunk(chunk_size, x.dtype)
     return launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]
 
 
@@ -155,7 +156,15 @@ def _check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
         raise ValueError(f"{heads} heads cannot be divided evenly over {B.shape[2]} groups")
 
 
-def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> str | None:
+def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
+    """Return the longest chunk that the kernels have and was asked for, or their shortest."""
+    # Off the tensor cores, longer chunks than this overflow the registers.
+    longest = min(chunk_size, 64) if dtype == torch.float32 else chunk_size
+    # The shortest is longer than any that is asked for below it.
+    return max(size for size in KERNEL_SIZES if size <= max(longest, KERNEL_SIZES[0]))
+
+
+def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
     if x.dtype not in _KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
@@ -166,8 +175,7 @@ def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> s
         return "dt is float64, and the kernels work in float32"
     if x.numel() == 0:
         return "x is empty"
-    sizes = {"head_dim": x.shape[-1], "state": B.shape[-1], "chunk_size": chunk_size}
-    for name, number in sizes.items():
-        if number not in _KERNEL_SIZES:
-            return f"{name} is {number}, not one of {', '.join(map(str, _KERNEL_SIZES))}"
+    for name, number in {"head_dim": x.shape[-1], "state": B.shape[-1]}.items():
+        if number not in KERNEL_SIZES:
+            return f"{name} is {number}, not one of {', '.join(map(str, KERNEL_SIZES))}"
     return None
