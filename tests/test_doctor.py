@@ -46,7 +46,7 @@ def test_all_is_well_and_nothing_is_left_behind(data, tmp_path, changes):
     config = small_run(data, tmp_path / "runs" / "run")
     found = checked(replace(config, optimizer=replace(config.optimizer, **changes)))
     assert bad(found) == {}
-    assert len(found) == 15
+    assert len(found) == 16
     assert all(not finding.advice for finding in found.values())
     assert "no bit changed" in found["a step without rate"].text
     assert "every bit came back" in found["save and load"].text
@@ -228,7 +228,7 @@ def test_what_cannot_be_opened_or_does_not_work_is_told_and_the_rest_goes_on(dat
     assert "no token dataset" in found["data"].text
     assert "lrm data prepare" in found["data"].advice
     assert found["plan"].text == "not tried: the settings do not work"
-    assert len(found) == 15
+    assert len(found) == 16
     found = checked(replace(config, checkpoint=replace(config.checkpoint, keep=1)))
     assert found["settings"].text.startswith("checkpoint.keep must be at least 2")
     found = checked(replace(config, runtime=RuntimeConfig(device="warp")))
@@ -277,9 +277,9 @@ def test_the_command_prints_a_checklist(ask, data):
     code, out, complaints = ask("doctor", *settings)
     assert (code, complaints) == (0, "")
     lines = out.splitlines()
-    assert len(lines) == 16
+    assert len(lines) == 17
     assert all(line.startswith("ok      ") for line in lines[:-1])
-    assert lines[-1].startswith("15 checks: 15 ok, in ")
+    assert lines[-1].startswith("16 checks: 16 ok, in ")
     trained(config)
     code, out, _ = ask("doctor", "run", "--checkpoint.keep", "1")
     assert code == 1

@@ -20,6 +20,7 @@ from learnable_multipliers.pretrain.finding import Finding, NotTriedError, exami
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.optimizer import make_plan
 from learnable_multipliers.pretrain.progress import in_short
+from learnable_multipliers.pretrain.slow_paths import slow_paths
 from learnable_multipliers.pretrain.train import resolved
 from learnable_multipliers.pretrain.training_data import TrainingData
 
@@ -40,6 +41,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         ("data", case.data_open, "prepare data (lrm data prepare) and name them: --data.path"),
         ("settings", case.settings_work, _CHECK_SETTINGS),
         ("plan", case.plan_fits, "lrm plan MODEL shows the plan; rules can be given in Python"),
+        ("fast paths", case.paths_are_fast, _CHECK_SETTINGS),
         ("memory", case.memory_suffices, _LESS_MEMORY),
         ("disk", case.disk_suffices, "choose another folder: --out"),
         ("a step without rate", lambda: trial.check_zero_step(case.trial), _LESS_MEMORY),
@@ -120,6 +122,18 @@ class _Case:
         self._planned = model, plan
         text = f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
         return Finding("plan", "ok", text)
+
+    def paths_are_fast(self) -> Finding:
+        about = "fast paths"
+        if not self._settled:
+            raise NotTriedError("the settings do not work")
+        if self.device.device.type != "cuda":
+            return Finding(about, "ok", "kernels and recorded passes are for CUDA devices")
+        found = slow_paths(self.config, self.device)
+        if found:
+            text = "; ".join(path.text for path in found)
+            return Finding(about, "warning", text, "; ".join(path.advice for path in found))
+        return Finding(about, "ok", "the kernels serve this model, and passes can be recorded")
 
     def memory_suffices(self) -> Finding:
         needed = sum(state_bytes(self.config, *self.planned).values())

@@ -15,6 +15,7 @@ from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.optimizer import make_plan
 from learnable_multipliers.pretrain.progress import in_short, printable
 from learnable_multipliers.pretrain.schedule import Step, steps
+from learnable_multipliers.pretrain.slow_paths import slow_paths
 from learnable_multipliers.pretrain.train import resolved
 from learnable_multipliers.pretrain.training_data import TrainingData
 
@@ -37,6 +38,9 @@ def describe(config: TrainConfig) -> str:
     lines = [str(planned), ""]
     lines += _run(config, data, taken) + [""]
     lines += _memory(config, model, planned, device) + [""]
+    slow = slow_paths(config, device)
+    if slow:
+        lines += ["Slower than it could be:", *(f"  {path.in_words}" for path in slow), ""]
     lines += _first_batch(config, data, taken)
     return "\n".join(lines)
 

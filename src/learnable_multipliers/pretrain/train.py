@@ -37,6 +37,7 @@ from learnable_multipliers.pretrain.run_state import (
 )
 from learnable_multipliers.pretrain.sampling import generate
 from learnable_multipliers.pretrain.schedule import Step, steps, tokens_after
+from learnable_multipliers.pretrain.slow_paths import slow_paths
 from learnable_multipliers.pretrain.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.training_data import TrainingData
 from learnable_multipliers.pretrain.weights import describe_weights
@@ -88,6 +89,8 @@ class Trainer:
         self._ended = self._logbook.open(self.step, len(self.steps))
         if not self._ended:
             self._describe()
+            for path in slow_paths(config, self.device):
+                self._warn(path.in_words)
         if self.device.compiled:
             self.model.compile_layers_()
         self._passes = Passes(self.model, self.device, config.z_loss, spread)

@@ -81,10 +81,15 @@ def turn(x: Tensor, by: Angles) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def kernels_take(head_dim: int) -> bool:
+    """Tell whether the kernels serve heads of this size."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+
+
 def _obstacle(projected: Tensor, head_dim: int) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
     if projected.dtype not in _KERNEL_TYPES:
         return f"the kernels do not take {projected.dtype}"
-    if head_dim & (head_dim - 1) or head_dim < 16:
+    if not kernels_take(head_dim):
         return f"head_dim is {head_dim}, not a power of two of at least 16"
     return None

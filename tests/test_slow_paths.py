@@ -1,0 +1,125 @@
+"""Slow paths are told, each once and with its cause: exactly those that the model takes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from learnable_multipliers.pretrain import doctor, dry_run, slow_paths, train
+from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.pretrain.device import Device, choose_device
+from learnable_multipliers.pretrain.models import convolution, rotation, ssd
+from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.recipes import RECIPES
+from runs import HYBRID, small_run
+
+pytest.importorskip("triton")
+GPU = Device(torch.device("cuda"), torch.bfloat16, True, True, "a GPU", None)
+CPU = choose_device(RuntimeConfig(device="cpu"))
+SIZED = replace(HYBRID, vocab_size=64)
+# By the setting that the kernels do not serve.
+MODELS = {
+    "": SIZED,
+    "ssm_state_size": replace(SIZED, ssm_state_size=256),
+    "ssm_head_dim": replace(SIZED, ssm_head_dim=8),
+    "ssm_conv_size": replace(SIZED, ssm_conv_size=3),
+    "head_dim": replace(SIZED, head_dim=48),
+    "head_dim ssm_state_size": replace(SIZED, head_dim=8, ssm_state_size=24),
+}
+
+
+def told(config, device=GPU):
+    return [path.in_words for path in slow_paths.slow_paths(config, device)]
+
+
+@pytest.mark.parametrize("causes", MODELS)
+def test_what_is_told_is_what_the_model_meets(causes, monkeypatch, data, tmp_path):
+    """The doors to the kernels say what is in the way, as tensors come to them in a pass."""
+    met = set()
+    for door in (ssd, convolution, rotation):
+
+        def taken(backend, device, obstacle, door=door):
+            if obstacle is not None:
+                met.add(obstacle)
+            return False
+
+        monkeypatch.setattr(door, "takes_triton", taken)
+    with FakeTensorMode():
+        HybridLM(MODELS[causes]).loss(torch.zeros(2, 33, dtype=torch.long))
+    found = told(small_run(data, tmp_path / "run", model=MODELS[causes]))
+    assert len(found) == len(met) == len(causes.split())
+    for cause in causes.split():
+        assert any(f"model.{cause} is {getattr(MODELS[causes], cause)}," in text for text in found)
+
+
+@pytest.mark.parametrize("chunk", [1, 24, 256])
+def test_no_chunk_is_in_the_way(chunk, data, tmp_path):
+    model = replace(SIZED, ssm_chunk_size=chunk)
+    assert told(small_run(data, tmp_path / "run", model=model)) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_fast_paths_alone(name):
+    assert told(RECIPES[name][1]) == []
+
+
+def test_elsewhere_there_is_nothing_to_miss(data, tmp_path):
+    config = small_run(data, tmp_path / "run", model=MODELS["ssm_state_size"])
+    assert told(config, CPU) == []
+
+
+def test_without_triton_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(slow_paths, "HAS_TRITON", False)
+    (text,) = told(RECIPES["falcon-h1-0.5b"][1])
+    assert "pip install triton" in text
+
+
+@pytest.mark.parametrize(
+    ("micro", "uneven"),
+    [(0, ""), (1, ""), (2, ""), (3, "4"), (4, ""), (64, "")],
+)
+def test_batches_that_are_not_recorded_are_named(micro, uneven, data, tmp_path):
+    config = small_run(data, tmp_path / "run")
+    config = replace(config, data=replace(config.data, micro_batch_sequences=micro))
+    found = told(config)
+    assert len(found) == bool(uneven)
+    assert all(f"={micro} leaves a rest in batches of {uneven} sequences" in t for t in found)
+    assert told(config, replace(GPU, recorded=False)) == []
+
+
+def test_batches_of_a_ramp_are_named():
+    config = RECIPES["falcon-h1-0.5b"][1]
+    config = replace(config, data=replace(config.data, micro_batch_sequences=128))
+    (text,) = told(config)
+    # 64 is a batch of one pass; 128, 256, 384 and 512 divide.
+    assert "in batches of 192, 320, 448 sequences" in text
+
+
+def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
+    config = small_run(data, tmp_path / "run")
+    config = replace(config, runtime=replace(config.runtime, cuda_graph="on"))
+    (text,) = told(config, replace(GPU, recorded=False))
+    assert text.startswith("runtime.cuda_graph=on has no effect")
+
+
+def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
+    path = slow_paths.SlowPath("it is slow", "make it fast")
+    config = small_run(data, tmp_path / "run", steps=6)
+    for module in (train, dry_run, doctor):
+        monkeypatch.setattr(module, "slow_paths", lambda config, device: [path])
+    records = []
+    train.Trainer(config, records.append).train()
+    warned = [record["text"] for record in records if record["kind"] == "warning"]
+    assert warned == ["it is slow; make it fast"]
+    # A run that has come to its end computes nothing.
+    train.Trainer(replace(config, resume=True), records.append).train()
+    assert [r for r in records if r["kind"] == "warning"][1:] == []
+    assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
+    case = doctor._Case(config)
+    case.device_works(), case.data_open(), case.settings_work()
+    assert case.paths_are_fast().verdict == "ok"
+    case._device = GPU
+    finding = case.paths_are_fast()
+    assert (finding.verdict, finding.text) == ("warning", path.text)
+    assert finding.advice == path.advice
