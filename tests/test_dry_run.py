@@ -9,7 +9,8 @@ import torch
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.dry_run import activation_bytes, describe, state_bytes
+from learnable_multipliers.pretrain.dry_run import describe
+from learnable_multipliers.pretrain.memory import activation_bytes, state_bytes
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.train import Trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,13 @@ class Device:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+    def of_rank(self, size: int) -> Device:
+        """Return how one of `size` ranks uses the device.
+
+        Several exchange gradients in the middle of a pass, which is not recorded then.
+        """
+        return self if size == 1 else replace(self, recorded=False)
 
     def synchronize(self) -> None:
         """Wait for the device, before reading a clock."""

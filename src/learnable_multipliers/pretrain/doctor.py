@@ -15,14 +15,15 @@ from learnable_multipliers.pretrain import machine_checks as machine
 from learnable_multipliers.pretrain import trial
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import Device, choose_device
-from learnable_multipliers.pretrain.dry_run import activation_bytes, state_bytes
 from learnable_multipliers.pretrain.finding import Finding, NotTriedError, examined
+from learnable_multipliers.pretrain.memory import rank_bytes, state_bytes
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.optimizer import make_plan
 from learnable_multipliers.pretrain.progress import in_short
 from learnable_multipliers.pretrain.slow_paths import slow_paths
 from learnable_multipliers.pretrain.train import resolved
 from learnable_multipliers.pretrain.training_data import TrainingData
+from learnable_multipliers.pretrain.world import Axes, planned_axes
 
 _CHECK_SETTINGS = "change what it names; lrm train RECIPE --help explains every setting"
 _LESS_MEMORY = "give --data.micro-batch-sequences a smaller number"
@@ -65,6 +66,7 @@ class _Case:
         self._data: TrainingData | None = None
         self._planned: tuple[HybridLM, Plan] | None = None
         self._settled = self._fits = False
+        self._too_large = "there is no model that is known to fit into memory"
         self._trial: trial.Trial | None = None
 
     @property
@@ -86,13 +88,20 @@ class _Case:
         return self._planned
 
     @property
+    def axes(self) -> Axes:
+        parallel = self.config.parallel
+        return planned_axes(parallel.data, parallel.shard, parallel.tensor)
+
+    @property
     def trial(self) -> trial.Trial:
         if not self._fits:
-            raise NotTriedError("there is no model that is known to fit into memory")
+            raise NotTriedError(self._too_large)
         if self._trial is None:
             # Once only: what fails now would fail again.
             self._fits = False
-            self._trial = trial.Trial(self.config, self.device, self.data)
+            device = self.device.of_rank(self.axes.size)
+            readers = self.axes.num_readers
+            self._trial = trial.Trial(self.config, device, self.data, readers)
             self._fits = True
         return self._trial
 
@@ -129,18 +138,29 @@ class _Case:
             raise NotTriedError("the settings do not work")
         if self.device.device.type != "cuda":
             return Finding(about, "ok", "kernels and recorded passes are for CUDA devices")
-        found = slow_paths(self.config, self.device)
+        found = slow_paths(self.config, self.device.of_rank(self.axes.size))
         if found:
             text = "; ".join(path.text for path in found)
             return Finding(about, "warning", text, "; ".join(path.advice for path in found))
         return Finding(about, "ok", "the kernels serve this model, and passes can be recorded")
 
     def memory_suffices(self) -> Finding:
-        needed = sum(state_bytes(self.config, *self.planned).values())
-        needed += activation_bytes(self.config, self.device)
-        found = machine.check_memory(self.device, needed)
-        self._fits = found.verdict == "ok"
+        if self._planned is None:
+            raise NotTriedError("there is no plan")
+        found = self._room_for(self.axes)
+        self._fits = found.verdict != "failed"
+        if self._fits and max(self.axes.shard, self.axes.tensor) > 1:
+            # The trial is made by one process, with a model that is not cut.
+            whole = self._room_for(Axes(self.axes.num_readers, 1, 1))
+            self._fits = whole.verdict != "failed"
+            self._too_large = (
+                "the model fits into memory cut among ranks alone; this is one process"
+            )
         return found
+
+    def _room_for(self, axes: Axes) -> Finding:
+        needed = sum(rank_bytes(self.config, self.device, axes).values())
+        return machine.check_memory(self.device, needed, axes.size)
 
     def disk_suffices(self) -> Finding:
         kept = state_bytes(self.config, *self.planned)

@@ -56,9 +56,7 @@ class Trainer:
         self.config = config = resolved(config, self.data)
         config.check()
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
-        if self.world.size > 1:
-            # Ranks exchange gradients in the middle of a pass.
-            self.device = replace(self.device, recorded=False)
+        self.device = self.device.of_rank(self.world.size)
         self._logbook = self.world.together(lambda: Logbook(config, self.world, observer))
         try:
             self._set_up(config)

@@ -16,6 +16,7 @@ from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.device import Device
 from learnable_multipliers.pretrain.finding import Finding
 from learnable_multipliers.pretrain.machine_checks import nearest_folder
+from learnable_multipliers.pretrain.memory import micro_batch
 from learnable_multipliers.pretrain.models.hybrid import build
 from learnable_multipliers.pretrain.optimizer import make_optimizer
 from learnable_multipliers.pretrain.passes import Passes
@@ -32,16 +33,21 @@ _FAULT = "report it, with this list: it is a fault of this package or of torch"
 
 
 class Trial:
-    """Model and optimizer as a run would make them, and one micro-batch to try them on."""
+    """Model and optimizer as a run would make them, and one micro-batch to try them on.
 
-    def __init__(self, config: TrainConfig, device: Device, data: TrainingData):
-        self.config, self.device = config, device
+    Of a run on several ranks it is what one of them does, the model whole and nothing exchanged.
+    """
+
+    def __init__(
+        self, config: TrainConfig, device: Device, data: TrainingData, num_readers: int = 1
+    ):
+        self.config, self.device, self.num_readers = config, device, num_readers
         self.model = build(config.model, config.seed, device.device)
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
         self._passes = Passes(self.model, device, config.z_loss)
-        self.sequences = config.data.micro_batch_sequences or config.data.batch_sequences
+        self.sequences = micro_batch(config, num_readers)
         self._tokens = data.batch(0, self.sequences, device.device)
 
     def gradients(self) -> float:
@@ -125,16 +131,18 @@ def check_speed(trial: Trial) -> Finding:
         updates.append(_timed(trial, lambda: trial.step(lr)))
     # The first ones warm up.
     one_pass, update = min(passes[1:]), min(updates[1:])
-    per_step = math.ceil(config.data.batch_sequences / trial.sequences) * one_pass + update
+    share = config.data.batch_sequences / trial.num_readers
+    per_step = math.ceil(share / trial.sequences) * one_pass + update
     planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
     tokens = config.data.batch_sequences * config.data.sequence_length
     speed = tokens / per_step
     whole = sum(step.sequences for step in planned) * config.data.sequence_length / speed
+    left_out = "evaluation" if trial.num_readers == 1 else "evaluation and exchange between ranks"
     return Finding(
         "speed",
         "ok",
         f"{per_step:.3g} s a step of {in_short(tokens)} tokens, {in_short(speed)} tokens/s; the "
-        f"whole run about {duration(whole)}, evaluation left out",
+        f"whole run about {duration(whole)}, {left_out} left out",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,24 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 Result = TypeVar("Result")
 AXES = ("data", "shard", "tensor")
+
+
+class Axes(NamedTuple):
+    """The number of ranks along each axis."""
+
+    data: int
+    shard: int
+    tensor: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.data * self.shard * self.tensor
+
+    @property
+    def num_readers(self) -> int:
+        """Ranks, or teams of tensor-parallel ranks, that read different parts of a batch."""
+        return self.data * self.shard
 
 
 class RankLostError(OSError):
@@ -170,18 +188,25 @@ def take_own_device() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
+def num_processes() -> int:
+    """Return the number of processes that were started together."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def planned_axes(data: int, shard: int, tensor: int) -> Axes:
+    """Return the axes that a config asks for; 0 copies are what is left of the processes."""
+    return Axes(data or max(1, num_processes() // (shard * tensor)), shard, tensor)
+
+
 def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
     """Join the world that torchrun made, or be one; axes that do not fit it are refused."""
-    started = dist.is_initialized()
-    size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
-    rest = shard * tensor
-    # What is left of the world, where it is not given.
-    data = data or max(1, size // rest)
-    if data * rest != size:
+    started, size = dist.is_initialized(), num_processes()
+    axes = planned_axes(data, shard, tensor)
+    if axes.size != size:
         raise ValueError(
-            f"parallel.data x shard x tensor is {data} x {shard} x {tensor}, but there "
+            f"parallel.data x shard x tensor is {axes.data} x {shard} x {tensor}, but there "
             f"{'is 1 process' if size == 1 else f'are {size} processes'}: start as many with "
-            f"torchrun --nproc-per-node {data * rest} --no-python lrm train ..., or set them "
+            f"torchrun --nproc-per-node {axes.size} --no-python lrm train ..., or set them "
             "otherwise (parallel.data=0 takes what is left)"
         )
     if size == 1 and not started:
@@ -189,7 +214,7 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     patience = timedelta(seconds=timeout)
     if not started:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=patience)
-    mesh = init_device_mesh(device_type, (data, shard, tensor), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=AXES)
     for name in AXES:
         # A mesh makes its groups with a patience of its own.
         _set_pg_timeout(patience, mesh.get_group(name))
