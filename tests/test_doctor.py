@@ -90,6 +90,18 @@ def test_a_read_only_folder_is_found(tmp_path):
     assert machine_checks.check_folder(tmp_path / "run").verdict == "failed"
 
 
+def test_a_folder_with_a_run_is_told_unless_it_is_to_go_on(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3)
+    trained(config)
+    found = checked(config)
+    assert (found["folder"].verdict, found["folder"].text) == (
+        "warning",
+        f"{tmp_path / 'run'} holds a run already",
+    )
+    assert found["folder"].advice.startswith("go on with it (--resume)")
+    assert checked(replace(config, resume=True))["folder"].verdict == "ok"
+
+
 def test_a_file_in_place_of_the_folder_is_found(tmp_path):
     (tmp_path / "run").write_text("")
     finding = machine_checks.check_folder(tmp_path / "run")

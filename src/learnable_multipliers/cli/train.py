@@ -18,6 +18,7 @@ from learnable_multipliers.cli.terminal import SteadyOutput
 from learnable_multipliers.pretrain import dry_run
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.interrupt import Interrupt
+from learnable_multipliers.pretrain.models import hugging_face
 from learnable_multipliers.pretrain.progress import Display, duration, in_short, printable
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
@@ -142,7 +143,9 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         sys.exit(128 + signal.Signals[stopped_by])
     out = escape(str(config.out))
     _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
-    _say(console, f"Next: lrm report {out}; lrm export {out} OUT")
+    exports = hugging_face.obstacle(trainer.config.model) is None
+    export = f"; lrm export {out} OUT" if exports else ""
+    _say(console, f"Next: lrm report {out}{export}")
 
 
 @contextmanager

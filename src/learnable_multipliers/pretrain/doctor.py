@@ -20,6 +20,7 @@ from learnable_multipliers.pretrain.memory import rank_bytes, state_bytes
 from learnable_multipliers.pretrain.models.hybrid import HybridLM
 from learnable_multipliers.pretrain.optimizer import make_plan
 from learnable_multipliers.pretrain.progress import in_short
+from learnable_multipliers.pretrain.run_folder import refuse_another
 from learnable_multipliers.pretrain.slow_paths import slow_paths
 from learnable_multipliers.pretrain.train import resolved
 from learnable_multipliers.pretrain.training_data import TrainingData
@@ -37,7 +38,7 @@ def examine(config: TrainConfig) -> Iterator[Finding]:
         ("device", case.device_works, "choose another: --runtime.device cpu"),
         ("versions", lambda: machine.check_versions(case.device), machine.INSTALL),
         ("compiler", lambda: machine.check_compiler(case.device), "--runtime.compile off"),
-        ("folder", lambda: machine.check_folder(config.out), "choose another folder: --out"),
+        ("folder", case.folder_is_free, "choose another folder: --out"),
         ("shared memory", machine.check_shared_memory, "several processes need it, one does not"),
         ("data", case.data_open, "prepare data (lrm data prepare) and name them: --data.path"),
         ("settings", case.settings_work, _CHECK_SETTINGS),
@@ -161,6 +162,17 @@ class _Case:
     def _room_for(self, axes: Axes) -> Finding:
         needed = sum(rank_bytes(self.config, self.device, axes).values())
         return machine.check_memory(self.device, needed, axes.size)
+
+    def folder_is_free(self) -> Finding:
+        found = machine.check_folder(self.config.out)
+        if found.verdict != "ok" or self.config.resume:
+            return found
+        try:
+            refuse_another(self.config.out)
+        except ValueError as error:
+            text, _, advice = str(error).rpartition(": ")
+            return Finding("folder", "warning", text, advice)
+        return found
 
     def disk_suffices(self) -> Finding:
         kept = state_bytes(self.config, *self.planned)

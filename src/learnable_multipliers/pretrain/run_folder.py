@@ -43,7 +43,7 @@ class RunFolder:
         self._hold()
         if not resume:
             try:
-                self._refuse_another()
+                refuse_another(path)
             except BaseException:
                 self.close()
                 raise
@@ -91,26 +91,27 @@ class RunFolder:
             # Some network file systems keep no locks. A run is worth more than its guard.
             self.close()
 
-    def _refuse_another(self) -> None:
-        """Keep a new run from mixing with what is in the folder."""
-        metrics = self.path / METRICS
-        if checkpoints.steps(self.checkpoints):
-            raise ValueError(
-                f"{self.path} holds a run already: go on with it (--resume), or choose another "
-                "folder (--out)"
-            )
-        if metrics.exists() and metrics.stat().st_size:
-            raise ValueError(
-                f"{self.path} holds a run already, one that ended before its first checkpoint: "
-                "choose another folder (--out), or remove it"
-            )
-        foreign = [name for name in DESCRIPTIONS if (self.path / name).exists()]
-        # With metrics, though empty, these are of a run that failed before its first step.
-        if foreign and not metrics.exists():
-            raise ValueError(
-                f"{self.path} is not a run's folder, and holds {', '.join(foreign)}, which a run "
-                "would overwrite: choose another folder (--out)"
-            )
+
+def refuse_another(path: Path) -> None:
+    """Keep a new run from mixing with what is in a folder."""
+    metrics = path / METRICS
+    if checkpoints.steps(checkpoint_folder(path)):
+        raise ValueError(
+            f"{path} holds a run already: go on with it (--resume), or choose another folder "
+            "(--out)"
+        )
+    if metrics.exists() and metrics.stat().st_size:
+        raise ValueError(
+            f"{path} holds a run already, one that ended before its first checkpoint: choose "
+            "another folder (--out), or remove it"
+        )
+    foreign = [name for name in DESCRIPTIONS if (path / name).exists()]
+    # With metrics, though empty, these are of a run that failed before its first step.
+    if foreign and not metrics.exists():
+        raise ValueError(
+            f"{path} is not a run's folder, and holds {', '.join(foreign)}, which a run would "
+            "overwrite: choose another folder (--out)"
+        )
 
 
 def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:

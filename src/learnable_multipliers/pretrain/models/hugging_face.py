@@ -56,18 +56,26 @@ _REQUIRED_FALCON = ("mamba_n_heads", "mamba_d_state")
 _FIXED_FALCON = {"mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False}
 
 
-def to_config(config: ModelConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
-    """Return the contents of config.json for a model of this shape."""
+def obstacle(config: ModelConfig) -> str | None:
+    """Return why Hugging Face has no class for a model of this shape, or None if it has."""
     if not config.has_attention or not config.has_mlp:
-        raise ValueError(
+        return (
             "Hugging Face has no model of this shape: it takes attention and an MLP (a Llama), or "
             "those and a state-space mixer (a Falcon-H1)"
         )
     if not config.has_ssm and config.hidden_size % config.num_heads:
-        raise ValueError(
+        return (
             f"Hugging Face's Llama wants a hidden_size ({config.hidden_size}) that num_heads "
             f"({config.num_heads}) divides, even where head_dim is given"
         )
+    return None
+
+
+def to_config(config: ModelConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the contents of config.json for a model of this shape."""
+    why_not = obstacle(config)
+    if why_not is not None:
+        raise ValueError(why_not)
     shared = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
