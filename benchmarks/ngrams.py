@@ -1,7 +1,7 @@
 """What counting alone reaches on the demo's held-out text: 5-grams of bytes and of tokens.
 
-    python benchmarks/ngrams.py                  # the data of `lrm demo`
-    python benchmarks/ngrams.py --data DATA --max-tokens 0
+python benchmarks/ngrams.py                  # the data of `lrm demo`
+python benchmarks/ngrams.py --data DATA --max-tokens 0
 """
 
 from __future__ import annotations

@@ -105,6 +105,17 @@ def test_what_is_not_known_is_not_made_up():
     assert row.split()[2:] == ["123/500", "3.457", "3.557", "-", "123k", "5m", "09s"]
 
 
+def test_the_loss_of_the_first_step_is_not_shown_for_that_of_the_last():
+    screen = Screen(["run"], 8, 100)
+    screen.display.record("run", TRAIN | {"step": 1, "loss": 6.269})
+    assert "6.269" in screen.lines()[1]
+    screen.display.advance("run", 8)
+    screen.display.record("run", EVAL | {"step": 8})
+    line = screen.lines()[-1]
+    assert "6.269" not in line
+    assert "3.557" in line
+
+
 def test_time_left_of_a_resumed_run_is_told_from_the_steps_it_took_itself():
     screen = Screen(["run"], 1000, 80)
     for step, now in ((901, 0.0), (911, 20.0)):

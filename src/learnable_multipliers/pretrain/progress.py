@@ -33,6 +33,8 @@ class _Line:
 
     step: int = 0
     shown_at: int = -1
+    trained_at: int = 0
+    """Step that the numbers about training are of."""
     numbers: dict[str, float] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
 
@@ -92,6 +94,12 @@ class Display:
         known = _KEYS.get(record["kind"])
         if known is None:
             return
+        if record["kind"] == "train":
+            line.trained_at = record["step"]
+        elif line.trained_at == 1 < record["step"]:
+            # Where nothing is logged but the first step, its loss is not that of a later one.
+            for stale in _KEYS["train"].values():
+                line.numbers.pop(stale, None)
         for key, shown in known.items():
             if record.get(key) is not None:
                 line.numbers[shown] = record[key]
