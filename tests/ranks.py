@@ -16,6 +16,14 @@ import torch.multiprocessing as mp
 
 NUMBER = 4
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "learnable_multipliers"]
+AXES = {
+    "DDP": {"data": 4},
+    "FSDP": {"shard": 4},
+    "HSDP": {"data": 2, "shard": 2},
+    "FSDP x TP": {"shard": 2, "tensor": 2},
+    "DDP x TP": {"data": 2, "tensor": 2},
+}
+"""Ways to lay a run out on four ranks."""
 PATIENCE = 120
 """Seconds after which ranks are taken to wait for each other forever."""
 

@@ -245,3 +245,15 @@ def test_others_may_read_what_they_may_read_of_any_new_file(trained, tmp_path):
     export(run, tmp_path / "out")
     files = [*(tmp_path / "out").iterdir(), *(run / "checkpoints").glob("*/*.safetensors")]
     assert {path.stat().st_mode for path in files} == {plain.stat().st_mode}
+
+
+def test_an_export_that_cannot_be_made_is_told_before_any_work(trained, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is a file"):
+        export(trained("llama").config.out, tmp_path / "file" / "out")
+
+
+def test_what_a_killed_export_left_is_cleared_by_the_next(trained, tmp_path):
+    (tmp_path / ".out.0123abcd.partial").mkdir()
+    export(trained("llama").config.out, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -17,7 +17,7 @@ from learnable_multipliers.pretrain.models import convolution, rotation, ssd
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.train import Trainer
 from learnable_multipliers.pretrain.world import Axes
-from ranks import Ranks
+from ranks import AXES, Ranks
 from runs import HYBRID, LLAMA, small_run
 
 CPU = choose_device(RuntimeConfig(device="cpu"))
@@ -31,13 +31,6 @@ MEASURED = {
     if run["what"].startswith("ours")
 }
 SIZED = replace(HYBRID, vocab_size=257, num_heads=4, num_kv_heads=2)
-AXES = {
-    "DDP": {"data": 4},
-    "FSDP": {"shard": 4},
-    "HSDP": {"data": 2, "shard": 2},
-    "FSDP x TP": {"shard": 2, "tensor": 2},
-    "DDP x TP": {"data": 2, "tensor": 2},
-}
 
 
 @pytest.fixture

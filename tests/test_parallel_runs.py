@@ -13,19 +13,12 @@ from learnable_multipliers.pretrain.config import OptimizerConfig, ParallelConfi
 from learnable_multipliers.pretrain.metrics import read_metrics
 from learnable_multipliers.pretrain.models.loss import Losses
 from learnable_multipliers.pretrain.train import Trainer
-from ranks import Ranks
+from ranks import AXES, Ranks
 from runs import LLAMA, everything, small_run
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 """Sums in another order, in float64."""
 HYBRID_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-AXES = {
-    "DDP": {"data": 4},
-    "FSDP": {"shard": 4},
-    "HSDP": {"data": 2, "shard": 2},
-    "TP": {"shard": 2, "tensor": 2},
-    "DDP x TP": {"data": 2, "tensor": 2},
-}
 
 
 def config_of(data, out, *, kind="adamw", llama=False, **changes):
@@ -155,7 +148,7 @@ def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp
     folding = replace(config.optimizer, multiplier_init="fold")
     config = replace(config, model=shape, optimizer=folding)
     expected = train_here(config)
-    on_ranks = replace(config, out=tmp_path / "run", parallel=ParallelConfig(**AXES["TP"]))
+    on_ranks = replace(config, out=tmp_path / "run", parallel=ParallelConfig(**AXES["FSDP x TP"]))
     assert_close(ranks.run(train_here, on_ranks)[0], expected)
 
 
@@ -186,7 +179,7 @@ def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_
         ("DDP", math.inf),
         ("DDP", -math.inf),
         ("FSDP", math.nan),
-        ("TP", math.nan),
+        ("FSDP x TP", math.nan),
     ],
 )
 def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(ranks, data, tmp_path, axes, number):

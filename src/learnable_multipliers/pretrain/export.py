@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +13,11 @@ from torch import Tensor
 
 from learnable_multipliers.optim.bank import NAMES
 from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.data.out_folder import (
+    clear_leftovers,
+    new_folder,
+    refuse_unreachable,
+)
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.held_model import held_model
 from learnable_multipliers.pretrain.models import hugging_face
@@ -56,8 +58,10 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     The weights are the effective ones: nothing is left to merge. What the multipliers were lies
     beside them in multipliers.safetensors, for those who want to look.
     """
+    clear_leftovers(out)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
+    refuse_unreachable(out)
     kept, notes = load_checkpoint(source)
     model = load_model(kept)
     eos_token: str = from_dict(str, kept.state.get("eos_token"), "state.json.eos_token")
@@ -72,7 +76,7 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         for name, value in hugging_face.to_state_dict(model).items()
     }
     multipliers = _multipliers(kept.tensors.get("optimizer", {}))
-    with _new_folder(out) as folder:
+    with new_folder(out, overwrite=False) as folder:
         _write(folder / "config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
         # Loaders look for this mark.
@@ -89,23 +93,6 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
             _write(folder / "tokenizer_config.json", described)
     architecture = config["architectures"][0]
     return Exported(out, kept.step, architecture, model.num_parameters, tuple(notes))
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` when all went well, and vanishes otherwise."""
-    parents = [parent for parent in out.absolute().parents if not parent.exists()]
-    aside = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        aside.rename(out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        for parent in parents:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def _multipliers(state: dict[str, Tensor]) -> dict[str, Tensor]:

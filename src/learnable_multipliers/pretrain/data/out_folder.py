@@ -1,4 +1,4 @@
-"""The folder a dataset is written to: there when it is complete, and not before."""
+"""A folder that a command makes: there when it is complete, and not before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE
@@ -22,6 +22,7 @@ except ImportError:  # Windows has no flock: there, what a killed process left s
 def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give a folder to write in; it becomes `out` at the end, or vanishes if anything fails."""
     refuse_existing(out, overwrite=overwrite)
+    made = [parent for parent in out.absolute().parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     partial = out.with_name(f".{out.name}.{mark}.partial")
@@ -41,6 +42,9 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             raise
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"{error.strerror}; nothing was kept: free some space or choose another folder"
             raise OSError(error.errno, text, str(out)) from error
@@ -72,11 +76,7 @@ def clear_leftovers(out: Path) -> None:
 def refuse_existing(out: Path, *, overwrite: bool) -> None:
     """Raise unless `out` is free, or a dataset that may be overwritten."""
     if not out.exists() and not out.is_symlink():
-        above = next(folder for folder in out.absolute().parents if folder.exists())
-        if not above.is_dir():
-            raise NotADirectoryError(f"{above} is a file, so {out} cannot be made in it")
-        if not os.access(above, os.W_OK):
-            raise PermissionError(f"{out} cannot be made: {above} may not be written to")
+        refuse_unreachable(out)
         return
     if not overwrite:
         raise FileExistsError(f"{out} exists; choose another folder or give --overwrite")
@@ -85,6 +85,15 @@ def refuse_existing(out: Path, *, overwrite: bool) -> None:
         raise FileExistsError(
             f"{out} is not a token dataset, so it is not overwritten; choose another folder"
         )
+
+
+def refuse_unreachable(out: Path) -> None:
+    """Raise if a folder cannot be made at `out`, before any work is done for it."""
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file, so {out} cannot be made in it")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"{out} cannot be made: {above} may not be written to")
 
 
 def _hold(folder: Path) -> int | None:
