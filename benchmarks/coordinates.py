@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import learnable_multipliers as lrm
 from learnable_multipliers import mup
 from learnable_multipliers.equilibrium import equilibrium_rms
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 
 # The widest model is the base: others learn faster under the LR recipe, none slower, so that all
 # come into equilibrium.

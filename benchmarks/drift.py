@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 
 VOCABULARY, LENGTH, SEQUENCES = 16, 16, 4
 WEIGHT_DECAY = 0.1

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from learnable_multipliers.pretrain.config import OptimizerConfig, TrainConfig
-from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 LEARNING_RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 MULTIPLIER_LR_SCALES = (1.0, 4.0)

@@ -34,11 +34,14 @@ from kill_moments import Moment, Operation, kill_at, moments, record, torn_files
 # This and what torch loads when it is first used: imported before the fork, not after each.
 import learnable_multipliers.cli.train  # noqa: F401
 from learnable_multipliers.cli import main as lrm
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.checkpoint import CheckpointError
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.run_comparison import compare_checkpoints, compare_metrics
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.preflight.run_comparison import (
+    compare_checkpoints,
+    compare_metrics,
+)
 
 STEPS, EVERY, KEEP = 14, 3, 2
 RUN = f"""train tiny --name run --log.no-tensorboard --log.no-drift

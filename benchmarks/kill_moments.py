@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 Side = Literal["before", "after", "torn"]
 METHODS = {"save": "save", "set-up": "_set_up"}

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from learnable_multipliers.pretrain.baseline import kneser_ney_loss
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.training_data import TrainingData
 
 
 def main() -> None:

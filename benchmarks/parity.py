@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import transformers
 
-from learnable_multipliers.pretrain.models import hugging_face
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 
 FACTORS = {
     name: value for name, value in PRESETS["falcon-h1-0.5b"].mup_factors.items() if value != 1.0

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.models.hugging_face import to_config
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
-from learnable_multipliers.pretrain.optimizer import make_optimizer
-from learnable_multipliers.pretrain.passes import Passes
+from learnable_multipliers.pretrain.model.hugging_face import to_config
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.train_step import Passes
 
 LENGTH = 2048
 

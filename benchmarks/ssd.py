@@ -27,8 +27,8 @@ import triton
 from timing import without_host
 from torch import Tensor
 
-from learnable_multipliers.pretrain.models import ssd_launch as launch
-from learnable_multipliers.pretrain.models.ssd import ssd, ssd_chunked
+from learnable_multipliers.pretrain.model import ssd_launch as launch
+from learnable_multipliers.pretrain.model.ssd import ssd, ssd_chunked
 
 NAMES = ("y", "x", "dt", "A", "B", "C", "D")
 # For each kernel, what to try for each option, one option after another.

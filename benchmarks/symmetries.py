@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 
 
 def main() -> None:

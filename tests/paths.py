@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.multiplier import all_rows, carried_rows
+from learnable_multipliers._multiplier import all_rows, carried_rows
 
 # Where there is a CUDA device the same laws are checked on it.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -199,7 +199,7 @@ def place(optimizer, model, values):
 def matrices_of(optimizer):
     import json
 
-    from learnable_multipliers.plan import matrix_from
+    from learnable_multipliers._plan import matrix_from
 
     for group in optimizer.param_groups:
         for name, content in json.loads(group["matrices"] or "{}").items():

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
     OptimizerConfig,
     RuntimeConfig,
+    ScheduleConfig,
     TrainConfig,
 )
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.run_state import tensors_of
-from learnable_multipliers.pretrain.schedule import ScheduleConfig
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.trainer.run_state import tensors_of
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 HYBRID = ModelConfig(
     vocab_size=0,

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import build
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import build
 
 STEPS, BATCH, LENGTH = 1500, 16, 17
 LR, WEIGHT_DECAY = 2e-3, 1.0

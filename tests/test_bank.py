@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learnable_multipliers.multiplier import effective, split_gradient
-from learnable_multipliers.optim.bank import Extent, MultiplierBank
+from learnable_multipliers._multiplier import effective, split_gradient
+from learnable_multipliers.optim._packed_multipliers import Extent, MultiplierBank
 from test_multiplier import far_values, matrices, plain
 
 

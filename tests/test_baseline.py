@@ -5,8 +5,8 @@ import pytest
 
 from learnable_multipliers.pretrain.baseline import kneser_ney_loss
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.ngram import KneserNey
-from learnable_multipliers.pretrain.training_data import TrainingData
 
 LENGTH = 16
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from runs import damage, rewritten
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
 from learnable_multipliers.pretrain import strict_json
-from learnable_multipliers.pretrain.checkpoint import MANIFEST, Checkpoint
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import MANIFEST, Checkpoint
 from runs import rewritten
 
 

@@ -21,10 +21,10 @@ from learnable_multipliers import cli, demo
 from learnable_multipliers.cli import COMMANDS, main
 from learnable_multipliers.cli.arguments import option_names
 from learnable_multipliers.cli.train import configure
-from learnable_multipliers.pretrain import checkpoint as checkpoints
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.recipes import RECIPES
 from runs import small_run
 
@@ -392,7 +392,7 @@ def test_too_little_memory_is_said_with_what_helps(ask, data, monkeypatch, where
     def full(*_):
         raise getattr(torch, kind, RuntimeError)(f"{text}\nAnd more.")
 
-    monkeypatch.setattr(f"learnable_multipliers.pretrain.train.{where}", full)
+    monkeypatch.setattr(f"learnable_multipliers.pretrain.trainer.trainer.{where}", full)
     code, _, complaints = ask(*command_of(small_run(data, Path("run"), steps=3)))
     assert code == 1
     assert f"{text} Give --data.micro-batch-seq" in complaints

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, damage, rewritten, small_run
 
 # -- symmetries -------------------------------------------------------------------------------

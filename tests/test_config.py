@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
-from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.recipes import RECIPES
 

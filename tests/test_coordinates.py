@@ -12,7 +12,7 @@ from torch import nn
 import learnable_multipliers as lrm
 from learnable_multipliers import mup
 from learnable_multipliers.equilibrium import equilibrium_rms
-from learnable_multipliers.mup.coordinates import QUANTITIES
+from learnable_multipliers.mup._coordinates import QUANTITIES
 
 # -- its parts -------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from learnable_multipliers import demo
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import BATCH, LENGTH, small_run
 from test_report import PROBE, open_in_browser
 

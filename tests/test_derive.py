@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models.hybrid import HybridLM
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.model.presets import PRESETS
 from test_symmetry import build, renamed, token_ids
 
 Carried = dict[str, tuple[tuple[bool, ...], bool]]

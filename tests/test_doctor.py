@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from learnable_multipliers.optim import AdamW
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain import machine_checks, trial
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.doctor import examine, in_words
-from learnable_multipliers.pretrain.finding import Finding, NotTriedError, examined
+from learnable_multipliers.pretrain.preflight import machine_checks, trial
+from learnable_multipliers.pretrain.preflight.check_result import Finding, NotTriedError, examined
+from learnable_multipliers.pretrain.preflight.doctor import examine, in_words
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.device import choose_device
 from runs import damage, small_run, trained
 from test_cli import command_of
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.dry_run import describe
-from learnable_multipliers.pretrain.memory import activation_bytes, state_bytes
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.optimizer import make_optimizer
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.preflight.dry_run import describe
+from learnable_multipliers.pretrain.preflight.memory import activation_bytes, state_bytes
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
 
 SIZED = replace(HYBRID, vocab_size=257)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.checkpoint import Checkpoint
-from learnable_multipliers.pretrain.durable import make_folder, replace_file, sync
-from learnable_multipliers.pretrain.metrics import MetricLog
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
+from learnable_multipliers.pretrain.metrics.log import MetricLog
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 

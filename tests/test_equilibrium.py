@@ -22,12 +22,12 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     sgdm_walk,
 )
-from learnable_multipliers.equilibrium.orthogonal_noise import (
+from learnable_multipliers.equilibrium._orthogonal_noise import (
     _orthogonalized,
     overlap_after,
     rms_after,
 )
-from learnable_multipliers.optim.newton_schulz import orthogonalize
+from learnable_multipliers.optim._newton_schulz import orthogonalize
 
 NUM_WEIGHTS = 20_000
 

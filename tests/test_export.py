@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain import export as exporting
-from learnable_multipliers.pretrain.checkpoint import CheckpointError
+from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.export import export
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LENGTH, LLAMA, small_run
 
 transformers = pytest.importorskip("transformers")

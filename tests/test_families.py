@@ -7,7 +7,7 @@ import torch
 
 import learnable_multipliers as lrm
 from families import FAMILIES, MORE_FAMILIES, FusedBlock, HandWritten, build, logits
-from learnable_multipliers.multiplier import carried_rows
+from learnable_multipliers._multiplier import carried_rows
 from tolerance import TOLERANCE
 
 ALL = [*FAMILIES, *MORE_FAMILIES]

@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain import tensor_files
-from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
-from learnable_multipliers.pretrain.run_comparison import without_clock
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import (
+    Checkpoint,
+    CheckpointError,
+    tensor_files,
+)
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, small_run, trained
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from families import VOCABULARY, HandWritten, build, logits
-from learnable_multipliers.gauge import Orbits, positions
-from learnable_multipliers.multiplier import split_gradient
+from learnable_multipliers._multiplier import split_gradient
 from learnable_multipliers.symmetry import Axis, Symmetry, Term
+from learnable_multipliers.symmetry._gauge import Orbits, symmetry_positions
 from paths import matrices_of, place
 from tolerance import TOLERANCE
 
@@ -403,7 +403,7 @@ def test_drift_is_the_mean_log_along_the_powers():
     model, _, opt = far_away("llama", "full")
     symmetries = symmetries_of("llama", "full")
     mults = lrm.multipliers(opt)
-    for one, t in zip(lrm.drift(opt, symmetries), positions(opt, symmetries), strict=True):
+    for one, t in zip(lrm.drift(opt, symmetries), symmetry_positions(opt, symmetries), strict=True):
         above, below = torch.zeros(2, one.symmetry.num_members, dtype=torch.float64)
         zeros = 0
         for term in one.symmetry.terms:
@@ -427,7 +427,7 @@ def test_drift_since_a_start_is_what_was_moved():
     model, plan, opt = far_away("llama", "full", zeros=False)
     symmetries = symmetries_of("llama", "full")
     pair = next(one for one in symmetries if one.kind == "multiplicative")
-    start = positions(opt, symmetries)
+    start = symmetry_positions(opt, symmetries)
     assert all(one.largest == 0 for one in lrm.drift(opt, symmetries, since=start))
     rows, values = pair.terms[0].axis, lrm.multipliers(opt)
     cols = pair.terms[1].axis
@@ -700,14 +700,14 @@ def test_sharded_weights_are_measured_but_not_moved():
 
     whole, plan, opt = far_away("hand-written", "full")
     symmetries = symmetries_of("hand-written", "full")
-    wanted = positions(opt, symmetries)
+    wanted = symmetry_positions(opt, symmetries)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = copy.deepcopy(whole)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         sharded = OPTIMIZERS["adamw"](model, plan)
         sharded.load_state_dict(copy.deepcopy(opt.state_dict()))
-        for ours, theirs in zip(wanted, positions(sharded, symmetries), strict=True):
+        for ours, theirs in zip(wanted, symmetry_positions(sharded, symmetries), strict=True):
             assert torch.equal(ours, theirs)
         with pytest.raises(NotImplementedError, match="is sharded.*in one process"):
             lrm.rebalance_(sharded, symmetries)

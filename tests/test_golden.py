@@ -22,11 +22,11 @@ from learnable_multipliers.pretrain.config import (
     LogConfig,
     OptimizerConfig,
     RuntimeConfig,
+    ScheduleConfig,
     TrainConfig,
 )
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.schedule import ScheduleConfig
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 GOLDEN = Path(__file__).with_name("golden.json")
 STEPS, LENGTH, BATCH = 30, 32, 4

@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnable_multipliers.optim.sharding import local
-from learnable_multipliers.pretrain import doctor, machine_checks, memory, trial
+from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.pretrain.config import ParallelConfig, RuntimeConfig
-from learnable_multipliers.pretrain.device import Device, choose_device
-from learnable_multipliers.pretrain.dry_run import describe
-from learnable_multipliers.pretrain.memory import activation_bytes, micro_batch, rank_bytes
-from learnable_multipliers.pretrain.models import convolution, rotation, ssd
+from learnable_multipliers.pretrain.distributed import Axes
+from learnable_multipliers.pretrain.model import convolution, rotation, ssd
+from learnable_multipliers.pretrain.preflight import doctor, machine_checks, memory, trial
+from learnable_multipliers.pretrain.preflight.dry_run import describe
+from learnable_multipliers.pretrain.preflight.memory import (
+    activation_bytes,
+    micro_batch,
+    rank_bytes,
+)
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.train import Trainer
-from learnable_multipliers.pretrain.world import Axes
+from learnable_multipliers.pretrain.trainer.device import Device, choose_device
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import AXES, Ranks
 from runs import HYBRID, LLAMA, small_run
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.metrics import FILE_NAME, MetricLog, read_metrics
+from learnable_multipliers.pretrain.metrics.log import FILE_NAME, MetricLog, read_metrics
 
 
 def metrics_of(step):

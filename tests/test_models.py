@@ -10,10 +10,10 @@ import torch
 import transformers
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models import hugging_face
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import HybridLM, build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 
 FACTORS = {
     "mup_embedding": 5.7,

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.gauge import positions
-from learnable_multipliers.optim.scales import multiply_
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.run_comparison import without_clock
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.symmetry._gauge import symmetry_positions
+from learnable_multipliers.symmetry._scales import multiply_
 from runs import small_run, trained
 
 LR = 0.02
@@ -138,11 +138,11 @@ def test_drift_is_what_was_moved_along_a_symmetry():
     (channels,) = symmetries.alike()[UP_DOWN]
     # Where it starts along the symmetry counts as no drift.
     scale_along(opt, channels, torch.full((40,), 1.0, dtype=torch.float64))
-    before = positions(opt, [channels])
+    before = symmetry_positions(opt, [channels])
     monitor = lrm.Monitor(opt, symmetries, drift_bound=3.0)
     moved = torch.linspace(-1.0, 0.5, 40, dtype=torch.float64)
     scale_along(opt, channels, moved)
-    assert torch.allclose(positions(opt, [channels])[0] - before[0], moved, atol=1e-6)
+    assert torch.allclose(symmetry_positions(opt, [channels])[0] - before[0], moved, atol=1e-6)
     health = monitor.health()
     numbers = health.metrics()
     rms = float(moved.square().mean().sqrt())

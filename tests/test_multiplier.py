@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learnable_multipliers.multiplier import (
+from learnable_multipliers._multiplier import (
     Block,
     Matrix,
     all_rows,

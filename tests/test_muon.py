@@ -5,8 +5,8 @@ import torch
 from torch.optim import _muon
 
 import learnable_multipliers as lrm
-from learnable_multipliers.optim.muon import is_hidden
-from learnable_multipliers.optim.newton_schulz import COEFFICIENTS, orthogonalize
+from learnable_multipliers.optim._muon import is_hidden
+from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, orthogonalize
 from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, compare, explicit_run, optimizer_run
 
 LR, SCALE, ADAMW_SCALE = 1e-2, 0.5, 0.7

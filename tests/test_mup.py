@@ -13,8 +13,8 @@ from torch import nn
 import learnable_multipliers as lrm
 from learnable_multipliers import mup
 from learnable_multipliers.equilibrium import equilibrium_rms
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.roles import ROLES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "mup.md"

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.config import CheckpointConfig
-from learnable_multipliers.pretrain.loss_meter import NOTHING, LossMeter, LossReading
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.models.loss import Losses
-from learnable_multipliers.pretrain.spikes import DivergenceError, SpikeConfig
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.metrics.loss_meter import NOTHING, LossMeter, LossReading
+from learnable_multipliers.pretrain.model.loss import Losses
+from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, everything, small_run, trained
 
 CPU = torch.device("cpu")
@@ -105,7 +105,9 @@ def test_the_logged_loss_is_the_mean_of_the_others(data, tmp_path):
 
 def test_the_guard_leaves_an_ordinary_run_alone(data, tmp_path, monkeypatch):
     guarded = trained(small_run(data, tmp_path / "guarded", steps=4))
-    monkeypatch.setattr("learnable_multipliers.pretrain.passes.Passes.spoil", lambda *_: None)
+    monkeypatch.setattr(
+        "learnable_multipliers.pretrain.trainer.train_step.Passes.spoil", lambda *_: None
+    )
     assert_same(guarded, trained(small_run(data, tmp_path / "plain", steps=4)))
 
 

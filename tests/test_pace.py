@@ -5,10 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
-from learnable_multipliers.pretrain.pace import Pace
-from learnable_multipliers.pretrain.progress import Display, duration
+from learnable_multipliers.pretrain.metrics.pace import Pace
+from learnable_multipliers.pretrain.metrics.progress import Display, duration
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.schedule import steps, tokens_after
+from learnable_multipliers.pretrain.trainer.schedule import steps, tokens_after
 
 CONFIG = RECIPES["falcon-h1-0.5b"][1]
 LENGTH = CONFIG.data.sequence_length

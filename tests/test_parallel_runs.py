@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learnable_multipliers.optim.sharding import full
-from learnable_multipliers.pretrain.checkpoint import load_newest
+from learnable_multipliers.optim._sharding import full
+from learnable_multipliers.pretrain.checkpoint.store import load_newest
 from learnable_multipliers.pretrain.config import OptimizerConfig, ParallelConfig
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.models.loss import Losses
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.model.loss import Losses
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import AXES, Ranks
 from runs import LLAMA, everything, small_run
 

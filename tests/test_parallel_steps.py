@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import learnable_multipliers as lrm
-from learnable_multipliers.optim import batches
-from learnable_multipliers.optim.bank import MultiplierBank
-from learnable_multipliers.optim.exchange import assigned, newton_schulz_cost
-from learnable_multipliers.optim.muon import is_hidden
-from learnable_multipliers.optim.packed_sums import PackedSums
-from learnable_multipliers.optim.sharding import local, local_gradient, share_after
-from learnable_multipliers.optim.team import Team, team_of
+from learnable_multipliers.optim import _batches as batches
+from learnable_multipliers.optim._exchange import assigned, newton_schulz_cost
+from learnable_multipliers.optim._muon import is_hidden
+from learnable_multipliers.optim._packed_multipliers import MultiplierBank
+from learnable_multipliers.optim._packed_sums import PackedSums
+from learnable_multipliers.optim._process_group import Team, team_of
+from learnable_multipliers.optim._sharding import local, local_gradient, share_after
 from parallel_training import (
     STEPS,
     Collectives,
@@ -110,8 +110,8 @@ def hidden_with_gradients(kind):
 def shapes(preset):
     """Return the matrices of a model, and its number of parameters, without its weights."""
     # Not above: the ranks have no need of it.
-    from learnable_multipliers.pretrain.models.hybrid import HybridLM
-    from learnable_multipliers.pretrain.models.presets import PRESETS
+    from learnable_multipliers.pretrain.model.hybrid import HybridLM
+    from learnable_multipliers.pretrain.model.presets import PRESETS
 
     with torch.device("meta"):
         model = HybridLM(PRESETS[preset])

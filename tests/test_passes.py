@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.optimizer import make_optimizer
-from learnable_multipliers.pretrain.passes import Passes
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.train_step import Passes
 from runs import HYBRID
 
 SHAPE = replace(HYBRID, vocab_size=64)

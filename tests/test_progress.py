@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from learnable_multipliers.pretrain.progress import Display, duration, in_short, printable
+from learnable_multipliers.pretrain.metrics.progress import Display, duration, in_short, printable
 
 TRAIN = {
     "kind": "train",

@@ -22,6 +22,7 @@ def test_public_names_are_these():
         "Rule",
         "Symmetries",
         "Symmetry",
+        "__version__",
         "clip_grad_norm_",
         "diagnose",
         "drift",
@@ -43,6 +44,7 @@ def test_public_names_are_these():
         "row_frequency",
         "simulate_brownian",
         "split_gradient",
+        "symmetry_positions",
     ]
     assert all(hasattr(lrm, name) for name in lrm.__all__)
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.checkpoint import CheckpointError
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.run_comparison import without_clock
-from learnable_multipliers.pretrain.run_state import tensors_of
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.trainer.run_state import tensors_of
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import (
     HYBRID,
     LENGTH,
@@ -250,7 +250,7 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from runs import small_run
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 trainer = Trainer(small_run(Path({str(data)!r}), Path({str(tmp_path / "run")!r})))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for step in trainer.going():

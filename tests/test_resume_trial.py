@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import resume_trial
-from learnable_multipliers.pretrain.checkpoint import Checkpoint
-from learnable_multipliers.pretrain.run_comparison import compare_checkpoints, compare_metrics
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
+from learnable_multipliers.pretrain.preflight import resume_trial
+from learnable_multipliers.pretrain.preflight.run_comparison import (
+    compare_checkpoints,
+    compare_metrics,
+)
 from runs import small_run, trained
 
 SMALL = (

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain import environment
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.metrics import read_metrics
+from learnable_multipliers.pretrain.metrics import environment
+from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.plain_data import from_dict
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, killed_after, small_run, trained
 
 

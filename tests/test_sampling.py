@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.sampling import generate
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.sampling import generate
 from runs import HYBRID
 
 SHAPE = replace(HYBRID, vocab_size=61, init_std=0.3)

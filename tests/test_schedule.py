@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learnable_multipliers.pretrain.schedule import (
-    ScheduleConfig,
+from learnable_multipliers.pretrain.config import ScheduleConfig
+from learnable_multipliers.pretrain.trainer.schedule import (
     batch_sequences,
     learning_rate_factor,
     steps,

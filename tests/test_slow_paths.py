@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from learnable_multipliers.pretrain import doctor, dry_run, slow_paths, train
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.device import Device, choose_device
-from learnable_multipliers.pretrain.models import convolution, rotation, ssd
-from learnable_multipliers.pretrain.models.hybrid import HybridLM
+from learnable_multipliers.pretrain.model import convolution, rotation, ssd
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.preflight import doctor, dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer import slow_paths
+from learnable_multipliers.pretrain.trainer import trainer as train
+from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from runs import HYBRID, small_run
 
 pytest.importorskip("triton")

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
-from learnable_multipliers.pretrain.interrupt import Interrupt
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.run_comparison import without_clock
-from learnable_multipliers.pretrain.spikes import (
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig, TrainConfig
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+from learnable_multipliers.pretrain.trainer.spikes import (
     Look,
-    SpikeConfig,
     SpikeState,
     accepted,
     in_words,
@@ -24,8 +24,7 @@ from learnable_multipliers.pretrain.spikes import (
     num_kept,
     rollback_steps,
 )
-from learnable_multipliers.pretrain.train import Trainer
-from learnable_multipliers.pretrain.training_data import TrainingData
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from learnable_multipliers.report.records import Run
 from learnable_multipliers.report.summary import summarize
 from runs import (

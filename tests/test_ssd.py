@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.models.ssd import ssd, ssd_chunked, ssd_recurrence
+from learnable_multipliers.pretrain.model.ssd import ssd, ssd_chunked, ssd_recurrence
 
 NAMES = ("x", "dt", "A", "B", "C", "D")
 # batch, length, heads, head_dim, groups, state, chunk

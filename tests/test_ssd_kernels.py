@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.models.ssd import ssd, ssd_chunked
+from learnable_multipliers.pretrain.model.ssd import ssd, ssd_chunked
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 pytest.importorskip("triton")
-from learnable_multipliers.pretrain.models.ssd_launch import SETTINGS, ssd_scan  # noqa: E402
+from learnable_multipliers.pretrain.model.ssd_launch import SETTINGS, ssd_scan  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 

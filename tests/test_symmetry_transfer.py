@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.models.config import ModelConfig
-from learnable_multipliers.pretrain.models.hybrid import HybridLM
-from learnable_multipliers.pretrain.models.presets import PRESETS
-from learnable_multipliers.symmetry.index_patterns import Pattern, describe, resized
-from learnable_multipliers.symmetry.twin import make_twin
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.symmetry._index_patterns import Pattern, describe, resized
+from learnable_multipliers.symmetry._proxy import make_twin
 from test_symmetry import families_of, told
 
 # Patterns

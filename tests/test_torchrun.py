@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.run_comparison import without_clock
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
 
 BIN = Path(sys.executable).parent
 SMALL = {

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain import tensor_files
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint import tensor_files
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.interrupt import Interrupt
-from learnable_multipliers.pretrain.metrics import read_metrics
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.run_comparison import without_clock
-from learnable_multipliers.pretrain.train import Trainer
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained
 
 OPTIMIZERS = {

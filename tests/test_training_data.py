@@ -6,13 +6,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from learnable_multipliers.pretrain import training_data
 from learnable_multipliers.pretrain.config import DataConfig, RuntimeConfig
+from learnable_multipliers.pretrain.data import training_data
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.device import choose_device
-from learnable_multipliers.pretrain.evaluation import evaluate
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.training_data import TrainingData
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.evaluation import evaluate
 from runs import LLAMA
 
 LENGTH = 16

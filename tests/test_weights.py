@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.schedule import ScheduleConfig, steps
-from learnable_multipliers.pretrain.weights import describe_weights
+from learnable_multipliers.pretrain.config import ScheduleConfig
+from learnable_multipliers.pretrain.metrics.weights import describe_weights
+from learnable_multipliers.pretrain.trainer.schedule import steps
 
 LR, DECAY = 0.05, 0.5
 

@@ -1,6 +1,14 @@
 """Learnable multipliers: the scale of every weight matrix, learned from data."""
 
+from importlib.metadata import version
+
 from learnable_multipliers import mup
+from learnable_multipliers._initialize import initialize_
+from learnable_multipliers._multiplier import Block, Matrix, effective, split_gradient
+from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._planner import plan
+from learnable_multipliers._reparametrize import merge, reparametrize
+from learnable_multipliers._rules import NO_EMBEDDING, Rule
 from learnable_multipliers.equilibrium import (
     Diagnosis,
     diagnose,
@@ -12,10 +20,7 @@ from learnable_multipliers.equilibrium import (
     row_frequency,
     simulate_brownian,
 )
-from learnable_multipliers.gauge import drift, rebalance_
-from learnable_multipliers.initialize import initialize_
-from learnable_multipliers.monitor import Health, Monitor
-from learnable_multipliers.multiplier import Block, Matrix, effective, split_gradient
+from learnable_multipliers.equilibrium._monitor import Health, Monitor
 from learnable_multipliers.optim import (
     AdamW,
     LearnableMultipliers,
@@ -24,11 +29,10 @@ from learnable_multipliers.optim import (
     multipliers,
     param_groups,
 )
-from learnable_multipliers.plan import Entry, Plan
-from learnable_multipliers.planner import plan
-from learnable_multipliers.reparametrize import merge, reparametrize
-from learnable_multipliers.rules import NO_EMBEDDING, Rule
 from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries
+from learnable_multipliers.symmetry._gauge import drift, rebalance_, symmetry_positions
+
+__version__ = version("learnable-multipliers")
 
 __all__ = [
     "NO_EMBEDDING",
@@ -45,6 +49,7 @@ __all__ = [
     "Rule",
     "Symmetries",
     "Symmetry",
+    "__version__",
     "clip_grad_norm_",
     "diagnose",
     "drift",
@@ -66,4 +71,5 @@ __all__ = [
     "row_frequency",
     "simulate_brownian",
     "split_gradient",
+    "symmetry_positions",
 ]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from learnable_multipliers.cli.arguments import closest
-from learnable_multipliers.pretrain.models.hybrid import HybridLM, build
-from learnable_multipliers.pretrain.models.presets import PRESETS
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.presets import PRESETS
 
 
 def named_model(name: str, *, weights: bool) -> nn.Module:

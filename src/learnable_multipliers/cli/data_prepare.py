@@ -18,7 +18,7 @@ from rich.console import Console
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
 from learnable_multipliers.pretrain.data.splits import VALID
-from learnable_multipliers.pretrain.progress import in_short
+from learnable_multipliers.pretrain.metrics.progress import in_short
 
 
 def run(arguments: Sequence[str]) -> None:

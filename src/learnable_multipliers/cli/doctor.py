@@ -15,10 +15,10 @@ from rich.text import Text
 from learnable_multipliers.cli.arguments import closest, read, wrapped
 from learnable_multipliers.cli.train import ELSEWHERE
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.doctor import examine, in_words
-from learnable_multipliers.pretrain.finding import Finding
+from learnable_multipliers.pretrain.metrics.progress import duration, printable
 from learnable_multipliers.pretrain.plain_data import from_dict
-from learnable_multipliers.pretrain.progress import duration, printable
+from learnable_multipliers.pretrain.preflight.check_result import Finding
+from learnable_multipliers.pretrain.preflight.doctor import examine, in_words
 from learnable_multipliers.pretrain.recipes import RECIPES
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import tyro
 
+from learnable_multipliers._placement import Placement
+from learnable_multipliers._planner import plan
 from learnable_multipliers.cli.architecture import named_model
 from learnable_multipliers.cli.arguments import read
-from learnable_multipliers.placement import Placement
-from learnable_multipliers.planner import plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,12 @@ from learnable_multipliers.equilibrium import (
     sgdm_walk,
     simulate_brownian,
 )
-from learnable_multipliers.equilibrium.closed_forms import walk_equilibrium
-from learnable_multipliers.equilibrium.simulation import BrownianOptimizer
-from learnable_multipliers.optim.batches import AdjustLr
-from learnable_multipliers.optim.newton_schulz import Coefficients
-from learnable_multipliers.pretrain.schedule import DecayShape, ScheduleConfig, steps
+from learnable_multipliers.equilibrium._closed_forms import walk_equilibrium
+from learnable_multipliers.equilibrium._simulation import BrownianOptimizer
+from learnable_multipliers.optim._batches import AdjustLr
+from learnable_multipliers.optim._newton_schulz import Coefficients
+from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
+from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.

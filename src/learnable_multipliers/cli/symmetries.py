@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from learnable_multipliers._planner import plan
 from learnable_multipliers.cli.architecture import named_model
 from learnable_multipliers.cli.arguments import read
-from learnable_multipliers.planner import plan
 from learnable_multipliers.report import analysis
 from learnable_multipliers.symmetry import find_symmetries
 

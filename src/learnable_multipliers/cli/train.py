@@ -15,14 +15,14 @@ from rich.markup import escape
 
 from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
 from learnable_multipliers.cli.terminal import SteadyOutput
-from learnable_multipliers.pretrain import dry_run
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.interrupt import Interrupt
-from learnable_multipliers.pretrain.models import hugging_face
-from learnable_multipliers.pretrain.progress import Display, duration, in_short, printable
+from learnable_multipliers.pretrain.distributed import AXES, own_rank
+from learnable_multipliers.pretrain.metrics.progress import Display, duration, in_short, printable
+from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.train import Trainer
-from learnable_multipliers.pretrain.world import AXES, own_rank
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 ELSEWHERE = {
     "learning-rate": "--optimizer.lr",

@@ -15,8 +15,8 @@ from rich.console import Console
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.cli.train import ELSEWHERE, recipe
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.resume_trial import check, try_resume
-from learnable_multipliers.pretrain.run_comparison import Comparison
+from learnable_multipliers.pretrain.preflight.resume_trial import check, try_resume
+from learnable_multipliers.pretrain.preflight.run_comparison import Comparison
 
 _SHOWN = 3
 

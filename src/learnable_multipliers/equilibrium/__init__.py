@@ -1,6 +1,6 @@
 """Noise against weight decay: closed forms, simulation, and what a run shows of it (sec. 3)."""
 
-from learnable_multipliers.equilibrium.closed_forms import (
+from learnable_multipliers.equilibrium._closed_forms import (
     SETTLED,
     equilibrium_rms,
     equilibrium_rms_lion,
@@ -8,12 +8,10 @@ from learnable_multipliers.equilibrium.closed_forms import (
     equilibrium_rms_sgdm,
     relaxation_steps,
 )
-from learnable_multipliers.equilibrium.diagnosis import Diagnosis, Reading, diagnose
-from learnable_multipliers.equilibrium.indicator import noise_indicator, noise_ratio
-from learnable_multipliers.equilibrium.prediction import has_sparse_rows, walk_of
-from learnable_multipliers.equilibrium.simulation import Trajectory, simulate_brownian
-from learnable_multipliers.equilibrium.token_rows import TokenRows, row_frequency
-from learnable_multipliers.equilibrium.walk import (
+from learnable_multipliers.equilibrium._diagnosis import Diagnosis, Reading, diagnose
+from learnable_multipliers.equilibrium._indicator import noise_indicator, noise_ratio
+from learnable_multipliers.equilibrium._prediction import has_sparse_rows, walk_of
+from learnable_multipliers.equilibrium._random_walk import (
     BrownianState,
     Walk,
     adamw_walk,
@@ -24,6 +22,8 @@ from learnable_multipliers.equilibrium.walk import (
     muon_walk,
     sgdm_walk,
 )
+from learnable_multipliers.equilibrium._simulation import Trajectory, simulate_brownian
+from learnable_multipliers.equilibrium._token_rows import TokenRows, row_frequency
 
 __all__ = [
     "SETTLED",

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from learnable_multipliers.kernels import reference
-from learnable_multipliers.kernels.backend import Backend, takes_triton
+from learnable_multipliers.kernels import _reference as reference
+from learnable_multipliers.kernels._backend import Backend, takes_triton
 
 
 def choose_kernels(backend: Backend, device: torch.device, dtypes: set[torch.dtype]) -> Any:
@@ -17,6 +17,6 @@ def choose_kernels(backend: Backend, device: torch.device, dtypes: set[torch.dty
     """
     if not takes_triton(backend, device) or (backend == "auto" and dtypes - {torch.float32}):
         return reference
-    from learnable_multipliers.kernels.triton_launch import TritonKernels
+    from learnable_multipliers.kernels._triton_launch import TritonKernels
 
     return TritonKernels()

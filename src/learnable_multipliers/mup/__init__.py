@@ -5,7 +5,7 @@ it into rules and `mup_*` fields; `falcon_h1` holds the published numbers; `coor
 model at several widths and measures, `comparison` puts what came out beside a recipe.
 """
 
-from learnable_multipliers.mup.comparison import (
+from learnable_multipliers.mup._comparison import (
     Comparison,
     Exponent,
     compare,
@@ -13,20 +13,20 @@ from learnable_multipliers.mup.comparison import (
     fit_exponent,
     table,
 )
-from learnable_multipliers.mup.coordinates import (
+from learnable_multipliers.mup._coordinates import (
     Coordinates,
     Probe,
     Run,
     Training,
     coordinate_check,
 )
-from learnable_multipliers.mup.falcon_h1 import (
+from learnable_multipliers.mup._falcon_h1 import (
     FALCON_H1_BASE,
     FalconH1Shape,
     falcon_h1_multipliers,
 )
-from learnable_multipliers.mup.rates import TunedRates, mup_fields, rules
-from learnable_multipliers.mup.recipes import (
+from learnable_multipliers.mup._rates import TunedRates, mup_fields, rules
+from learnable_multipliers.mup._recipes import (
     RECIPES,
     Recipe,
     Scaling,

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.ngram import KneserNey
-from learnable_multipliers.pretrain.training_data import TrainingData
 
 Unit = Literal["bytes", "tokens"]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from learnable_multipliers.pretrain.models.config import ModelConfig
+from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
-from learnable_multipliers.pretrain.schedule import ScheduleConfig
-from learnable_multipliers.pretrain.spikes import SpikeConfig
 
+DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 
 
@@ -59,6 +58,108 @@ class OptimizerConfig:
     """Muon's."""
     adamw_lr_scale: float = 1.0
     """With Muon: learning rate of what AdamW trains, over that of the matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The length of a run and what its learning rate and batch size do on the way."""
+
+    tokens: int = 30_000_000_000
+    """Length of the whole run, in tokens. Paper: 30e9 (25e9 before the decay); long run 240e9."""
+
+    warmup_tokens: int = 100_000_000
+    """Linear warmup from zero, in tokens. Paper: 0.1e9."""
+
+    decay_tokens: int = 5_000_000_000
+    """Length of the decay, in tokens; 0 is no decay. Paper: 5e9; long run 40e9."""
+
+    decay_factor: float = 8.0
+    """What the learning rate is divided by at the end of the decay. Paper: 8; long run 32."""
+
+    decay_shape: DecayShape = "exponential"
+    """How the rate falls during the decay. Paper: exponential."""
+
+    minimum_tokens: int = 0
+    """Tokens after the decay, at the rate it ended with. Paper: 0; long run 40e9."""
+
+    rampup_tokens: int = 0
+    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: has a ramp, length not given."""
+
+    rampup_start_sequences: int = 64
+    """Batch at the start of the ramp, in sequences. Paper: not given."""
+
+    rampup_increment_sequences: int = 64
+    """What the batch grows by at each step of the ramp, in sequences. Paper: not given."""
+
+    def __post_init__(self) -> None:
+        lengths = ("warmup_tokens", "decay_tokens", "minimum_tokens", "rampup_tokens")
+        for name in lengths:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is a length in tokens, got {getattr(self, name)}")
+        if self.tokens < 1:
+            raise ValueError(f"a run needs at least one token, got tokens={self.tokens}")
+        if self.warmup_tokens > self.decay_start:
+            raise ValueError(
+                f"warmup ({self.warmup_tokens}), decay ({self.decay_tokens}) and the stay at the "
+                f"minimum ({self.minimum_tokens}) are longer than the run ({self.tokens} tokens): "
+                "shorten them or lengthen the run"
+            )
+        if self.rampup_tokens > self.tokens:
+            raise ValueError(
+                f"rampup_tokens={self.rampup_tokens} is longer than the run ({self.tokens} tokens)"
+            )
+        if not 1 <= self.decay_factor < math.inf:
+            raise ValueError(
+                f"decay_factor divides the learning rate and is at least 1, got {self.decay_factor}"
+            )
+        if self.decay_shape not in get_args(DecayShape):
+            raise ValueError(
+                f"unknown decay_shape {self.decay_shape!r}; choose from {get_args(DecayShape)}"
+            )
+        for name in ("rampup_start_sequences", "rampup_increment_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def decay_start(self) -> int:
+        """Tokens seen when the decay begins."""
+        return self.tokens - self.decay_tokens - self.minimum_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """What is done about a loss that leaves its course, and about steps that cannot be taken."""
+
+    max_rollbacks: int = 0
+    """Times a run may go back to the checkpoint before a spike and on with other data; 0 tells of
+    spikes alone."""
+    window: int = 50
+    """Looks at the loss (log.every steps each) that say what is usual; none is judged before."""
+    deviations: float = 6.0
+    """How far above their median a loss is high, in robust standard deviations."""
+    min_rise: float = 0.2
+    """How far above it at least, in nats: a smooth curve has next to no deviation."""
+    patience: int = 3
+    """High looks in a row that make a spike; one without a finite loss is high."""
+    max_skipped: int = 50
+    """Steps in a row without finite gradients after which a run ends with an error; 0 never."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_rollbacks", 0),
+            ("window", 2),
+            ("patience", 1),
+            ("max_skipped", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"spikes.{name} must be at least {least}, got {getattr(self, name)}"
+                )
+        for name in ("deviations", "min_rise"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"spikes.{name} must be a positive number, got {getattr(self, name):g}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learnable_multipliers.equilibrium import Diagnosis, diagnose
-from learnable_multipliers.pretrain.checkpoint import Checkpoint, CheckpointError
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
+from learnable_multipliers.pretrain.checkpoint.validation import refuse_another_model
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.held_model import refuse_another_model
-from learnable_multipliers.pretrain.models.hybrid import build
-from learnable_multipliers.pretrain.optimizer import make_optimizer
+from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.plain_data import from_dict
-from learnable_multipliers.pretrain.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.run_state import restore_, state_of
-from learnable_multipliers.pretrain.schedule import steps
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.run_state import restore_, state_of
+from learnable_multipliers.pretrain.trainer.schedule import steps
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from learnable_multipliers.optim.bank import NAMES
-from learnable_multipliers.pretrain import checkpoint as checkpoints
-from learnable_multipliers.pretrain.data.out_folder import (
+from learnable_multipliers.optim._packed_multipliers import NAMES
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
     clear_leftovers,
     new_folder,
     refuse_unreachable,
 )
+from learnable_multipliers.pretrain.checkpoint.tensor_files import save
+from learnable_multipliers.pretrain.checkpoint.validation import held_model
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
-from learnable_multipliers.pretrain.held_model import held_model
-from learnable_multipliers.pretrain.models import hugging_face
-from learnable_multipliers.pretrain.models.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.plain_data import from_dict
-from learnable_multipliers.pretrain.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.tensor_files import save
+from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 
 ExportDtype = Literal["float32", "bfloat16"]
 

@@ -9,11 +9,11 @@ from learnable_multipliers.pretrain.config import (
     DataConfig,
     LogConfig,
     OptimizerConfig,
+    ScheduleConfig,
+    SpikeConfig,
     TrainConfig,
 )
-from learnable_multipliers.pretrain.models.presets import PRESETS
-from learnable_multipliers.pretrain.schedule import ScheduleConfig
-from learnable_multipliers.pretrain.spikes import SpikeConfig
+from learnable_multipliers.pretrain.model.presets import PRESETS
 
 # Runs of days should survive a night. Those of minutes are there to be compared, spikes and all.
 _WATCHED = SpikeConfig(max_rollbacks=3)

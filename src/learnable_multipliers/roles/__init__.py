@@ -6,7 +6,7 @@ none is `unknown`. Where a norm sits cannot be seen in a module tree; what is ta
 about it is returned as `assumptions`, in words.
 """
 
-from learnable_multipliers.roles.model import read_roles
-from learnable_multipliers.roles.reading import ROLES, UNKNOWN, ModelReading, Part, Reading
+from learnable_multipliers.roles._model import read_roles
+from learnable_multipliers.roles._reading import ROLES, UNKNOWN, ModelReading, Part, Reading
 
 __all__ = ["ROLES", "UNKNOWN", "ModelReading", "Part", "Reading", "read_roles"]

@@ -5,8 +5,8 @@ d(outputs)/d(theta). It is computed, not looked up: nothing in here knows an arc
 name of a parameter.
 """
 
-from learnable_multipliers.symmetry.axes import Axis
-from learnable_multipliers.symmetry.find import find_symmetries
-from learnable_multipliers.symmetry.symmetry import Symmetries, Symmetry, Term
+from learnable_multipliers.symmetry._axes import Axis
+from learnable_multipliers.symmetry._find import find_symmetries
+from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
 __all__ = ["Axis", "Symmetries", "Symmetry", "Term", "find_symmetries"]

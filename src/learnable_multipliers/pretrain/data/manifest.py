@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from learnable_multipliers.pretrain.checkpoint.atomic_folder import MANIFEST_FILE as MANIFEST_FILE
+
 FORMAT = "lrm-tokens-1"
-MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 

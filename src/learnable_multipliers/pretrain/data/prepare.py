@@ -17,6 +17,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+    clear_leftovers,
+    new_folder,
+    refuse_existing,
+)
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.formats import DocumentError
 from learnable_multipliers.pretrain.data.manifest import (
@@ -25,11 +30,6 @@ from learnable_multipliers.pretrain.data.manifest import (
     Shard,
     file_sha256,
     token_dtype,
-)
-from learnable_multipliers.pretrain.data.out_folder import (
-    clear_leftovers,
-    new_folder,
-    refuse_existing,
 )
 from learnable_multipliers.pretrain.data.shards import ShardWriter
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Document, Splitter

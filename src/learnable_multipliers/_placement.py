@@ -1,0 +1,129 @@
+"""Which multipliers a logical matrix carries under each placement, and why.
+
+`full` is what the paper trains: row and column everywhere but on the head, with the redundancy
+held in check by a small decay of the multipliers (sec. 4.1). `symmetry-aware` is its appendix
+"Multipliers placement", extended to norms the paper's model does not have: each scale the
+model can express has one multiplier and no more. `scalar` is one number per logical matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
+
+from learnable_multipliers._multiplier import Kind
+from learnable_multipliers.roles import UNKNOWN, Part, Reading
+from learnable_multipliers.symmetry._derive import Carried, split_rows
+
+Placement = Literal["full", "symmetry-aware", "scalar"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+
+
+# Carry no multipliers, or none that symmetries have a say in, in every placement.
+_WITHOUT = {"head", "router", "tied-embedding"}
+_KINDS: dict[tuple[bool, bool], Kind] = {
+    (False, False): "none",
+    (True, False): "row",
+    (False, True): "col",
+    (True, True): "row+col",
+}
+
+
+class Choice(NamedTuple):
+    """What a logical matrix carries, and the reasons in words."""
+
+    kind: Kind
+    reason: str
+    columns: str = ""
+    """Reason for columns, where it is a matter of its own."""
+
+
+def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
+    """Return the placement's choice for one logical matrix; None where a rule must decide."""
+    if reading.opaque:
+        return Choice("none", reading.note)
+    if part.role == "head":
+        scaled = f"{_leaf(reading.column_norm)} scales its columns" if reading.column_norm else ""
+        free = "left as it is (no learnable norm in front: a rule can add columns)"
+        return Choice("none", f"{scaled or free}; rows would scale single logits")
+    if part.role == "router":
+        return Choice("none", "routing is left as it is in every placement")
+    if placement == "scalar":
+        return Choice("scalar", reading.note if part.role == UNKNOWN else "one scale per matrix")
+    if part.role == "tied-embedding":
+        return Choice("col", "tied to the head: row multipliers would scale single logits")
+    if placement == "full":
+        return Choice("row+col", reading.note)
+    if part.role == UNKNOWN:
+        return None
+    row, row_reason = _symmetry_aware_row(reading, part)
+    col, col_reason = _symmetry_aware_col(reading, part)
+    return Choice(_KINDS[row, col], row_reason, col_reason)
+
+
+def derived_choices(reading: Reading, carried: Carried) -> tuple[Reading, dict[int, Choice]]:
+    """Return the choices that symmetries make for each part of a matrix, and the matrix's parts.
+
+    What no placement gives multipliers, a head or a router, is left to `choose`. Rows that do not
+    fall into the parts known give parts of their own.
+    """
+    pattern = carried.rows.view(reading.repeats, -1)
+    sizes = [part.size for part in reading.parts]
+    parts = pattern.split(sizes, 1) if sum(sizes) == pattern.shape[1] else ()
+    if not parts or not all((part == part[0, 0]).all() for part in parts):
+        runs = split_rows(carried.rows)
+        reading = replace(
+            reading, parts=tuple(Part(UNKNOWN, size) for _, size in runs), repeats=1, opaque=False
+        )
+        parts = carried.rows[None].split([size for _, size in runs], 1)
+    return reading, {
+        index: Choice(_KINDS[bool(rows[0, 0]), carried.col], carried.reason)
+        for index, (part, rows) in enumerate(zip(reading.parts, parts, strict=True))
+        if part.role not in _WITHOUT
+    }
+
+
+def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
+    """Decide on rows: not where another scale follows on the same features."""
+    if part.row_norm:
+        return False, f"{_leaf(part.row_norm)} behind it scales its rows"
+    if part.role == "key":
+        return False, "rows pair with the query's, which has one scale per head"
+    if part.role == "value":
+        return False, "rows pair with the columns of attention-out, one scale per head"
+    if part.role == "up":
+        return False, "rows pair with the columns of down"
+    if part.role in ("gate", "ungated-up") and reading.homogeneous:
+        return False, "a scale passes its activation and pairs with the columns of down"
+    if part.role in ("ssm-x", "ssm-B", "ssm-C"):
+        return False, "conv1d scales its rows"
+    if part.role in ("query-latent", "kv-latent"):
+        return False, "rows pair with the columns of the matrix that reads the latent"
+    reasons = {
+        "query": "rows: attention scale of each head",
+        "gate": "rows meet the activation",
+        "ungated-up": "rows meet the activation",
+        "ssm-z": "rows meet the activation",
+        "ssm-dt": "rows meet the softplus",
+        "embedding": "rows: one scale per token",
+        "position-embedding": "rows: one scale per position",
+    }
+    return True, reasons.get(part.role, "rows: scale of the block's output")
+
+
+def _symmetry_aware_col(reading: Reading, part: Part) -> tuple[bool, str]:
+    """Decide on columns: not where a learnable norm feeds the same features."""
+    if reading.column_norm:
+        return False, f"{_leaf(reading.column_norm)} in front scales its columns"
+    reasons = {
+        "attention-out": "columns: one scale per value channel of each head",
+        "down": "columns: one scale per hidden channel",
+        "ssm-out": "columns: no inner norm scales them",
+        "embedding": "columns: one scale per feature",
+        "position-embedding": "columns: one scale per feature",
+    }
+    return True, reasons.get(part.role, "columns: no norm in front")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

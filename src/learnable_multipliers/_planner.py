@@ -1,0 +1,326 @@
+"""From a model to a plan: reads its roles, applies a placement and rules, matrix by matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from learnable_multipliers._forward_multipliers import FixedMultiplier, fixed_multipliers
+from learnable_multipliers._multiplier import Block, Kind, Matrix
+from learnable_multipliers._names import canonical_name, unwrap
+from learnable_multipliers._placement import (
+    PLACEMENTS,
+    Choice,
+    Placement,
+    choose,
+    derived_choices,
+)
+from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._rules import Rule, unmatched
+from learnable_multipliers.roles import UNKNOWN, Part, Reading, read_roles
+from learnable_multipliers.symmetry import find_symmetries
+from learnable_multipliers.symmetry._derive import Carried, derived_placement
+
+
+def plan(
+    model: nn.Module,
+    placement: Placement = "full",
+    rules: Sequence[Rule] = (),
+    *,
+    derive: bool = False,
+    inputs: Any = None,
+) -> Plan:
+    """Decide for every parameter of `model` which multipliers it carries.
+
+    Looks at names, module types and shapes only; works on the meta device. With `derive`, the
+    symmetry-aware placement is computed from the model's own symmetries instead (the conventions
+    are in `symmetry/derive.py`), by running a copy of it on `inputs`: what the model is called
+    with, random tokens if not given. The symmetries that remain are listed with the plan.
+    """
+    if placement not in PLACEMENTS:
+        choices = ", ".join(repr(known) for known in PLACEMENTS)
+        raise ValueError(f"unknown placement {placement!r}; choose from {choices}")
+    bare = unwrap(model)
+    reading = read_roles(bare)
+    readings = [
+        replace(
+            parameter,
+            name=canonical_name(parameter.name),
+            aliases=tuple(canonical_name(alias) for alias in parameter.aliases),
+        )
+        for parameter in reading.parameters
+    ]
+    if derive and placement != "symmetry-aware":
+        raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
+    carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
+    planner = _Planner(placement, tuple(rules), carried)
+    entries = tuple(planner.entry(parameter) for parameter in readings)
+    planner.check(readings)
+    entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
+    assumptions = reading.assumptions if placement == "symmetry-aware" and not derive else ()
+    made = Plan(
+        model=type(bare).__name__,
+        placement=placement,
+        entries=entries,
+        folds=folds,
+        assumptions=(*assumptions, *kept),
+    )
+    if derive:
+        left = find_symmetries(bare, made, inputs)
+        unsure = dict.fromkeys((*unconfirmed, *left.unconfirmed))
+        told = [str(symmetry) for symmetry in left]
+        told += [f"perhaps, not confirmed through a small twin: {words}" for words in unsure]
+        made = replace(made, symmetries=tuple(told))
+    return made
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What was decided for one logical matrix."""
+
+    part: Part
+    choice: Choice
+    rule: Rule | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return self.choice.kind
+
+    @property
+    def init(self) -> float:
+        number = None if self.rule is None else self.rule.init
+        return float(number) if isinstance(number, float | int) else 1.0
+
+    @property
+    def pending(self) -> bool:
+        return self.init != 1.0 and self.rule is not None and self.rule.init_keeps == "raw"
+
+
+class _Planner:
+    """Applies placement and rules to one parameter after the other."""
+
+    def __init__(
+        self, placement: Placement, rules: tuple[Rule, ...], carried: Mapping[str, Carried]
+    ):
+        self.placement: Placement = placement
+        self.carried = carried
+        self.rules = rules
+        self.used: set[int] = set()
+        self.undecided: list[str] = []
+        self.found_vectors: dict[int, Reading] = {}
+        # Logical matrices (name, role) whose rule asks for the model's own multipliers.
+        self.to_fold: set[tuple[str, str]] = set()
+
+    def entry(self, reading: Reading) -> Entry:
+        if reading.is_vector:
+            return self._vector(reading)
+        reading = self._describe(reading)
+        derived: Mapping[int, Choice] = {}
+        if reading.name in self.carried:
+            reading, derived = derived_choices(reading, self.carried[reading.name])
+        decisions = [
+            self._decide(reading, part, derived.get(index))
+            for index, part in enumerate(reading.parts)
+        ]
+        rules = [decision.rule for decision in decisions]
+        entry = Entry(
+            name=reading.name,
+            shape=reading.shape,
+            aliases=reading.aliases,
+            reason=_joined_reasons(decisions),
+            lr_scale=_agreed(reading, "lr_scale", rules) or 1.0,
+            weight_decay=_agreed(reading, "weight_decay", rules),
+            init_pending=any(decision.pending for decision in decisions),
+        )
+        if reading.opaque and all(decision.kind == "none" for decision in decisions):
+            return entry
+        blocks = tuple(
+            Block(
+                role=decision.part.role,
+                size=decision.part.size,
+                row=decision.kind in ("row", "row+col"),
+                scalar=decision.kind == "scalar",
+                init=decision.init,
+            )
+            for decision in decisions
+        )
+        try:
+            matrix = Matrix(
+                shape=reading.shape,
+                blocks=blocks,
+                repeats=reading.repeats,
+                col=_shared_column(decisions),
+                transposed=reading.transposed,
+                scale=_agreed(reading, "scale", rules) or "linear",
+            )
+        except ValueError as error:
+            raise ValueError(f"{reading.name}: {error}") from error
+        return replace(entry, matrix=matrix)
+
+    def check(self, readings: Sequence[Reading]) -> None:
+        """Raise what is wrong with the rules as a whole."""
+        for index, rule in enumerate(self.rules):
+            if index in self.used or rule.optional:
+                continue
+            if index in self.found_vectors:
+                vector = self.found_vectors[index]
+                raise ValueError(
+                    f"rule {rule.pattern!r} finds {vector.name!r} of shape {vector.shape}, which "
+                    "is not a matrix: multipliers need one (a vector is a scale already)"
+                )
+            raise unmatched(rule, [reading.name for reading in readings])
+        if self.undecided:
+            shown = ", ".join(self.undecided[:5])
+            more = f" and {len(self.undecided) - 5} more" if len(self.undecided) > 5 else ""
+            raise ValueError(
+                f"the symmetry-aware placement needs the role of {shown}{more}. Say what it does, "
+                'for instance Rule(r"attn\\.qkv\\.weight$", split={"query": 64, "key": 64, '
+                '"value": 64}) or Rule(r"proj\\.weight$", role="down"), or what it carries: '
+                'Rule(r"proj\\.weight$", "row+col").'
+            )
+
+    def fold(
+        self, entries: tuple[Entry, ...], fixed: Sequence[FixedMultiplier]
+    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, float], ...], tuple[str, ...]]:
+        """Start multipliers at the model's own fixed ones; return also which, and which not."""
+        if not self.to_fold:
+            return entries, (), ()
+        if not fixed:
+            raise ValueError(
+                "init='fold' takes over a model's fixed forward multipliers, and this model has "
+                "none that are known; give init a number instead"
+            )
+        carried = {
+            (entry.name, block.role)
+            for entry in entries
+            if entry.matrix is not None
+            for block in entry.matrix.blocks
+            if block.row or block.scalar or entry.matrix.col
+        }
+        inits: dict[tuple[str, str], float] = {}
+        folds, kept = [], []
+        for multiplier in fixed:
+            free = [target for target in multiplier.targets if target not in carried & self.to_fold]
+            if free:
+                name, role = free[0]
+                why = "is not folded by a rule" if free[0] in carried else "carries no multiplier"
+                stays = f"{multiplier.field} stays fixed at {multiplier.value:g}"
+                kept.append(f"{stays}: {name} ({role}) {why}")
+                continue
+            folds.append((multiplier.field, multiplier.value))
+            for target in multiplier.targets:
+                inits[target] = inits.get(target, 1.0) * multiplier.value
+        return tuple(_started_at(entry, inits) for entry in entries), tuple(folds), tuple(kept)
+
+    def _vector(self, reading: Reading) -> Entry:
+        entry = Entry(
+            name=reading.name,
+            shape=reading.shape,
+            aliases=reading.aliases,
+            vector=True,
+            reason="frozen" if reading.frozen else reading.note,
+        )
+        for index, rule in enumerate(self.rules):
+            if rule.only is not None or not rule.finds(reading.name):
+                continue
+            if rule.kind not in (None, "none") or rule.describes or rule.init is not None:
+                self.found_vectors.setdefault(index, reading)
+            else:
+                self.used.add(index)
+            return replace(entry, lr_scale=rule.lr_scale or 1.0, weight_decay=rule.weight_decay)
+        return entry
+
+    def _describe(self, reading: Reading) -> Reading:
+        """Apply what the first rule for this parameter says it is."""
+        rule = next((r for r in self.rules if r.only is None and r.finds(reading.name)), None)
+        if rule is None or not rule.describes:
+            return reading
+        if rule.transposed is not None:
+            reading = replace(reading, transposed=rule.transposed)
+        if rule.split is not None:
+            parts = tuple(Part(role, size) for role, size in rule.split.items())
+            return replace(reading, parts=parts, repeats=rule.repeats, opaque=False)
+        rows = reading.shape[-1 if reading.transposed else -2]
+        parts = (Part(rule.role or UNKNOWN, rows),)
+        return replace(reading, parts=parts, repeats=1, opaque=False)
+
+    def _decide(self, reading: Reading, part: Part, derived: Choice | None) -> _Decision:
+        for index, rule in enumerate(self.rules):
+            if rule.finds(reading.name) and rule.only in (None, part.role):
+                self.used.add(index)
+                break
+        else:
+            rule = None
+        if reading.frozen:
+            return _Decision(part, Choice("none", "frozen"))
+        choice = None
+        if rule is not None and rule.kind is not None:
+            choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
+        elif derived is not None:
+            choice = derived
+        elif (choice := choose(self.placement, reading, part)) is None:
+            self.undecided.append(f"{reading.name} ({reading.note})")
+            choice = Choice("none", "unknown role")
+        if part.role == "tied-embedding" and choice.kind in ("row", "row+col"):
+            raise ValueError(
+                f"{reading.name} is tied to the head ({', '.join(reading.aliases)}): its row "
+                "multipliers would scale single logits. Give it columns, "
+                f'Rule(r"{reading.name}", "col"), or untie the two.'
+            )
+        decision = _Decision(part, choice, rule)
+        if rule is not None and rule.init == "fold":
+            self.to_fold.add((reading.name, part.role))
+        elif decision.init != 1.0 and choice.kind == "none":
+            raise ValueError(
+                f"rule {rule and rule.pattern!r} starts {reading.name} ({part.role}) at "
+                f"{decision.init:g}, but it carries no multiplier; give the rule a kind"
+            )
+        return decision
+
+
+def _agreed(reading: Reading, attribute: str, rules: Sequence[Rule | None]) -> Any:
+    """Return what the rules of a matrix's blocks say; they must say the same."""
+    said = {None if rule is None else getattr(rule, attribute) for rule in rules}
+    if len(said) > 1:
+        raise ValueError(
+            f"{reading.name} is one stored matrix, but rules give its blocks different "
+            f"{attribute}: {', '.join(str(value) for value in said)}"
+        )
+    return said.pop()
+
+
+def _shared_column(decisions: Sequence[_Decision]) -> bool:
+    with_col = [d.part.role for d in decisions if d.kind in ("col", "row+col")]
+    if with_col and len(with_col) < len(decisions):
+        without = [d.part.role for d in decisions if d.part.role not in with_col]
+        raise ValueError(
+            f"its blocks share one column multiplier, wanted for {', '.join(with_col)} but not "
+            f"for {', '.join(without)}; ask for it on all of them or none"
+        )
+    return bool(with_col)
+
+
+def _joined_reasons(decisions: Sequence[_Decision]) -> str:
+    """Say each reason once, with the blocks it is for, and the one about columns last."""
+    reasons: dict[str, list[str]] = {}
+    for decision in decisions:
+        reasons.setdefault(decision.choice.reason, []).append(decision.part.role)
+    if len(reasons) == 1:
+        said = list(reasons)
+    else:
+        said = [f"{', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+    columns = {decision.choice.columns: None for decision in decisions if decision.choice.columns}
+    return "; ".join([*said, *columns])
+
+
+def _started_at(entry: Entry, inits: dict[tuple[str, str], float]) -> Entry:
+    if entry.matrix is None or not any(name == entry.name for name, _ in inits):
+        return entry
+    blocks = tuple(
+        replace(block, init=inits.get((entry.name, block.role), block.init))
+        for block in entry.matrix.blocks
+    )
+    return replace(entry, matrix=replace(entry.matrix, blocks=blocks), init_pending=True)

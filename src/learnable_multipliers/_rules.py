@@ -1,0 +1,100 @@
+"""Rules: what a user says about parameters, by name or by role, in order of precedence."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from learnable_multipliers._multiplier import KINDS, Kind, Scale
+from learnable_multipliers.roles import ROLES
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do with the parameters a pattern finds.
+
+    The first rule that matches a logical matrix decides everything about it; what that rule
+    leaves out is as without rules.
+    """
+
+    pattern: str
+    """Regular expression searched for in the parameter's name."""
+    kind: Kind | None = None
+    """What to carry; None keeps the placement's choice."""
+    _: KW_ONLY
+    only: str | None = None
+    """Restrict the rule to logical matrices of this role: a block of a fused matrix, too."""
+    role: str | None = None
+    """Tell the role of a matrix that is unknown or misread."""
+    split: Mapping[str, int] | None = None
+    """Tell the row blocks of a fused matrix: role -> rows, in order, within one repeat."""
+    repeats: int = 1
+    """How often the pattern of `split` repeats down the rows (heads, where interleaved)."""
+    transposed: bool | None = None
+    """Tell that the weight is stored (in, out)."""
+    scale: Scale | None = None
+    init: float | Literal["fold"] | None = None
+    """Initial value of the product of the multipliers. `fold` takes over the model's own fixed
+    forward multipliers, which become 1."""
+    init_keeps: Literal["function", "raw"] = "function"
+    """What an initial number leaves as it is: the function (the raw weight is divided by it),
+    or the raw weight (the effective weight is multiplied by it, on purpose)."""
+    lr_scale: float | None = None
+    weight_decay: float | None = None
+    optional: bool = False
+    """Let the rule match nothing."""
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"unknown kind {self.kind!r}; choose from {', '.join(KINDS)}")
+        for role in (self.only, self.role, *(self.split or ())):
+            if role is not None and role not in ROLES:
+                close = difflib.get_close_matches(role, ROLES, n=3, cutoff=0.0)
+                raise ValueError(f"unknown role {role!r}; closest: {', '.join(close)}")
+        if isinstance(self.init, str) and self.init != "fold":
+            raise ValueError(f"init is a number or 'fold', got {self.init!r}")
+        if self.init_keeps not in ("function", "raw"):
+            raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
+        if self.only is not None and self.describes:
+            raise ValueError("a rule with `only` cannot tell a matrix's role, split or axes")
+        if self.role is not None and self.split is not None:
+            raise ValueError("give `role` for a whole matrix or `split` for its blocks, not both")
+
+    @property
+    def describes(self) -> bool:
+        """Whether the rule says what a matrix is, not only what it carries."""
+        return self.role is not None or self.split is not None or self.transposed is not None
+
+    def finds(self, name: str) -> bool:
+        """Tell whether the pattern occurs in a parameter's name."""
+        return re.search(self.pattern, name) is not None
+
+
+def unmatched(rule: Rule, names: Sequence[str]) -> ValueError:
+    """Say that a rule matched nothing, and which names come closest."""
+    found = [name for name in names if rule.finds(name)]
+    if found and rule.only is not None:
+        return ValueError(
+            f"rule {rule.pattern!r} finds {found[0]!r}, but nothing of role {rule.only!r} that an "
+            "earlier rule has not decided"
+        )
+    if found:
+        return ValueError(
+            f"rule {rule.pattern!r} decides nothing: earlier rules match all it finds, such as "
+            f"{found[0]!r}; put it before them"
+        )
+    plain = re.sub(r"[^\w.]", "", rule.pattern.replace("\\.", "."))
+    close = difflib.get_close_matches(plain, names, n=3, cutoff=0.0)
+    return ValueError(
+        f"rule {rule.pattern!r} matches no parameter; closest names: {', '.join(close)}"
+    )
+
+
+NO_EMBEDDING = tuple(
+    Rule("", "none", only=role, optional=True)
+    for role in ("embedding", "tied-embedding", "position-embedding")
+)
+"""Variant the paper tried (app. C): embeddings without multipliers."""

@@ -1,0 +1,277 @@
+"""The health of a run, as plain metrics and, where something is wrong, in words.
+
+Looks on and changes nothing: ranges of the multipliers, drift along scale symmetries, which
+tensors noise and decay hold, and how noisy gradients are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers._multiplier import multiplier
+from learnable_multipliers.equilibrium._diagnosis import (
+    Reading,
+    count_verdicts,
+    expectation_so_far,
+    read_tensor,
+)
+from learnable_multipliers.equilibrium._diagnosis_table import summarize
+from learnable_multipliers.equilibrium._introspection import Part, Trained, trained_tensors
+from learnable_multipliers.equilibrium._prediction import Expectations, Pace, pace_of
+from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.symmetry import Symmetries
+from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
+
+_PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The multipliers of one matrix along one axis."""
+
+    name: str
+    part: Part
+    smallest: float
+    """In absolute value, as the largest."""
+    largest: float
+    num_crossed: int
+    """How many are zero or have another sign than at the start."""
+    size: int
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something to look after."""
+
+    about: str
+    """The same for the same trouble at another step."""
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a run shows at one step."""
+
+    ranges: tuple[Range, ...]
+    drifts: dict[str, tuple[Drift, ...]]
+    """By symmetry in words, for each place it comes back in; since the start of the run."""
+    readings: tuple[Reading, ...]
+    """Of every tensor but the rows of embeddings."""
+    alarms: tuple[Alarm, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers under flat names, for any logger."""
+        found: dict[str, float] = {}
+        if self.ranges:
+            found["multipliers/smallest"] = min(r.smallest for r in self.ranges)
+            found["multipliers/largest"] = max(r.largest for r in self.ranges)
+            found["multipliers/crossed_zero"] = sum(r.num_crossed for r in self.ranges)
+        for words, drifts in self.drifts.items():
+            found[f"drift/{words}"] = rms_of(drifts)
+        if self.drifts:
+            found["drift/largest"] = max(d.largest for ds in self.drifts.values() for d in ds)
+        for kind, counts in count_verdicts(self.readings).items():
+            found[f"trapped/{_PLURAL[kind]}"] = counts["trapped"] / sum(counts.values())
+            found[f"free/{_PLURAL[kind]}"] = counts["free"] / sum(counts.values())
+        for kind, plural in _PLURAL.items():
+            known = [
+                r.indicator for r in self.readings if r.kind == kind and r.indicator is not None
+            ]
+            if known:
+                found[f"noise/{plural}"] = statistics.median(known)
+        return found
+
+    def __str__(self) -> str:
+        lines = [summarize(count_verdicts(self.readings))]
+        numbers = self.metrics()
+        noise = [
+            f"{p} {numbers[k]:.3g}" for p in _PLURAL.values() if (k := f"noise/{p}") in numbers
+        ]
+        if noise:
+            lines.append(f"noise indicator, 1 for pure noise: {', '.join(noise)}")
+        if self.ranges:
+            lines.append(
+                f"multipliers from {numbers['multipliers/smallest']:.3g} to "
+                f"{numbers['multipliers/largest']:.3g} in absolute value"
+            )
+        lines += [
+            f"drift by a factor of {math.exp(rms_of(drifts)):.3g}: {words}"
+            for words, drifts in self.drifts.items()
+        ]
+        return "\n".join([*lines, *(f"! {alarm}" for alarm in self.alarms)])
+
+
+class Monitor:
+    """Follows a run from its first step: make it before that, and ask for `health` now and then.
+
+        monitor = lrm.Monitor(opt, lrm.find_symmetries(model, plan, inputs))
+        ...
+        health = monitor.health()
+        log(health.metrics())
+        for alarm in health.alarms:
+            print(alarm)
+
+    It notes the learning rate of every step by a hook on the optimizer. A reading takes a few
+    numbers from each tensor; on sharded tensors it is collective, so on all ranks alike.
+
+    Args:
+        symmetries: Along which to watch for drift; none by default.
+        drift_bound: The factor by which scales may drift along a symmetry, from where they started,
+            before there is an alarm.
+    """
+
+    def __init__(
+        self,
+        optimizer: MultiplierOptimizer,
+        symmetries: Symmetries | None = None,
+        *,
+        drift_bound: float = 10.0,
+    ):
+        if not isinstance(optimizer, MultiplierOptimizer):
+            raise TypeError(
+                f"a monitor watches lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
+                f"{type(optimizer).__name__}; wrap it: "
+                "lrm.LearnableMultipliers(optimizer, model, plan)"
+            )
+        if not drift_bound > 1:
+            raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
+        self._optimizer, self._bound = optimizer, drift_bound
+        self._alike = {} if symmetries is None else symmetries.alike()
+        self._positions = {
+            words: symmetry_positions(optimizer, alike) for words, alike in self._alike.items()
+        }
+        self._signs: dict[tuple[str, str], Tensor] = {}
+        self._paces: dict[tuple[str, str], Pace | None] = {}
+        self._starts: dict[tuple[str, str], float] = {}
+        self._before = 0
+        for tensor in trained_tensors(optimizer):
+            self._paces[tensor.key] = pace_of(optimizer, tensor)
+            self._starts[tensor.key] = read_tensor(tensor, None, None, "").measured
+            # A run may be joined late.
+            self._before = max(self._before, tensor.steps)
+            if tensor.kind == "multiplier" and tensor.value.numel():
+                self._signs[tensor.key] = _values(tensor).sign()
+        self._skipped_before = optimizer.num_skipped
+        self._expectations = Expectations(p for p in self._paces.values() if p is not None)
+        self._hook = optimizer.register_step_post_hook(
+            lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
+        )
+
+    def follow(self, lr: float) -> None:
+        """Take note of a step at this learning rate, that of the first parameter group.
+
+        The hook does so; call it where steps bypass the hook, as in a captured graph.
+        """
+        self._expectations.step(lr)
+
+    def resume(self, lrs: Iterable[float], num_skipped: int = 0) -> None:
+        """Be where a run is that was loaded after the monitor was made, at its start.
+
+        Also for one that goes back to an earlier step: nothing is left of what was followed.
+
+        Args:
+            lrs: The learning rate of every step behind it.
+            num_skipped: Steps among them that changed nothing.
+        """
+        self._expectations = Expectations(p for p in self._paces.values() if p is not None)
+        for lr in lrs:
+            self.follow(lr)
+        self._skipped_before = self._optimizer.num_skipped - num_skipped
+
+    def close(self) -> None:
+        """Stop following."""
+        self._hook.remove()
+
+    @torch.no_grad()
+    def health(self) -> Health:
+        """Return what the run shows now."""
+        skipped = self._optimizer.num_skipped - self._skipped_before
+        taken = self._before + self._expectations.steps - skipped
+        readings: list[Reading] = []
+        carried: list[Trained] = []
+        for tensor in trained_tensors(self._optimizer):
+            pace = self._paces[tensor.key]
+            expected, note = expectation_so_far(tensor, pace, self._expectations, taken)
+            readings.append(read_tensor(tensor, expected, self._starts, note))
+            carried += [tensor] if tensor.key in self._signs else []
+        ranges = _ranges(carried, self._signs)
+        drifts = {
+            words: drift(self._optimizer, alike, since=self._positions[words])
+            for words, alike in self._alike.items()
+        }
+        alarms = (*_crossings(ranges), *_drifted(drifts, self._bound))
+        return Health(ranges, drifts, tuple(readings), alarms)
+
+
+def rms_of(drifts: Iterable[Drift]) -> float:
+    """Return the drift in log units over all members of symmetries that are alike."""
+    found = list(drifts)
+    members = sum(each.symmetry.num_members for each in found)
+    squares = sum(each.rms**2 * each.symmetry.num_members for each in found)
+    return math.sqrt(squares / members)
+
+
+def _values(tensor: Trained) -> Tensor:
+    """Return the multipliers themselves, on either scale."""
+    assert tensor.matrix is not None
+    return multiplier(tensor.matrix, tensor.value)
+
+
+def _ranges(
+    carried: Sequence[Trained], signs: Mapping[tuple[str, str], Tensor]
+) -> tuple[Range, ...]:
+    numbers = []
+    for tensor in carried:
+        values, sign = _values(tensor), signs[tensor.key]
+        # What was 0 at the start has nothing to cross.
+        crossed = ((values * sign <= 0) & (sign != 0)).sum()
+        numbers.append(torch.stack((values.abs().min(), values.abs().max(), crossed)).double())
+    # One way to the host for all.
+    found = torch.stack(numbers).tolist() if numbers else []
+    return tuple(
+        Range(tensor.name, tensor.part, low, high, int(count), tensor.value.numel())
+        for tensor, (low, high, count) in zip(carried, found, strict=True)
+    )
+
+
+def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:
+    crossed = [found for found in ranges if found.num_crossed]
+    if not crossed:
+        return
+    kinds = {"row": "row multipliers", "col": "column multipliers", "scalar": "multipliers"}
+    most = max(crossed, key=lambda found: found.num_crossed)
+    count, size = sum(r.num_crossed for r in crossed), sum(r.size for r in ranges)
+    others = f", and elsewhere ({len(crossed) - 1} more)" if len(crossed) > 1 else ""
+    yield Alarm(
+        "multipliers that crossed zero",
+        f"{count:,} of {size:,} multipliers have crossed zero since the start: "
+        f"{most.num_crossed:,} of {most.size:,} {kinds[most.part]} of {most.name}{others}. What "
+        "they scale was switched off on the way, and its sign is turned round. If there are more "
+        "and more, lower multiplier_lr_scale, or learn them on the log scale: "
+        'lrm.Rule(..., scale="log")',
+    )
+
+
+def _drifted(drifts: Mapping[str, Iterable[Drift]], bound: float) -> Iterator[Alarm]:
+    farthest = {words: max(found, key=lambda d: d.largest) for words, found in drifts.items()}
+    past = [found for found in farthest.values() if found.largest > math.log(bound)]
+    if not past:
+        return
+    most = max(past, key=lambda found: found.largest)
+    others = f", and others ({len(past) - 1} more)" if len(past) > 1 else ""
+    yield Alarm(
+        "drift past the bound",
+        f"scales have drifted by a factor of {math.exp(most.largest):.3g} along a symmetry, past "
+        f"the bound of {bound:g}: {most.symmetry}{others}. The outputs do not notice, but "
+        "multipliers far from 1 learn at another relative rate. Raise multiplier_weight_decay, or "
+        "call lrm.rebalance_(opt, symmetries) now and then",
+    )

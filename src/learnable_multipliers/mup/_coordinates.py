@@ -1,0 +1,300 @@
+"""The coordinate check: train at several widths and measure what the recipes are about.
+
+For every watched layer y = s W x, |.| being rms over all entries, on a batch not yet trained on:
+|x|, |W|, |y|, the |dW| of one optimizer step and |dy| = |s dW x|, and the alignments of sec. 4.2,
+
+    |y| = s d alpha |W| |x|,        |dy| = s d alpha_update |dW| |x|.
+
+Alignment 1 is a W of rank one along x; a W drawn at random has d^(-1/2). Training sets it, so
+the check trains. Everything is averaged as logarithms: these products hold for the averages too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers.optim import multipliers, raw_weights
+from learnable_multipliers.optim._base import MultiplierOptimizer
+
+QUANTITIES = (
+    *("multiplier", "input", "weight", "update", "output", "relative_update"),
+    *("alignment", "update_alignment"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A linear layer to watch."""
+
+    weight: str
+    """Name of its parameter, (out, in)."""
+    reads: str = ""
+    """Module whose output is x; empty where the weight's own module is called with x."""
+    multiplier: float = 1.0
+    """The fixed s behind it; a learned scalar multiplier is found and multiplied in."""
+    label: str = ""
+    """What it is called in results; probes that share one are averaged (the layers of a model)."""
+
+    @property
+    def name(self) -> str:
+        """The label, or else the module's name."""
+        return self.label or self.weight.removesuffix(".weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained and where it is watched."""
+
+    optimizer: Optimizer
+    loss: Callable[[Any], Tensor]
+    """Of one batch; runs the model."""
+    batches: Iterator[Any]
+    """Fresh ones without end; some are measured on and not trained on."""
+    probes: Sequence[Probe]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """What was measured of one layer: geometric means over looks, and over probes of a label."""
+
+    label: str
+    fan_in: float
+    """d."""
+    multiplier: float
+    """s."""
+    input: float
+    """|x|."""
+    weight: float
+    """|W|, of the raw weight where a multiplier is learned."""
+    update: float
+    """|dW| of one step."""
+    output: float
+    """|y|."""
+    relative_update: float
+    """|dy| / |y|."""
+    alignment: float
+    update_alignment: float
+    relaxations: float
+    """2 wd sum(lr): the weight is in its equilibrium from about 4 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One width, trained once."""
+
+    width: int
+    seed: int
+    loss: float
+    """Mean over the last quarter of the steps."""
+    coordinates: tuple[Coordinates, ...]
+
+
+def coordinate_check(
+    build: Callable[[int], nn.Module],
+    prepare: Callable[[nn.Module, int], Training],
+    widths: Sequence[int],
+    *,
+    steps: int,
+    looks: int = 16,
+    seeds: Sequence[int] = (0,),
+) -> list[Run]:
+    """Train `build(width)` as `prepare(model, width)` says, and measure late in training.
+
+    Looks are spread over the last quarter of the steps. torch's seed is set before `build`, once
+    for each of `seeds`: what they draw is repeatable.
+    """
+    if len(set(widths)) < 2:
+        raise ValueError(f"exponents need at least two widths, five to be worth it; got {widths}")
+    if not 1 <= looks <= max(1, steps // 4):
+        raise ValueError(
+            f"{looks} looks do not fit into the last quarter of {steps} steps: take 1 to "
+            f"{max(1, steps // 4)}, or more steps"
+        )
+    runs = []
+    for width in widths:
+        for seed in seeds:
+            torch.manual_seed(seed)
+            model = build(width)
+            runs.append(_train(model, prepare(model, width), steps, looks, width, seed))
+    return runs
+
+
+def rms(x: Tensor) -> float:
+    """Return the root of the mean square of all entries: the paper's norm."""
+    return x.detach().double().square().mean().sqrt().item()
+
+
+def alignment(output: float, multiplier: float, fan_in: int, weight: float, inputs: float) -> float:
+    """Return alpha of |y| = s d alpha |W| |x|."""
+    return output / (multiplier * fan_in * weight * inputs)
+
+
+def _train(
+    model: nn.Module, training: Training, steps: int, looks: int, width: int, seed: int
+) -> Run:
+    watched = [_Watched(model, training.optimizer, probe) for probe in training.probes]
+    quarter = max(1, steps // 4)
+    look_at = {steps - 1 - look * quarter // looks for look in range(looks)}
+    losses = []
+    for step in range(steps):
+        if step in look_at:
+            _look(watched, training)
+        loss = training.loss(next(training.batches))
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss.item()} at width {width}, step {step}: lower lr")
+        training.optimizer.zero_grad()
+        loss.backward()
+        training.optimizer.step()
+        for probe in watched:
+            probe.count_step()
+            if step in look_at:
+                probe.finish_look()
+        losses.append(loss.item())
+    late = losses[-quarter:]
+    by_label: dict[str, list[_Watched]] = {}
+    for probe in watched:
+        by_label.setdefault(probe.probe.name, []).append(probe)
+    return Run(
+        width=width,
+        seed=seed,
+        loss=sum(late) / len(late),
+        coordinates=tuple(_averaged(label, probes) for label, probes in by_label.items()),
+    )
+
+
+@torch.no_grad()
+def _look(watched: Sequence[_Watched], training: Training) -> None:
+    """Catch what every watched layer reads of a batch that is not trained on."""
+    handles = [probe.listen() for probe in watched]
+    try:
+        training.loss(next(training.batches))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for probe in watched:
+        probe.start_look()
+
+
+class _Watched:
+    """One probe on one model, with what it has seen."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, probe: Probe):
+        self.probe, self.optimizer = probe, optimizer
+        parameters = dict(named_parameters(model))
+        if probe.weight not in parameters or parameters[probe.weight].ndim != 2:
+            matrices = [name for name, p in parameters.items() if p.ndim == 2]
+            raise ValueError(
+                f"a probe watches {probe.weight!r}, which is no matrix of this model; its "
+                f"matrices are {', '.join(matrices[:8])}"
+            )
+        self.parameter = parameters[probe.weight]
+        try:
+            self.module = unwrap(model).get_submodule(
+                probe.reads or probe.weight.rpartition(".")[0]
+            )
+        except AttributeError as error:
+            raise ValueError(
+                f"the probe of {probe.weight} reads {probe.reads!r}, which is no module of this "
+                f"model: {error}"
+            ) from error
+        self.group = next(
+            (g for g in optimizer.param_groups if any(p is self.parameter for p in g["params"])),
+            None,
+        )
+        if self.group is None:
+            raise ValueError(f"the optimizer does not train the watched {probe.weight!r}")
+        self.relaxations = 0.0
+        self.logs: list[dict[str, float]] = []
+        self.x: Tensor | None = None
+
+    @property
+    def fan_in(self) -> int:
+        return self.parameter.shape[1]
+
+    def count_step(self) -> None:
+        """Add one step to 2 wd sum(lr)."""
+        group = self.group
+        assert group is not None
+        lr = float(group["lr"]) * group.get("lr_scale", 1.0)
+        self.relaxations += 2 * lr * group.get("weight_decay", 0.0)
+
+    def listen(self) -> Any:
+        """Catch x at the next forward pass."""
+        self.x = None
+        if self.probe.reads:
+            return self.module.register_forward_hook(lambda _m, _a, out: self._catch(out))
+        return self.module.register_forward_pre_hook(lambda _m, args: self._catch(args[0]))
+
+    def _catch(self, x: Any) -> None:
+        if not isinstance(x, Tensor) or x.shape[-1] != self.fan_in:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"{self.probe.weight} reads {self.fan_in} features, but what was caught for it is "
+                f"{found}: name the module whose output it reads in Probe(reads=...)"
+            )
+        self.x = x.detach()
+
+    def start_look(self) -> None:
+        """Measure the layer as it is."""
+        if self.x is None:
+            raise ValueError(
+                f"{self.probe.weight} was not called: its module takes no part in the loss, or "
+                "the weight is used without it; name the module whose output it reads in "
+                "Probe(reads=...)"
+            )
+        raw, learned = self._raw()
+        self.before = raw.clone()
+        s = self.probe.multiplier * learned
+        output = rms(s * F.linear(self.x, raw))
+        log = {"multiplier": s, "input": rms(self.x), "weight": rms(raw), "output": output}
+        log["alignment"] = alignment(output, s, self.fan_in, log["weight"], log["input"])
+        self.logs.append(log)
+
+    def finish_look(self) -> None:
+        """Measure what the step did to it."""
+        assert self.x is not None
+        change = self._raw()[0] - self.before
+        log = self.logs[-1]
+        s, update = log["multiplier"], rms(change)
+        moved = rms(s * F.linear(self.x, change))
+        log |= {"update": update, "relative_update": moved / log["output"]}
+        log["update_alignment"] = alignment(moved, s, self.fan_in, update, log["input"])
+        self.x = None
+
+    @torch.no_grad()
+    def _raw(self) -> tuple[Tensor, float]:
+        """Return W and what is learned of s."""
+        if not isinstance(self.optimizer, MultiplierOptimizer):
+            return self.parameter.detach(), 1.0
+        name = self.probe.weight
+        learned = multipliers(self.optimizer).get(name, {})
+        if set(learned) - {"scalar"} or any(value.numel() > 1 for value in learned.values()):
+            raise ValueError(
+                f"{name} learns {' and '.join(learned)}: the check knows one s for a matrix; "
+                "plan it with the scalar placement"
+            )
+        s = learned["scalar"].item() if learned else 1.0
+        return raw_weights(self.optimizer).get(name, self.parameter).detach(), s
+
+
+def _averaged(label: str, watched: Sequence[_Watched]) -> Coordinates:
+    """Return geometric means, as the paper aggregates layers (sec. 4.2)."""
+    logs = [log for probe in watched for log in probe.logs]
+    zero = [name for name in QUANTITIES if any(log[name] <= 0 for log in logs)]
+    if zero:
+        raise ValueError(f"{label}: {', '.join(zero)} is 0 or below: it has no exponent")
+    means = {
+        name: math.exp(sum(math.log(log[name]) for log in logs) / len(logs)) for name in QUANTITIES
+    }
+    fan_in = math.exp(sum(math.log(probe.fan_in) for probe in watched) / len(watched))
+    relaxations = min(probe.relaxations for probe in watched)
+    return Coordinates(label=label, fan_in=fan_in, relaxations=relaxations, **means)

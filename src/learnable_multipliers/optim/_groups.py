@@ -1,0 +1,115 @@
+"""Parameter groups: matrices with decay, multipliers with a small one, vectors with none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from torch import nn
+
+from learnable_multipliers._names import named_parameters
+from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._reparametrize import is_reparametrized
+
+MULTIPLIER_WEIGHT_DECAY = 2e-3
+"""Enough to stop the drift along symmetries, too little to set the scale (paper sec. 4.1)."""
+
+
+def param_groups(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    weight_decay: float = 0.1,
+    lr: float | None = None,
+    multiplier_lr_scale: float = 1.0,
+    multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimizer, every trainable parameter in exactly one.
+
+    On a reparametrized model they suit any torch optimizer: raw matrices, their multipliers and
+    vectors, each with its own decay and, where `lr` is given, its own learning rate. On an
+    untouched model they carry the plan along as plain strings and numbers, for the optimizers of
+    this library. Groups hold (name, parameter) pairs.
+    """
+    explicit = is_reparametrized(model)
+    present = dict(named_parameters(model))
+    trained = {name: p for name, p in present.items() if p.requires_grad}
+    if not explicit:
+        plan.resolve(model)
+    plan.refuse_pending()
+    # The plan's entries by the names their weights have in this model.
+    entries = {
+        _raw_name(entry.name) if explicit and entry.carries else entry.name: entry
+        for entry in plan.entries
+    }
+    carrying = {entry.name for entry in plan.entries if entry.carries}
+    _refuse_misfit(plan, [name for name in entries if name not in present], "misses")
+
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def put(name: str, kind: str, decay: float, lr_scale: float, entry: Entry | None) -> None:
+        group = groups.setdefault(
+            (kind, decay, lr_scale),
+            {"params": [], "kind": kind, "weight_decay": decay, "lr_scale": lr_scale},
+        )
+        group["params"].append((name, trained[name]))
+        if not explicit and entry is not None and entry.matrix is not None:
+            matrices = group.setdefault("matrices", {})
+            matrices[name] = dataclasses.asdict(entry.matrix)
+
+    unplanned = []
+    for name in trained:
+        if _multiplier_owner(name) in carrying:
+            put(name, "multiplier", multiplier_weight_decay, multiplier_lr_scale, None)
+        elif name in entries:
+            entry = entries[name]
+            default = 0.0 if entry.vector else weight_decay
+            decay = default if entry.weight_decay is None else entry.weight_decay
+            put(name, "vector" if entry.vector else "matrix", decay, entry.lr_scale, entry)
+        else:
+            unplanned.append(name)
+    _refuse_misfit(plan, unplanned, "has, beyond the plan,")
+    return [_finished(group, lr, explicit) for group in groups.values()]
+
+
+def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
+    if "matrices" in group:
+        # One string: optimizer state dicts are loaded with weights_only=True.
+        group["matrices"] = json.dumps(group["matrices"])
+    if explicit:
+        scale = group.pop("lr_scale")
+        if lr is not None:
+            group["lr"] = lr * scale
+        elif scale != 1.0:
+            raise ValueError(
+                f"{group['kind']} parameters train at {scale:g} times the learning rate: give "
+                "param_groups the learning rate, lr=..., so that each group can carry its own"
+            )
+    elif lr is not None:
+        # One base for all groups, so that schedulers move them alike.
+        group["lr"] = lr
+    return group
+
+
+def _refuse_misfit(plan: Plan, names: list[str], has: str) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(
+            f"this plan, made for {plan.model}, does not fit the model, which {has} "
+            f"{', '.join(names[:5])}{more}; make one with lrm.plan(model)"
+        )
+
+
+def _raw_name(name: str) -> str:
+    """Return the name torch gives the raw weight behind a parametrization."""
+    owner, _, leaf = name.rpartition(".")
+    return ".".join(part for part in (owner, "parametrizations", leaf, "original") if part)
+
+
+def _multiplier_owner(name: str) -> str | None:
+    """Return the matrix whose multiplier a parameter is; None if it is none."""
+    parts = name.split(".")
+    if len(parts) < 4 or parts[-4] != "parametrizations" or parts[-1] == "original":
+        return None
+    return ".".join([*parts[:-4], parts[-3]])

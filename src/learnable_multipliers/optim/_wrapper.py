@@ -1,0 +1,243 @@
+"""The same reparametrization around an optimizer that knows nothing of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from learnable_multipliers._multiplier import Matrix
+from learnable_multipliers._names import named_parameters
+from learnable_multipliers._plan import Plan
+from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._reference import raw_gradient, write_effective
+from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._binding import Binding
+from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim._sharding import lying_like
+from learnable_multipliers.optim._slots import Slot
+
+_OURS = {
+    "params",
+    "param_names",
+    "matrices",
+    "kind",
+    "lr_scale",
+    "multiplier_lr_scale",
+    "multiplier_weight_decay",
+}
+_INNER = "inner."
+"""Prefix of the wrapped optimizer's entries in a saved state."""
+
+
+class LearnableMultipliers(MultiplierOptimizer):
+    """Any torch optimizer, training raw weights; AdamW trains their multipliers.
+
+    The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops
+    use this object in its place. It must be fresh: wrap it before its first step.
+    """
+
+    _settings = (*MultiplierOptimizer._settings, "inner", "_betas", "_eps", "_last", "_only_shown")
+    _only_shown = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        multiplier_lr_scale: float = 1.0,
+        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        max_grad_norm: float | None = None,
+        backend: Backend = "auto",
+    ):
+        resolved = plan.resolve(model)
+        names = {parameter: name for name, parameter in named_parameters(model)}
+        entries = {entry.name: entry for entry in plan.entries}
+        special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
+        if special:
+            raise ValueError(
+                f"the plan gives {special[0]} a learning rate or decay of its own; around another "
+                "optimizer, say that in its parameter groups"
+            )
+        groups = []
+        for group in optimizer.param_groups:
+            unknown = [tuple(p.shape) for p in group["params"] if p not in names]
+            if unknown:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
+                    "model's; build it from model.parameters()"
+                )
+            named = [(names[p], p) for p in group["params"]]
+            matrices = {
+                name: dataclasses.asdict(matrix)
+                for name, _ in named
+                if name in resolved and (matrix := entries[name].matrix) is not None
+            }
+            settings = {key: value for key, value in group.items() if key not in _OURS}
+            groups.append({**settings, "params": named, "matrices": json.dumps(matrices)})
+        self.inner = optimizer
+        self._betas, self._eps = betas, eps
+        defaults = {
+            **optimizer.defaults,
+            "multiplier_lr_scale": multiplier_lr_scale,
+            "multiplier_weight_decay": multiplier_weight_decay,
+        }
+        super().__init__(groups, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        # What the wrapped optimizer's groups said last.
+        self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
+
+    def _adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
+        return (*self._betas, self._eps)
+
+    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
+        return ()
+
+    def _moments_of(self, slot: Slot) -> dict[str, Tensor]:
+        held = self._raw.get(slot.work.index, slot.parameter)
+        state = self.inner.state.get(held, {})
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def _bind(self) -> None:
+        super()._bind()
+        self._raw: dict[int, nn.Parameter] = {}
+        slots = iter(self._bound().slots)
+        for group in self.inner.param_groups:
+            for place, held in enumerate(group["params"]):
+                slot = next(slots)
+                if slot.owns_raw:
+                    # A DTensor where the parameter is one: the wrapped optimizer's state then is
+                    # too, and one that looks at whole matrices sees them.
+                    raw = nn.Parameter(self.state[slot.parameter]["raw"])
+                    group["params"][place] = self._raw[slot.work.index] = raw
+                    if held in self.inner.state:
+                        self.inner.state[raw] = self.inner.state.pop(held)
+
+    def _step(self) -> None:
+        super()._step()
+        still = all(float(group["lr"]) == 0 for group in self.param_groups)
+        if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """Let the wrapped optimizer make its state, for checkpointing tools to see.
+
+        They ask by a step without rate and gradient, and load what they have seen, no more.
+        Training goes on without this step.
+        """
+        groups = [{**group} for group in self.inner.param_groups]
+        self._hand_down()
+        for slot in self._bound().slots:
+            raw = self._raw.get(slot.work.index)
+            if raw is not None and slot.parameter.grad is not None:
+                raw.grad = torch.zeros_like(raw)
+        self.inner.step()
+        for raw in self._raw.values():
+            raw.grad = None
+        for group, before in zip(self.inner.param_groups, groups, strict=True):
+            group.update(before)
+        self._only_shown = True
+
+    def _update_(
+        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+    ) -> None:
+        # The wrapped optimizer cannot be told on the device to hold still.
+        if not bool(go):
+            return
+        if self._only_shown:
+            self.inner.state.clear()
+            self._only_shown = False
+        self._hand_down()
+        for raw in self._raw.values():
+            raw.grad = None
+        kept = []
+        for slot in active:
+            if slot.owns_raw:
+                grad = raw_gradient(slot.work, clip)
+                self._raw[slot.work.index].grad = lying_like(grad, slot.parameter)
+            elif self.max_grad_norm is not None and slot.parameter.grad is not None:
+                kept.append((slot.parameter, slot.parameter.grad))
+                grad = slot.work.grad * clip.to(slot.work.grad.dtype)
+                slot.parameter.grad = lying_like(grad, slot.parameter)
+        self.inner.step()
+        for parameter, grad in kept:
+            parameter.grad = grad
+        for raw in self._raw.values():
+            raw.grad = None
+        self._take_over()
+        for slot in active:
+            if slot.owns_raw:
+                write_effective(slot.work)
+        bound.watch.remember(active)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
+        if hasattr(self, "_last"):
+            raise ValueError("add parameter groups to the optimizer before wrapping it")
+        super().add_param_group(param_group)
+
+    def raw_state(self, slot: Slot) -> dict[str, Any]:
+        """Return the wrapped optimizer's state for a raw weight."""
+        trained = self._raw.get(slot.work.index, slot.parameter)
+        return self.inner.state.get(trained, {})
+
+    def _hand_down(self) -> None:
+        """Pass on what schedulers and users have changed in our groups, and nothing else.
+
+        Some optimizers keep notes of their own in their groups.
+        """
+        for ours, theirs, last in self._paired_groups():
+            changed = {k: v for k, v in ours.items() if k not in _OURS and v is not last.get(k, v)}
+            theirs.update(changed)
+
+    def _take_over(self) -> None:
+        """Show in our groups what the wrapped optimizer has noted in its own."""
+        for ours, theirs, last in self._paired_groups():
+            ours.update({key: value for key, value in theirs.items() if key not in _OURS})
+            last.update({key: value for key, value in theirs.items() if key not in _OURS})
+
+    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        yield from zip(self.param_groups, self.inner.param_groups, self._last, strict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
+        saved = super().state_dict()
+        for index, state in self.inner.state_dict()["state"].items():
+            kept = saved["state"].setdefault(index, {})
+            kept |= {f"{_INNER}{key}": value for key, value in state.items()}
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both states."""
+        ours, theirs = {}, {}
+        for index, state in state_dict["state"].items():
+            ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
+            inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
+            if inner:
+                theirs[index] = inner
+        super().load_state_dict({**state_dict, "state": ours})
+        bound = self._bound()
+        # Parameters under the names that the state was saved with: numbers, or the model's own in
+        # distributed checkpoints.
+        groups = [
+            {**group, "params": saved["params"]}
+            for group, saved in zip(
+                self.inner.state_dict()["param_groups"], state_dict["param_groups"], strict=True
+            )
+        ]
+        made_early = bool(self.inner.state) and not self._only_shown
+        self.inner.load_state_dict({"state": theirs, "param_groups": groups})
+        # What was saved before the first step was only shown, too.
+        self._only_shown = not made_early and not bool(bound.steps.any())
+        for ours, inner, last in self._paired_groups():
+            kept = {key: value for key, value in ours.items() if key not in _OURS}
+            inner.update(kept)
+            last.update(kept)

@@ -1,0 +1,198 @@
+"""Tensors in safetensors files: whole ones, or the pieces that ranks hold of them.
+
+A rank writes `model-00003.safetensors` with its pieces, and in the file's metadata where each lies
+in its tensor; a process by itself writes `model.safetensors`. Each reader takes what it needs of
+either, so that a run can go on with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from learnable_multipliers.optim._sharding import Box, box_here, is_sharded, local, lying_like
+from learnable_multipliers.pretrain.distributed import AXES, World
+from learnable_multipliers.pretrain.strict_json import parse_object
+
+SUFFIX = ".safetensors"
+_PIECES = "pieces"
+_OF_A_RANK = re.compile(r"(.+)-([0-9]{5})")
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By file (without suffix) and name."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor in a file, as a part of a whole."""
+
+    file: Any
+    shape: tuple[int, ...]
+    """Of the whole."""
+    box: Box
+
+
+def file_name(group: str, world: World) -> str:
+    """Return the name of the file that a rank writes its part of a group of tensors to."""
+    return f"{group}{SUFFIX}" if world.size == 1 else f"{group}-{world.rank:05d}{SUFFIX}"
+
+
+def name_on(name: str, rank: int, world: World) -> str:
+    """Return what a file of this rank is called on another."""
+    own = f"-{world.rank:05d}{SUFFIX}"
+    return name if world.size == 1 else f"{name.removesuffix(own)}-{rank:05d}{SUFFIX}"
+
+
+def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file that others may read as they may read any new file.
+
+    safetensors alone makes one that only its owner can read.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Write what is this rank's to write: each piece is in one file, however many hold a copy."""
+    # By name: the same tensors give the same bytes.
+    mine = {name: tensors[name] for name in sorted(tensors) if _writes(world, tensors[name])}
+    parts = {name: local(tensor).contiguous() for name, tensor in mine.items()}
+    if world.size == 1:
+        save(parts, path)
+        return
+    boxes = {
+        name: {"shape": list(tensor.shape), "start": [r.start for r in box_here(tensor)]}
+        for name, tensor in mine.items()
+    }
+    save(parts, path, {_PIECES: json.dumps(boxes)})
+
+
+def read(folder: Path, like: Tensors | None = None) -> Tensors:
+    """Return all tensors of a folder, copied, so that nothing depends on its files any more.
+
+    Args:
+        like: Tensors as this rank holds them: those of the same name and shape are returned lying
+            like them, and no more is read than this rank's part. All others are returned whole.
+    """
+    groups: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        found = _OF_A_RANK.fullmatch(path.stem)
+        groups.setdefault(found[1] if found else path.stem, []).append(path)
+    return {
+        group: _read_group(files, (like or {}).get(group, {})) for group, files in groups.items()
+    }
+
+
+def _writes(world: World, tensor: Tensor) -> bool:
+    """Tell whether a rank writes its part: the first of those along each axis that have a copy."""
+    if world.mesh is None:
+        return True
+    cut: set[str] = set()
+    if is_sharded(tensor):
+        mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
+        names = mesh.mesh_dim_names
+        cut = {name for name, p in zip(names, placements, strict=True) if not p.is_replicate()}
+    return all(name in cut or world.place(name) == 0 for name in AXES) and local(tensor).numel() > 0
+
+
+def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    pieces: dict[str, list[_Piece]] = {}
+    with ExitStack() as stack:
+        for path in files:
+            with _told(path):
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+                for name, piece in _pieces(opened):
+                    pieces.setdefault(name, []).append(piece)
+        found = {}
+        for name, parts in pieces.items():
+            with _told(*files):
+                found[name] = _assembled(name, parts, like.get(name))
+    return found
+
+
+def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
+    """Yield what a file holds, and where that lies in its tensors."""
+    told = (opened.metadata() or {}).get(_PIECES)
+    boxes = {} if told is None else parse_object(told.encode(), _PIECES)
+    for name in opened.keys():  # noqa: SIM118
+        shape = tuple(opened.get_slice(name).get_shape())
+        whole, start = shape, (0,) * len(shape)
+        if told is not None:
+            entry: Any = boxes.get(name)
+            try:
+                whole, start = tuple(entry["shape"]), tuple(entry["start"])
+            except (TypeError, KeyError) as error:
+                raise ValueError(f"it does not tell where {name} lies") from error
+        box = tuple(range(s, s + size) for s, size in zip(start, shape, strict=True))
+        inside = all(r.start >= 0 and r.stop <= size for r, size in zip(box, whole, strict=True))
+        if not inside:
+            raise ValueError(f"{name} lies outside of its tensor")
+        yield name, _Piece(opened, whole, box)
+
+
+def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
+    """Return a tensor, or what a rank needs of it, from its pieces."""
+    shape = parts[0].shape
+    covered = sum(_volume(part.box) for part in parts)
+    corners = {tuple(r.start for r in part.box) for part in parts}
+    alike = all(part.shape == shape for part in parts) and len(corners) == len(parts)
+    if not alike or covered != math.prod(shape):
+        raise ValueError(f"the pieces of {name} do not make it whole")
+    if like is None or not is_sharded(like) or tuple(like.shape) != shape:
+        like = None
+        if len(parts) == 1:
+            return parts[0].file.get_tensor(name).clone()
+    box = tuple(range(size) for size in shape) if like is None else box_here(like)
+    read = [
+        (_inside(box, both), part.file.get_slice(name)[_inside(part.box, both)])
+        for part in parts
+        if _volume(both := _overlap(box, part.box))
+    ]
+    # A rank may have no part of a small tensor.
+    dtype = read[0][1].dtype if read else local(like).dtype if like is not None else None
+    taken = torch.empty([len(r) for r in box], dtype=dtype)
+    for where, values in read:
+        taken[where] = values
+    return taken if like is None else lying_like(taken.to(local(like).device), like)
+
+
+def _overlap(box: Box, other: Box) -> Box:
+    pairs = zip(box, other, strict=True)
+    return tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
+
+
+def _inside(box: Box, part: Box) -> tuple[slice, ...]:
+    """Return where a part lies in a box, counted from its corner."""
+    pairs = zip(box, part, strict=True)
+    return tuple(slice(p.start - b.start, p.stop - b.start) for b, p in pairs)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(len(r) for r in box)
+
+
+@contextmanager
+def _told(*paths: Path) -> Iterator[None]:
+    """Say which file cannot be read.
+
+    Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"{names} cannot be read: {error}") from error

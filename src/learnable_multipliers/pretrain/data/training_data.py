@@ -1,0 +1,156 @@
+"""What a run reads: batches to train on, held-out text, and the tokenizer of both."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
+from learnable_multipliers.pretrain.config import DataConfig
+from learnable_multipliers.pretrain.data.loader import BatchLoader, evaluation_batches
+from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE, Manifest, file_sha256
+from learnable_multipliers.pretrain.data.order import num_samples
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
+from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
+
+
+class TrainingData:
+    """A prepared dataset as a run uses it."""
+
+    def __init__(self, folder: Path, sequence_length: int, seed: int):
+        manifest = Manifest.load(folder)
+        self.folder, self.manifest = folder, manifest
+        self._length = sequence_length
+        self._train = BatchLoader(TokenDataset(folder, manifest, TRAIN), sequence_length, seed)
+        self._valid = TokenDataset(folder, manifest, VALID)
+        # Too little held-out text is better known now than at the first evaluation.
+        BatchLoader(self._valid, sequence_length, seed)
+        self._tokenizer_file = folder / manifest.tokenizer_file
+        self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
+        self._token_bytes = _token_bytes(self._tokenizer)
+        self.eos = manifest.eos_id
+        self.fingerprint = manifest.fingerprint()
+
+    @classmethod
+    def open(cls, config: DataConfig, vocab_size: int, seed: int) -> TrainingData:
+        """Open the data a config names; the default corpus is prepared on first use."""
+        folder = config.path or default_corpus(vocab_size)
+        data = cls(folder, config.sequence_length, seed)
+        if vocab_size and data.manifest.vocab_size > vocab_size:
+            raise ValueError(
+                f"the data at {folder} have a vocabulary of {data.manifest.vocab_size}, the model "
+                f"one of {vocab_size}: set --model.vocab-size to at least "
+                f"{data.manifest.vocab_size}, or prepare the data with a smaller tokenizer"
+            )
+        return data
+
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Tell whether a run that kept this fingerprint began with these data."""
+        # Earlier releases kept the checksum of the manifest, which changes with the place too.
+        return fingerprint in (self.fingerprint, file_sha256(self.folder / MANIFEST_FILE))
+
+    def batch(self, start: int, size: int, device: torch.device) -> Tensor:
+        """Return the samples from global index `start` on, (size, sequence_length + 1)."""
+        return _moved(self._train.batch(start, size), device)
+
+    def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield held-out samples from the start, the same ones every time; 0 tokens is all."""
+        most = self.num_held_out(max_tokens)
+        for batch in evaluation_batches(self._valid, self._length, batch_size, most):
+            yield _moved(batch, device)
+
+    def num_held_out(self, max_tokens: int) -> int:
+        """Return how many held-out tokens `held_out` asks for: whole sequences, one at least."""
+        sequences = num_samples(len(self._valid), self._length)
+        if max_tokens:
+            sequences = min(sequences, max(1, max_tokens // self._length))
+        return sequences * self._length
+
+    def held_out_bytes(self, num_tokens: int) -> float:
+        """Return the bytes of text that the first `num_tokens` held-out targets stand for.
+
+        Exact for byte-level tokenizers; others have but an average over the whole split.
+        """
+        if self._token_bytes is None:
+            return num_tokens * self.bytes_per_token
+        # The very first token is read, never asked for.
+        return float(self._token_bytes[self._valid.tokens(1, num_tokens + 1)].sum())
+
+    def tokens(self, split: str) -> NDArray[np.unsignedinteger]:
+        """Return all tokens of a split."""
+        dataset = TokenDataset(self.folder, self.manifest, split)
+        return dataset.tokens(0, len(dataset))
+
+    def text(self, split: str) -> bytes:
+        """Return the text of a split as UTF-8, its documents one after another."""
+        tokens = self.tokens(split)
+        ends = np.flatnonzero(tokens == self.eos)
+        documents = (part[part != self.eos] for part in np.split(tokens, ends))
+        return "".join(self._tokenizer.decode(part.tolist()) for part in documents).encode()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on before one is seen again."""
+        return len(self._train.dataset)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of held-out text that one token stands for, on average."""
+        return self._valid.num_bytes / len(self._valid)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of some tokens."""
+        return self._tokenizer.decode([t for t in tokens if t < self.manifest.vocab_size])
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer beside what is trained with it."""
+        replace_file(folder / "tokenizer.json", self._tokenizer_file.read_bytes())
+
+
+def default_corpus(vocab_size: int) -> Path:
+    """Return the prepared sources of Python's standard library, prepared on first use."""
+    size = vocab_size or 4096
+    folder = cache_folder() / f"python-{platform.python_version()}-{size}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
+        except FileExistsError:
+            # Another process was faster; a folder takes its name when it is complete.
+            if not folder.exists():
+                raise
+    return folder
+
+
+def cache_folder() -> Path:
+    """Return where prepared default data lie: LRM_CACHE, or the user's cache folder."""
+    if own := os.environ.get("LRM_CACHE"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "learnable-multipliers"
+
+
+def _token_bytes(tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
+    try:
+        return tokenizer.token_bytes()
+    except ValueError:
+        return None
+
+
+def _moved(batch: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)

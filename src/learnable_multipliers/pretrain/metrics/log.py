@@ -1,0 +1,264 @@
+"""Where the numbers of a run go: a file of JSON lines, and whoever else was asked for.
+
+`metrics.jsonl` is the record of a run: one JSON object per line, flushed as it is written. After a
+resume it equals that of a run that never stopped. TensorBoard, W&B and Trackio are views of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
+
+FILE_NAME = "metrics.jsonl"
+Metrics = Mapping[str, Any]
+
+# JSON has no word for these; `float` reads them all.
+_NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+class MetricLog:
+    """The metrics of one run, in one folder; a context manager. One process of a run keeps it.
+
+    Args:
+        folder: Where `metrics.jsonl` lies; its name is the name of the run.
+        tensorboard: Also write event files, to `folder/tensorboard`. None: if it is installed.
+        wandb: Project to log to with Weights & Biases. `truncate_after` takes nothing back there.
+        trackio: Project to log to with Trackio; the same holds.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        tensorboard: bool | None = None,
+        wandb: str | None = None,
+        trackio: str | None = None,
+    ):
+        self.folder = Path(folder)
+        make_folder(self.folder)
+        self.path = self.folder / FILE_NAME
+        self._writer_class = _tensorboard_writer(tensorboard)
+        self._writer: Any = None
+        self._trackers: list[Any] = []
+        name = self.folder.resolve().name
+        if wandb is not None:
+            tracker = _tracker("wandb")
+            tracker.init(project=wandb, name=name, id=self._wandb_id(), resume="allow")
+            self._trackers.append(tracker)
+        if trackio is not None:
+            tracker = _tracker("trackio")
+            tracker.init(project=trackio, name=name, resume="allow")
+            self._trackers.append(tracker)
+        _drop_torn_line(self.path)
+        self._file = self.path.open("ab")
+        # Lines on disk are lost all the same if the name of their file is not.
+        sync(self.folder)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write metrics of a step: numbers, 0-d tensors, words, lists, or mappings of these.
+
+        NaN and infinities become the strings "nan", "inf" and "-inf", so that every line is valid
+        JSON; `read_metrics` turns them back. Other places get the numbers only, those of a mapping
+        under "kind/key".
+        """
+        if "step" in metrics:
+            raise ValueError('"step" is given to log apart from the metrics')
+        step, plain = int(step), _plain(metrics, "metrics")
+        line = json.dumps(_valid_json({"step": step, **plain}), allow_nan=False) + "\n"
+        with self._told():
+            self._file.write(line.encode())
+            self._file.flush()
+        # A loss in training and one on held-out text are two curves.
+        kind = plain.get("kind")
+        numbers = dict(_numbers(plain, f"{kind}/" if isinstance(kind, str) else ""))
+        if self._writer_class is not None:
+            self._writer = self._writer or self._new_writer()
+            for key, value in numbers.items():
+                self._writer.add_scalar(key, value, step)
+        for tracker in self._trackers:
+            tracker.log(numbers, step=step)
+
+    def truncate_after(self, step: int, *, has_more: bool = False) -> dict[str, Any] | None:
+        """Drop what was written after a step: a run that resumes from there writes it again.
+
+        The file is replaced in one go; lines that stay are not touched. Returns the last of them.
+
+        Args:
+            has_more: The run goes on from here: that it had ended is dropped too.
+        """
+        kept, last = [], None
+        for line, record in _lines(self.path):
+            if record["step"] <= step and not (has_more and record.get("kind") == "end"):
+                kept.append(line)
+                last = record
+        with self._told():
+            replace_file(self.path, b"".join(kept))
+        self._file.close()
+        self._file = self.path.open("ab")
+        if self._writer is not None:
+            self._writer.close()
+        if self._writer_class is not None:
+            # Event files cannot be cut; this tells readers what to forget.
+            self._writer = self._new_writer(purge_step=step + 1)
+        return last
+
+    def flush(self) -> None:
+        """Bring every line to disk; before a checkpoint is published, which may not be ahead."""
+        with self._told():
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Write out what is pending and let go of all files."""
+        try:
+            with self._told():
+                self._file.close()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            for tracker in self._trackers:
+                tracker.finish()
+            self._trackers = []
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let an error of the system say which file it met, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self.path} could not be written: {error.strerror or error}. Make room, then go "
+                "on with --resume from the newest checkpoint"
+            ) from error
+
+    def _new_writer(self, purge_step: int | None = None) -> Any:
+        return self._writer_class(str(self.folder / "tensorboard"), purge_step=purge_step)
+
+    def _wandb_id(self) -> str:
+        """Return the run's id at W&B, the same after a resume."""
+        path = self.folder / "wandb_id"
+        if not path.exists():
+            replace_file(path, f"{uuid.uuid4().hex[:12]}\n".encode())
+        return path.read_text().strip()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a `metrics.jsonl`, or of the one in a folder.
+
+    A last line that is cut off, as that of a run being written or killed, is left out.
+    """
+    path = Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"there are no metrics at {path}")
+    return [_with_floats(record) for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each whole line and what it says."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+                int(record["step"])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ValueError(
+                    f"line {number} of {path} is not a record of metrics: mend or remove it"
+                ) from error
+            yield line, record
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line that a killed run left unfinished: the next would be glued to it."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a value made of Python's own kinds; tensors and arrays become numbers or lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    raise TypeError(f"{where} is {type(value).__name__}: log numbers, words, lists or mappings")
+
+
+def _valid_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _valid_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_valid_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+
+
+def _numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + key, value
+
+
+def _tensorboard_writer(wanted: bool | None) -> Any:
+    """Return TensorBoard's writer class, or None where it is not wanted or not there."""
+    if wanted is False:
+        return None
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        if wanted:
+            warnings.warn(
+                f"TensorBoard is not installed (pip install tensorboard): {FILE_NAME} is written, "
+                "event files are not",
+                stacklevel=3,
+            )
+        return None
+
+
+def _tracker(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"logging to {name} was asked for, but it is not installed: pip install {name}"
+        ) from error

@@ -1,0 +1,227 @@
+"""The language model: embedding, layers of parallel mixers and an MLP, head.
+
+Modules and parameters bear the names of Hugging Face's `FalconH1ForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnable_multipliers._forward_multipliers import FixedMultiplier
+from learnable_multipliers.pretrain.model.attention import Attention
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.factors import targets
+from learnable_multipliers.pretrain.model.loss import Losses, head_loss
+from learnable_multipliers.pretrain.model.mamba import Mamba
+from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
+from learnable_multipliers.pretrain.model.rotation import Angles, angles
+from learnable_multipliers.pretrain.model.tensor_parallel import (
+    cut_,
+    enter,
+    leave,
+    refuse_uneven,
+)
+
+
+class MLP(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.mup_gate, self.mup_down = config.mup_gate, config.mup_down
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.team: Any = None
+        """The ranks that the MLP is cut among; None for one that has it whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the residual stream."""
+        gate, up = project(enter(x, self.team), (self.gate_proj,), (self.up_proj,))
+        inner = up * F.silu(scaled(gate, self.mup_gate))
+        return scaled(leave(project_sum([inner], [self.down_proj]), self.team), self.mup_down)
+
+    def cut_(self, mesh: Any) -> None:
+        """Leave this rank its share of the hidden features."""
+        for linear, dim in ((self.gate_proj, 0), (self.up_proj, 0), (self.down_proj, 1)):
+            cut_(linear, dim, mesh)
+        self.team = mesh.get_group()
+
+
+class Layer(nn.Module):
+    """Mixers side by side, then the MLP, each behind a norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.mamba = Mamba(config) if config.has_ssm else None
+        self.self_attn = Attention(config) if config.has_attention else None
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = MLP(config) if config.has_mlp else None
+        self.pre_ff_layernorm = (
+            nn.RMSNorm(config.hidden_size, config.norm_eps) if config.has_mlp else None
+        )
+        if config.freeze_norms:
+            for norm in (self.input_layernorm, self.pre_ff_layernorm):
+                if norm is not None:
+                    norm.requires_grad_(False)
+
+    def forward(self, h: Tensor, by: Angles) -> Tensor:
+        """Return the residual stream behind this layer."""
+        h = h + self._mix(self.input_layernorm(h), by)
+        if self.feed_forward is not None and self.pre_ff_layernorm is not None:
+            h = h + self.feed_forward(self.pre_ff_layernorm(h))
+        return h
+
+    def _mix(self, x: Tensor, by: Angles) -> Tensor:
+        mamba, attention = self.mamba, self.self_attn
+        if mamba is None or (attention is not None and attention.team is not None):
+            assert attention is not None
+            apart = attention.alone(x, by)
+            return apart if mamba is None else apart + mamba.alone(x)
+        if attention is None:
+            return mamba.alone(x)
+        to_mamba, to_attention = project(x, mamba.inputs, attention.inputs)
+        inner = mamba(to_mamba), attention(to_attention, by)
+        return project_sum(inner, (mamba.output, attention.output))
+
+
+class Backbone(nn.Module):
+    """Everything but the head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.mup_embedding = config.mup_embedding
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.final_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the features the head reads, (batch, length, hidden_size)."""
+        config = self.config
+        by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
+        h = scaled(self.embed_tokens(tokens), self.mup_embedding)
+        for layer in self.layers:
+            h = layer(h, by)
+        return self.final_layernorm(h)
+
+
+class HybridLM(nn.Module):
+    """A language model of the shape `config`; make one with `build`, which sets its weights."""
+
+    def __init__(self, config: ModelConfig):
+        config.check()
+        super().__init__()
+        self.config = config
+        self.mup_head = config.mup_head
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_()
+        self._head_loss: Callable[..., Losses] = head_loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, (batch, length, vocab_size)."""
+        return scaled(self.lm_head(self.model(tokens)), self.mup_head)
+
+    def loss(self, tokens: Tensor, z_loss: float = 0.0) -> Losses:
+        """Return the loss of predicting tokens[:, 1:] from tokens[:, :-1]."""
+        features = self.model(tokens[:, :-1])
+        return self._head_loss(features, self.lm_head.weight, self.mup_head, tokens[:, 1:], z_loss)
+
+    def cut_(self, mesh: Any) -> None:
+        """Leave this rank its share of attention's heads and of the MLPs' hidden features."""
+        config, size = self.config, mesh.size()
+        if config.has_attention:
+            # A group of queries stays with its keys.
+            refuse_uneven("num_kv_heads", config.num_kv_heads, size)
+        if config.has_mlp:
+            refuse_uneven("intermediate_size", config.intermediate_size, size)
+        for part in self.modules():
+            if isinstance(part, Attention | MLP):
+                part.cut_(mesh)
+
+    def tie_(self) -> None:
+        """Make embedding and head one parameter, where the config asks for it."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def compile_layers_(self) -> None:
+        """Compile layer by layer: one compilation serves all layers, whatever the depth."""
+        for layer in self.model.layers:
+            layer.compile()
+        self._head_loss = torch.compile(head_loss)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, each once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def fixed_multipliers(self) -> tuple[FixedMultiplier, ...]:
+        """Return the fixed factors of the forward pass, for multipliers that start from them."""
+        return tuple(
+            FixedMultiplier(
+                field,
+                value,
+                targets(field, self.config),
+                # Nothing here has a bias; conv1d and dt_bias lie behind the factors.
+                scales_bias=False,
+                reset=partial(self.set_factor_, field, 1.0),
+            )
+            for field, value in self.config.mup_factors.items()
+        )
+
+    def set_factor_(self, field: str, value: float) -> None:
+        """Set one of the `mup_*` factors, in every layer and in the config."""
+        if field not in self.config.mup_factors:
+            raise ValueError(f"unknown factor {field!r}; there are {list(self.config.mup_factors)}")
+        self.config = replace(self.config, **{field: value})
+        self.model.config = self.config
+        for module in self.modules():
+            if hasattr(module, field):
+                setattr(module, field, value)
+
+
+def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> HybridLM:
+    """Return a model with fresh weights; the same seed gives the same ones on every device."""
+    model = empty_model(config)
+    initialize_weights_(model, torch.Generator().manual_seed(seed))
+    return model.to(device)
+
+
+def empty_model(config: ModelConfig) -> HybridLM:
+    """Return a model whose weights are yet to be set, without the time to draw them."""
+    with torch.device("meta"):
+        model = HybridLM(config)
+    model.to_empty(device="cpu")
+    # Leaving the meta device makes every parameter anew, a tied one twice.
+    model.tie_()
+    return model
+
+
+@torch.no_grad()
+def initialize_weights_(model: HybridLM, generator: torch.Generator) -> None:
+    """Draw fresh weights: matrices from one normal distribution, the rest as Mamba-2 does."""
+    std = model.config.init_std
+    for name, parameter in model.named_parameters():
+        leaf = name.rpartition(".")[2]
+        if leaf == "A_log":
+            parameter.uniform_(1.0, 16.0, generator=generator).log_()
+        elif leaf == "dt_bias":
+            # Time steps spread evenly over the decades from 1e-3 to 1e-1, through softplus.
+            steps = parameter.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+            parameter.copy_(steps + torch.log(-torch.expm1(-steps)))
+        elif "conv1d" in name:
+            bound = model.config.ssm_conv_size**-0.5
+            parameter.uniform_(-bound, bound, generator=generator)
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, std, generator=generator)

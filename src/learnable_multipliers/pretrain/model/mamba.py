@@ -1,0 +1,98 @@
+"""The Mamba-2 mixer: gated state-space heads behind a short causal convolution."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.convolution import convolve
+from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
+from learnable_multipliers.pretrain.model.ssd import ssd
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of gated features, in groups."""
+
+    def __init__(self, size: int, groups: int, eps: float):
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each group of features by itself."""
+        grouped = x.unflatten(-1, (self.groups, -1))
+        size = grouped.shape[-1]
+        return F.rms_norm(grouped, (size,), None, self.eps).flatten(-2) * self.weight
+
+
+class Mamba(nn.Module):
+    """The mixer without its input and output products, which a layer shares between mixers."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.block_sizes = config.ssm_block_sizes
+        self.head_dim, self.groups = config.ssm_head_dim, config.ssm_groups
+        self.chunk_size = config.ssm_chunk_size
+        self.mup_ssm_in, self.mup_ssm_out = config.mup_ssm_in, config.mup_ssm_out
+        self.mup_z, self.mup_x, self.mup_dt = config.mup_z, config.mup_x, config.mup_dt
+        self.mup_B, self.mup_C = config.mup_B, config.mup_C
+        channels = sum(self.block_sizes[1:4])
+        self.in_proj = nn.Linear(config.hidden_size, sum(self.block_sizes), bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, config.ssm_conv_size, groups=channels)
+        self.dt_bias = nn.Parameter(torch.empty(config.num_ssm_heads))
+        self.A_log = nn.Parameter(torch.empty(config.num_ssm_heads))
+        self.D = nn.Parameter(torch.ones(config.num_ssm_heads))
+        self.norm = (
+            GatedRMSNorm(config.ssm_size, config.ssm_groups, config.norm_eps)
+            if config.ssm_norm
+            else nn.Identity()
+        )
+        self.out_proj = nn.Linear(config.ssm_size, config.hidden_size, bias=False)
+
+    @property
+    def inputs(self) -> tuple[nn.Linear, ...]:
+        """The projection that feeds `forward`."""
+        return (self.in_proj,)
+
+    @property
+    def output(self) -> nn.Linear:
+        """The projection of what `forward` returns."""
+        return self.out_proj
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Return what the mixer adds to the residual stream."""
+        (projected,) = project(x, self.inputs)
+        return project_sum([self(projected)], [self.output])
+
+    def forward(self, projected: Tensor) -> Tensor:
+        """Return the gated heads side by side, (batch, length, ssm_size)."""
+        z, *convolved, dt = projected.split(self.block_sizes, -1)
+        # Each with its own filters, so that no one has to cut or join them again.
+        bias = self.conv1d.bias
+        assert bias is not None
+        filters = zip(self._taps(), bias.split(self.block_sizes[1:4]), strict=True)
+        x, B, C = (  # noqa: N806
+            convolve(part, taps, shift)
+            for part, (taps, shift) in zip(convolved, filters, strict=True)
+        )
+        dt = scaled(dt.to(self.dt_bias.dtype), self.mup_ssm_in * self.mup_dt)
+        dt = F.softplus(dt + self.dt_bias)
+        y = ssd(
+            x.unflatten(-1, (-1, self.head_dim)),
+            dt,
+            -torch.exp(self.A_log),
+            B.unflatten(-1, (self.groups, -1)),
+            C.unflatten(-1, (self.groups, -1)),
+            self.D,
+            self.chunk_size,
+        ).flatten(-2)
+        gated = y * F.silu(scaled(z, self.mup_ssm_in * self.mup_z))
+        return scaled(self.norm(gated), self.mup_ssm_out).to(z.dtype)
+
+    def _taps(self) -> list[Tensor]:
+        """Return the filters of x, B and C, their fixed factors in them."""
+        factors = (self.mup_ssm_in * each for each in (self.mup_x, self.mup_B, self.mup_C))
+        parts = self.conv1d.weight.squeeze(1).split(self.block_sizes[1:4])
+        return [scaled(part, factor) for part, factor in zip(parts, factors, strict=True)]

@@ -1,0 +1,1 @@
+"""Checks before a run: machine, memory, data, a few steps, resuming."""

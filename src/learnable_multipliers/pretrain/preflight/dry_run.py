@@ -1,0 +1,83 @@
+"""What a run would be: plan, sizes, memory and the first batch, without training."""
+
+from __future__ import annotations
+
+import torch
+
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.distributed import Axes, planned_axes
+from learnable_multipliers.pretrain.metrics.progress import in_short, printable
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.preflight.memory import rank_bytes
+from learnable_multipliers.pretrain.trainer.device import Device, choose_device
+from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.schedule import Step, steps
+from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
+from learnable_multipliers.pretrain.trainer.trainer import resolved
+
+# Of the first batch, what is shown.
+_TOKENS, _LINES = 48, 8
+
+
+def describe(config: TrainConfig) -> str:
+    """Return the description of a run, for a reader."""
+    device = choose_device(config.runtime)
+    data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+    config = resolved(config, data)
+    config.check()
+    with torch.device("meta"):
+        model = HybridLM(config.model)
+    planned = make_plan(model, config.optimizer)
+    taken = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    lines = [str(planned), ""]
+    lines += _run(config, data, taken) + [""]
+    axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
+    lines += _memory(config, device, axes) + [""]
+    slow = slow_paths(config, device.of_rank(axes.size))
+    if slow:
+        lines += ["Slower than it could be:", *(f"  {path.in_words}" for path in slow), ""]
+    lines += _first_batch(config, data, taken)
+    return "\n".join(lines)
+
+
+def _run(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
+    last = taken[-1]
+    total = last.tokens_before + last.sequences * config.data.sequence_length
+    peak = max(step.lr_factor for step in taken) * config.optimizer.lr
+    full = config.data.batch_sequences
+    return [
+        f"Run: {len(taken):,} steps, {in_short(total)} tokens, "
+        f"{total / data.num_tokens:.2f} epochs of {in_short(data.num_tokens)} tokens at "
+        f"{data.folder}",
+        f"  batch {taken[0].sequences}"
+        + (f" -> {full}" if taken[0].sequences != full else "")
+        + f" sequences of {config.data.sequence_length}, learning rate "
+        f"{taken[0].lr_factor * config.optimizer.lr:.3g} -> {peak:.3g} -> "
+        f"{last.lr_factor * config.optimizer.lr:.3g}",
+    ]
+
+
+def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
+    rows = rank_bytes(config, device, axes)
+    rows["together"] = sum(rows.values())
+    width = max(map(len, rows))
+    each = f" of each of {axes.size} ranks" if axes.size > 1 else ""
+    return [
+        f"Memory{each} on {device.name} ({str(device.dtype).removeprefix('torch.')}"
+        f"{', compiled' if device.compiled else ''}):",
+        *(f"  {name:<{width}}  {_in_words(size):>10}" for name, size in rows.items()),
+    ]
+
+
+def _first_batch(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
+    batch = data.batch(0, taken[0].sequences, torch.device("cpu"))
+    text = printable(data.decode(batch[0, :_TOKENS].tolist()))
+    return [
+        f"First batch: {batch.shape[0]} sequences of {batch.shape[1] - 1} tokens; it begins",
+        *(f"  | {line}" for line in text.splitlines()[:_LINES]),
+    ]
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

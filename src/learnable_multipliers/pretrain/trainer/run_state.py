@@ -1,0 +1,187 @@
+"""What a checkpoint keeps of a run, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnable_multipliers.optim._binding import MEAN_SQUARE
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
+from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
+from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
+from learnable_multipliers.pretrain.metrics.loss_meter import LossReading
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.spikes import SpikeState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything but tensors."""
+
+    samples: int
+    """Sequences trained on."""
+    passed_over: int
+    """Sequences of the data that were left out for a spike."""
+    seconds: float
+    skipped_steps: int
+    loss: LossReading
+    """Over the steps since the last record of it."""
+    spikes: SpikeState
+    config: dict[str, Any]
+    """Of the run."""
+    model: dict[str, Any]
+    """Config of the model; its fixed factors are 1 where multipliers took them over."""
+    data: str
+    """Fingerprint of the data."""
+    eos_token: str
+
+
+def state_of(kept: Checkpoint) -> RunState:
+    """Return the plain data of a checkpoint, checked."""
+    try:
+        return from_dict(RunState, _completed(kept.state), "state.json")
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
+        ) from error
+
+
+def _completed(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an earlier release as it would be written now; others as they are."""
+    if "loss_sum" not in state:
+        return state
+    state = {"passed_over": 0, "spikes": to_dict(SpikeState()), **state}
+    loss = LossReading(state.pop("loss_sum"), state.pop("loss_steps", None), 0, 0)
+    return {**state, "loss": to_dict(loss)}
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return weights and optimizer state by name, not copied; a tied weight is there once."""
+    return {
+        "model": {name: p.detach() for name, p in model.named_parameters()},
+        "optimizer": {
+            f"{name}/{key}": value
+            for name, parameter in _by_name(optimizer)
+            for key, value in optimizer.state[parameter].items()
+        },
+    }
+
+
+@torch.no_grad()
+def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
+    """Bring weights and optimizer to where a checkpoint left them; all of it fits, or nothing."""
+    for file, expected in tensors_of(model, optimizer).items():
+        found = kept.tensors.get(file, {})
+        # Earlier releases did not keep it, and it can start anew.
+        needed = {
+            n: t for n, t in expected.items() if n in found or not n.endswith(f"/{MEAN_SQUARE}")
+        }
+        _refuse_misfit(f"{file}.safetensors", needed, found)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(kept.tensors["model"][name])
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in kept.tensors["optimizer"].items():
+        name, _, entry = key.rpartition("/")
+        states.setdefault(name, {})[entry] = value
+    names = [name for name, _ in _by_name(optimizer)]
+    optimizer.load_state_dict(
+        {
+            "param_groups": optimizer.state_dict()["param_groups"],
+            "state": {index: states[name] for index, name in enumerate(names)},
+        }
+    )
+
+
+def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
+    """Raise a ValueError if a run would go on with other settings than it began with.
+
+    Another schedule is the same run as long as it has the same steps so far: a run at its constant
+    rate can be made longer, or shorter with its decay at once.
+    """
+    now = json.loads(json.dumps(to_dict(config)))
+    may_change = _MAY_CHANGE
+    if _same_steps(config, before, taken):
+        may_change = may_change | {"schedule"}
+    changed = [
+        f"{where}: {old} -> {new}"
+        for section in sorted({*now, *before} - may_change)
+        for where, old, new in _differences(section, before.get(section), now.get(section))
+        if where not in may_change
+    ]
+    if changed:
+        hint = ""
+        if any(one.startswith("schedule.") for one in changed):
+            hint = (
+                f". A schedule may change where the {taken:,} steps already taken stay as they "
+                "were: a run can be made longer or shorter before its decay begins"
+            )
+        raise ValueError(
+            "a run goes on with the settings it began with; these differ: "
+            + "; ".join(changed)
+            + hint
+        )
+
+
+# What may differ between a run and its continuation: where, how fast, how chatty and how patient.
+_MAY_CHANGE = {
+    *("out", "name", "resume", "dry_run"),
+    *("log", "checkpoint", "spikes", "parallel", "runtime"),
+    # A pass that no longer fits the memory is split; that rounds otherwise, and changes no more.
+    *("data.path", "data.micro_batch_sequences"),
+}
+
+
+def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> bool:
+    """Tell whether both settings have the same steps, up to the number that was taken."""
+    now = config.data.batch_sequences, config.data.sequence_length
+    then = (before["data"]["batch_sequences"], before["data"]["sequence_length"])
+    schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
+    if now != then:
+        return False
+    planned = steps(config.schedule, *now)
+    return len(planned) >= taken and steps(schedule, *then)[:taken] == planned[:taken]
+
+
+def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            (f"{where}.{key}", old.get(key), new.get(key))
+            for key in sorted({*old, *new})
+            if old.get(key) != new.get(key)
+        ]
+    return [] if old == new else [(where, old, new)]
+
+
+def _refuse_misfit(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    for what, names in (
+        ("misses", expected.keys() - found.keys()),
+        ("holds, beyond this run's,", found.keys() - expected.keys()),
+        (
+            "has other shapes for",
+            {n for n in expected if _kind(expected[n]) != _kind(found.get(n))},
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint does not fit this run, though its settings do: {file} {what} "
+                f"{', '.join(sorted(names)[:3])}{more}. Was it written by another release?"
+            )
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    return [
+        (name, parameter)
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    ]

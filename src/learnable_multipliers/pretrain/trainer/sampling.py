@@ -1,0 +1,45 @@
+"""Text from a model, one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+
+
+@torch.no_grad()
+def generate(
+    model: HybridLM,
+    prompt: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    context: int = 256,
+    stop: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Return `prompt`, (length,), and up to `num_tokens` more, until `stop` comes.
+
+    Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
+    samples in passing. Generate for real from an exported model.
+    """
+    if not len(prompt):
+        raise ValueError("a sample goes on from something: give a prompt of one token or more")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = prompt
+    for _ in range(num_tokens):
+        # Not compiled: every length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        if temperature == 0:
+            chosen = logits.argmax(keepdim=True)
+        else:
+            best, places = logits.topk(min(top_k, len(logits)))
+            at = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
+            chosen = places[at]
+        if stop is not None and chosen.item() == stop:
+            break
+        tokens = torch.cat((tokens, chosen.to(tokens)))
+    return tokens

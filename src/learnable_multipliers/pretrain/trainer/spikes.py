@@ -1,0 +1,138 @@
+"""When a loss has left its course, and which checkpoint to go back to.
+
+The rule judges looks: the mean losses that a run reads anyway when it logs, so that nothing waits
+for the device. Pure functions of a small state that checkpoints keep.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from learnable_multipliers.pretrain.config import SpikeConfig
+
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+class DivergenceError(ValueError):
+    """A run cannot go on: none of its steps can be taken any more."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The mean loss since the look before."""
+
+    step: int
+    loss: float | None
+    """None where no step had a finite one."""
+
+
+@dataclass(frozen=True)
+class SpikeState:
+    """What is remembered from look to look."""
+
+    usual: list[float] = field(default_factory=list)
+    """The last losses that were not high, at most as many as the window."""
+    high: list[Look] = field(default_factory=list)
+    """High looks in a row, up to the last one."""
+    good_step: int = 0
+    """Step of the last look that was not high."""
+    num_rollbacks: int = 0
+
+
+def limit(usual: Sequence[float], config: SpikeConfig) -> float:
+    """Return the loss above which a look is high: median plus deviations, infinite at first."""
+    if len(usual) < config.window:
+        return math.inf
+    median = statistics.median(usual)
+    deviation = _NORMAL * statistics.median(abs(loss - median) for loss in usual)
+    return median + max(config.deviations * deviation, config.min_rise)
+
+
+def looked(state: SpikeState, look: Look, config: SpikeConfig) -> SpikeState:
+    """Return the state after a look; high losses say nothing about what is usual."""
+    if look.loss is None or look.loss > limit(state.usual, config):
+        return replace(state, high=[*state.high, look])
+    usual = [*state.usual, look.loss][-config.window :]
+    return replace(state, usual=usual, high=[], good_step=look.step)
+
+
+def is_spike(state: SpikeState, config: SpikeConfig) -> bool:
+    """Tell whether the loss has been high for long enough."""
+    return len(state.high) >= config.patience
+
+
+def accepted(state: SpikeState) -> SpikeState:
+    """Return the state of a run that goes on after a spike: what is usual is learned anew.
+
+    Else every look from here on would be a spike again.
+    """
+    usual = [look.loss for look in state.high if look.loss is not None]
+    return replace(state, usual=usual, high=[], good_step=state.high[-1].step)
+
+
+def rollback_steps(kept: Sequence[int], state: SpikeState, every: int) -> list[int]:
+    """Return the checkpoints from before a spike, of those at multiples of `every`.
+
+    Before: a look that was not high came after it, so that its weights are known to be good. The
+    others were saved when somebody stopped the run; with them, a run that was stopped would go
+    back elsewhere than one that was not.
+    """
+    return [step for step in kept if step < state.good_step and step % every == 0]
+
+
+def num_kept(kept: Sequence[int], every: int, keep: int) -> int:
+    """Return how many of the newest checkpoints have `keep` at multiples of `every` among them."""
+    scheduled = [place for place, step in enumerate(reversed(kept), 1) if step % every == 0]
+    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(kept), keep)
+
+
+def is_endless(skipped_in_a_row: int, config: SpikeConfig) -> bool:
+    """Tell whether steps have been skipped for too long to hope for better."""
+    return 0 < config.max_skipped <= skipped_in_a_row
+
+
+def record(spike: SpikeState, num_rollbacks: int, step: int, passed_over: int) -> dict[str, Any]:
+    """Return what the log keeps of a spike once the run has gone back to a step before it."""
+    return {
+        "checkpoint": step,
+        "num_rollbacks": num_rollbacks,
+        "passed_over": passed_over,
+        "usual_loss": statistics.median(spike.usual) if spike.usual else None,
+        "high": [[look.step, look.loss] for look in spike.high],
+    }
+
+
+def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
+    """Return what has happened."""
+    if not spike.high or spike.high[-1].loss is None:
+        return f"the last {skipped_in_a_row:,} steps had no finite gradients and were skipped"
+    first, last = spike.high[0], spike.high[-1]
+    usual = f", {statistics.median(spike.usual):.3f} before" if spike.usual else ""
+    return (
+        f"the loss left its course: {last.loss:.3f} at step {last.step:,}, high since step "
+        f"{first.step:,}{usual}"
+    )
+
+
+def going_on(config: SpikeConfig) -> str:
+    """Return what follows for a run that does not go back."""
+    return (
+        f"the run goes on with it (spikes.max_rollbacks={config.max_rollbacks}). If it does not "
+        "come back, resume with --spikes.max-rollbacks set higher, which leaves out the data it "
+        "met, or begin anew with a lower optimizer.lr or a longer warmup"
+    )
+
+
+def refusal(step: int, skipped_in_a_row: int) -> str:
+    """Return why a run ends at a step, and what to try."""
+    return (
+        f"step {step:,}: the last {skipped_in_a_row:,} steps had no finite gradients and changed "
+        "nothing (spikes.max_skipped); no checkpoint was written meanwhile. Go on from the newest "
+        "one with --resume and --spikes.max-rollbacks 3, which leaves out the data it met, or with "
+        "--runtime.dtype float32; or begin anew with a lower optimizer.lr or a longer warmup"
+    )

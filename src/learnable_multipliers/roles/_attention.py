@@ -1,0 +1,226 @@
+"""Recognizes attention: separate or fused q, k, v, latent attention, and the output matrix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from learnable_multipliers.roles._fused import QKV, known_layout
+from learnable_multipliers.roles._layers import features, is_norm, learnable_norm
+from learnable_multipliers.roles._norms import Norms, norms_around
+from learnable_multipliers.roles._reading import UNKNOWN, Part, Reading
+from learnable_multipliers.roles._tree import Site
+
+# Names by role. A name counts only beside the rest of its group.
+_NAMES = {
+    "query": ("q_proj", "wq", "Wq", "to_q", "q", "query", "q_lin", "query_proj", "project_q"),
+    "key": ("k_proj", "wk", "Wk", "to_k", "k", "key", "k_lin", "key_proj", "project_k"),
+    "value": ("v_proj", "wv", "Wv", "to_v", "v", "value", "v_lin", "value_proj", "project_v"),
+}
+_OUT = (
+    "o_proj",
+    "wo",
+    "Wo",
+    "to_out",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "o",
+    "out_lin",
+    "attention_out",
+    "out",
+    "proj",
+)
+_NORMS = {
+    "query": ("q_norm", "q_layernorm", "query_norm", "query_layernorm", "norm_q", "q_ln", "ln_q"),
+    "key": ("k_norm", "k_layernorm", "key_norm", "key_layernorm", "norm_k", "k_ln", "ln_k"),
+    "value": ("v_norm", "value_norm", "norm_v", "ln_v"),
+}
+_SHARED_NORM = ("qk_norm", "qk_layernorm")
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+_OUT_NORMS = ("attn_sub_norm", "inner_attn_ln", "sub_norm", "inner_norm", "o_norm", "out_norm")
+QK_NORM = (
+    "query and key norms follow their projections, so that their weights scale those rows and no "
+    "scale of Q or K itself reaches the attention logits"
+)
+
+
+def attention(site: Site) -> Iterator[Reading]:
+    """Read an attention block: its projections, then the matrix that reads the heads."""
+    if not _is_softmax_attention(site):
+        return
+    out = _only(site, _OUT)
+    norms = norms_around(site.tree, site.name, "mixer")
+    inputs = [*_separate(site, norms, out), *_fused(site, norms), *_latent(site, norms)]
+    yield from inputs
+    if out is None or not inputs:
+        return
+    _doubt(site, {reading.name for reading in inputs} | {site.path(f"{out}.weight")})
+    inner = learnable_norm(site.module, _OUT_NORMS)
+    part = Part("attention-out", features(site.linears[out])[0], row_norm=norms.after)
+    yield site.linear(out, part, column_norm=inner and site.path(inner))
+
+
+def torch_attention(site: Site) -> Iterator[Reading]:
+    """Read `torch.nn.MultiheadAttention`, whose fused layout is torch's own contract."""
+    module = site.module
+    if not isinstance(module, nn.MultiheadAttention):
+        return
+    norms = norms_around(site.tree, site.name, "mixer")
+    width = module.embed_dim
+    fused = module.in_proj_weight is not None
+    groups = {"in_proj_weight": QKV} if fused else {f"{r[0]}_proj_weight": (r,) for r in QKV}
+    for leaf, roles in groups.items():
+        # Across to an encoder, keys and values read what no norm of this layer feeds.
+        across = _is_across(site) and roles != ("query",)
+        yield Reading(
+            name=site.path(leaf),
+            shape=tuple(module.get_parameter(leaf).shape),
+            parts=tuple(Part(role, width) for role in roles),
+            column_norm="" if across else norms.before,
+            note="torch.nn.MultiheadAttention",
+        )
+    yield site.linear("out_proj", Part("attention-out", width, row_norm=norms.after))
+
+
+def bert_layer(site: Site) -> Iterator[Reading]:
+    """Read the layer BERT and its descendants share: dense layers in modules of their own."""
+    inside = dict(site.module.named_modules())
+    roles = {
+        "attention.output.dense": "attention-out",
+        "intermediate.dense": "ungated-up",
+        "output.dense": "down",
+    }
+    if not {"attention.self.query", *roles} <= inside.keys():
+        return
+    for path, role in roles.items():
+        block = path.rpartition(".")[0]
+        # Pre-norm descendants keep the MLP's norm in `intermediate`.
+        norm = learnable_norm(inside[block], ("LayerNorm",)) if role == "ungated-up" else ""
+        part = Part(role, features(inside[path])[0])
+        yield site.linear(path, part, column_norm=norm and site.path(f"{block}.{norm}"))
+
+
+def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[Reading]:
+    leaves = {role: _only(site, names) for role, names in _NAMES.items()}
+    query = leaves["query"]
+    if query is None:
+        return
+    if leaves["key"] is None or leaves["value"] is None:
+        # Latent attention with a full-rank query has no k and v beside it.
+        if "kv_b_proj" in site.linears:
+            part = Part("query", features(site.linears[query])[0], _row_norm(site, "query"))
+            yield site.linear(query, part, column_norm=norms.before)
+        return
+    for role, leaf in leaves.items():
+        assert leaf is not None
+        rows, _ = features(site.linears[leaf])
+        note = None
+        column_norm = "" if role != "query" and _is_across(site) else norms.before
+        if role == "query" and out is not None and rows != features(site.linears[out])[1]:
+            role = UNKNOWN
+            read = features(site.linears[out])[1]
+            note = f"{rows} rows, but {out} reads {read}: queries may be fused with more"
+        part = Part(role, rows, _row_norm(site, role))
+        yield site.linear(leaf, part, column_norm=column_norm, note=note)
+
+
+def _fused(site: Site, norms: Norms) -> Iterator[Reading]:
+    for leaf, linear in site.linears.items():
+        layout = known_layout(site.module, leaf)
+        if layout is None or layout.parts[0][0] not in QKV:
+            continue
+        rows, _ = features(linear)
+        column_norm = "" if _is_across(site) else norms.before
+        if layout.num_rows != rows:
+            note = f"{rows} rows do not fit the layout known for {type(site.module).__name__}"
+            yield site.linear(leaf, Part(UNKNOWN, rows), column_norm=column_norm, note=note)
+            continue
+        parts = (Part(role, size, _row_norm(site, role)) for role, size in layout.parts)
+        yield site.linear(leaf, *parts, column_norm=column_norm, repeats=layout.repeats)
+        if leaf == "c_attn" and "q_attn" in site.linears:
+            # GPT-2's cross-attention keeps its queries apart.
+            part = Part("query", features(site.linears["q_attn"])[0])
+            yield site.linear("q_attn", part, column_norm=norms.before)
+
+
+def _latent(site: Site, norms: Norms) -> Iterator[Reading]:
+    """Read multi-head latent attention, by the names and attributes DeepSeek gave it."""
+    linears = site.linears
+    if not {"kv_a_proj_with_mqa", "kv_b_proj"} <= linears.keys():
+        return
+    sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    latent, rope, nope, value = (getattr(site.module, size, 0) for size in sizes)
+    rows_down, _ = features(linears["kv_a_proj_with_mqa"])
+    rows_up, _ = features(linears["kv_b_proj"])
+    if rows_down != latent + rope or nope + value == 0 or rows_up % (nope + value):
+        return
+    norm = learnable_norm(site.module, ("kv_a_layernorm",))
+    norm = norm and site.path(norm)
+    parts = (Part("kv-latent", latent, row_norm=norm), Part("key", rope))
+    yield site.linear("kv_a_proj_with_mqa", *parts, column_norm=norms.before)
+    parts = (Part("key", nope), Part("value", value))
+    yield site.linear("kv_b_proj", *parts, column_norm=norm, repeats=rows_up // (nope + value))
+    if {"q_a_proj", "q_b_proj"} <= linears.keys():
+        norm = learnable_norm(site.module, ("q_a_layernorm",))
+        norm = norm and site.path(norm)
+        part = Part("query-latent", features(linears["q_a_proj"])[0], row_norm=norm)
+        yield site.linear("q_a_proj", part, column_norm=norms.before)
+        part = Part("query", features(linears["q_b_proj"])[0])
+        yield site.linear("q_b_proj", part, column_norm=norm)
+
+
+def _is_softmax_attention(site: Site) -> bool:
+    module = site.module
+    if isinstance(module, nn.MultiheadAttention):
+        return False
+    # In a list of blocks, the list carries the telling name.
+    path = [part for part in site.name.split(".") if not part.isdigit()]
+    label = f"{path[-1] if path else ''} {type(module).__name__}"
+    if not re.search(r"att(entio)?n|mha", label, re.IGNORECASE):
+        return False
+    # Linear-attention cousins convolve and decay q, k, v: other symmetries hold there.
+    decays = any(re.search(r"A_log|dt_bias", name) for name, _ in module.named_parameters())
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return not decays and not convolves
+
+
+def _is_across(site: Site) -> bool:
+    """Tell attention to another sequence: an encoder's output feeds its keys and values."""
+    if isinstance(across := getattr(site.module, "is_cross_attention", None), bool):
+        return across
+    label = f"{site.name.rpartition('.')[2]} {type(site.module).__name__}".lower()
+    return re.search(r"cross|encoder_?attn|enc_?dec|multihead_attn", label) is not None
+
+
+def _only(site: Site, names: tuple[str, ...]) -> str | None:
+    present = [name for name in names if name in site.linears]
+    return present[0] if len(present) == 1 else None
+
+
+def _row_norm(site: Site, role: str) -> str:
+    names = _NORMS.get(role, ())
+    norm = learnable_norm(site.module, names if role == "value" else names + _SHARED_NORM)
+    if norm and role in ("query", "key"):
+        site.tree.assume(QK_NORM)
+    return norm and site.path(norm) if role in _NORMS else ""
+
+
+def _doubt(site: Site, known: set[str]) -> None:
+    """Say where an attention block holds more than the matrices and norms that are understood."""
+    named = {
+        *sum(_NORMS.values(), ()),
+        *_SHARED_NORM,
+        *_OUT_NORMS,
+        "q_a_layernorm",
+        "kv_a_layernorm",
+    }
+    more = [leaf for leaf in site.linears if site.path(f"{leaf}.weight") not in known]
+    more += [n for n, m in site.module.named_children() if is_norm(m) and n not in named]
+    if more:
+        site.tree.assume(
+            f"{type(site.module).__name__} holds {', '.join(more)} as well, and the pairs Q and K, "
+            "V and attention-out still scale against each other there"
+        )

@@ -1,0 +1,168 @@
+"""Reads every parameter of a model: groups first, then what stands alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch import nn
+
+from learnable_multipliers.roles import _attention as attention
+from learnable_multipliers.roles import _mlp as mlp
+from learnable_multipliers.roles import _ssm as ssm
+from learnable_multipliers.roles._layers import features, is_linear, is_norm
+from learnable_multipliers.roles._norms import final_norm
+from learnable_multipliers.roles._reading import UNKNOWN, ModelReading, Part, Reading
+from learnable_multipliers.roles._tree import Site, Tree, conv1d_axes
+
+_RECOGNIZERS = (
+    attention.torch_attention,
+    attention.attention,
+    attention.bert_layer,
+    ssm.mamba2,
+    mlp.experts,
+    mlp.mlp,
+    mlp.sequential_mlp,
+)
+_HEADS = (
+    "lm_head",
+    "head",
+    "output",
+    "output_projection",
+    "unembed",
+    "unembedding",
+    "embed_out",
+    "to_logits",
+    "lm_loss",
+    "proj_out",
+    "generator_lm_head",
+    "score",
+    "classifier",
+    "qa_outputs",
+)
+_ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
+_POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
+
+
+def read_roles(model: nn.Module) -> ModelReading:
+    """Return what each parameter of `model` is."""
+    tree = Tree(model)
+    groups: dict[str, Reading] = {}
+    for name, module in tree.modules.items():
+        for recognize in _RECOGNIZERS:
+            for reading in recognize(Site(name, module, tree)):
+                groups.setdefault(reading.name, reading)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    readings = []
+    for parameter, (name, *aliases) in names.items():
+        reading = _agree([_read(tree, groups, alias) for alias in (name, *aliases)])
+        frozen = not parameter.requires_grad
+        readings.append(replace(reading, name=name, aliases=tuple(aliases), frozen=frozen))
+    return ModelReading(tuple(readings), tuple(tree.assumptions))
+
+
+def _read(tree: Tree, groups: dict[str, Reading], name: str) -> Reading:
+    """Return what the parameter is, seen from one of its names."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = tree.modules[owner_name]
+    shape = tuple(owner.get_parameter(leaf).shape)
+    if note := _vector(owner_name, owner, leaf, shape):
+        return Reading(name=name, shape=shape, note=note)
+    if name in groups:
+        return groups[name]
+    if ".parametrizations." in f".{name}":
+        return _whole(name, shape, UNKNOWN, "parametrized by other means", opaque=True)
+    if isinstance(owner, nn.Embedding):
+        position = _is_position_table(owner_name, owner)
+        note = "rows are positions" if position else "rows are tokens"
+        return _whole(name, shape, "position-embedding" if position else "embedding", note)
+    if _is_router(tree, owner_name):
+        return _whole(name, shape, "router", "chooses experts")
+    if is_linear(owner) and leaf == "weight":
+        if _is_head(tree, owner_name):
+            head = _whole(name, shape, "head", "gives the logits")
+            return replace(head, column_norm=final_norm(tree))
+        note = f"{type(owner).__name__} in no recognized group"
+        return conv1d_axes(owner, _whole(name, shape, UNKNOWN, note))
+    if len(shape) == 2:
+        note = f"a bare parameter of {type(owner).__name__}, taken as (out, in)"
+        return _whole(name, shape, UNKNOWN, note)
+    what = "a convolution" if hasattr(owner, "kernel_size") else f"{len(shape)} unknown axes"
+    return _whole(name, shape, UNKNOWN, what, opaque=True)
+
+
+def _agree(seen: list[Reading]) -> Reading:
+    """Merge what the names of one shared parameter say about it."""
+    first = seen[0]
+    roles = {tuple(part.role for part in reading.parts) for reading in seen}
+    if len(roles) == 1:
+        return first
+    if roles == {("embedding",), ("head",)}:
+        part = Part("tied-embedding", first.shape[0])
+        return replace(first, parts=(part,), note="one matrix is both embedding and head")
+    said = " and ".join(sorted("/".join(role) for role in roles))
+    parts = (Part(UNKNOWN, first.shape[0]),)
+    return replace(first, parts=parts, repeats=1, note=f"shared by names that say {said}")
+
+
+def _whole(
+    name: str, shape: tuple[int, ...], role: str, note: str, *, opaque: bool = False
+) -> Reading:
+    parts = (Part(role, shape[0]),)
+    return Reading(name=name, shape=shape, parts=parts, opaque=opaque, note=note)
+
+
+def _is_position_table(name: str, owner: nn.Embedding) -> bool:
+    leaf = name.rpartition(".")[2]
+    return _POSITIONS.match(leaf) is not None or "Positional" in type(owner).__name__
+
+
+def _is_head(tree: Tree, name: str) -> bool:
+    if any(part.isdigit() for part in name.split(".")):
+        return False
+    owner = tree.modules[name]
+    get_head = getattr(tree.model, "get_output_embeddings", None)
+    if callable(get_head) and get_head() is owner:
+        return True
+    # A linear map from a table's features back to its tokens, or a telling name at the top.
+    out, into = features(owner)
+    back = any(
+        (table.num_embeddings, table.embedding_dim) == (out, into)
+        for place, table in tree.embeddings()
+        if not _is_position_table(place, table)
+    )
+    *path, leaf = name.split(".")
+    return (back and out != into) or (leaf in _HEADS and (back or not path))
+
+
+def _is_router(tree: Tree, name: str) -> bool:
+    own, *holders = [*tree.lineage(name)][:3]
+    names = [type(module).__name__ for module in (own, *holders[:1])]
+    if any(re.search(r"(Router|Gating)$", class_name) for class_name in names):
+        return True
+    if not any(hasattr(holder, "experts") for holder in holders):
+        return False
+    return name.rpartition(".")[2] in _ROUTERS and not is_norm(own)
+
+
+def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:
+    """Say in words why a parameter is a vector; empty where it is not."""
+    if leaf.endswith("bias"):
+        return "bias"
+    if isinstance(owner, nn.Embedding) and re.search(r"relative|bias", owner_name.split(".")[-1]):
+        return "a table of attention biases"
+    if is_norm(owner):
+        return "norm: its weight scales what it feeds"
+    if leaf in ssm.VECTORS:
+        return "one value per head or channel"
+    if isinstance(owner, nn.Conv1d) and owner.groups == owner.in_channels > 1:
+        # More than a row multiplier: it mixes a few steps in time too (paper app. C).
+        return "one filter per channel: a row multiplier with a short memory"
+    if len(shape) < 2:
+        return "vector"
+    is_layer = is_linear(owner) or isinstance(owner, nn.Embedding)
+    if not is_layer and sum(size != 1 for size in shape) <= 1:
+        return "vector"
+    return ""

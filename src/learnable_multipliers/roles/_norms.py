@@ -1,0 +1,184 @@
+"""Which learnable norms feed and follow a block, by where they sit and what they are called.
+
+A module tree does not show the order of computation, so names decide, and what is taken for
+granted is said in words. A norm's weight acts as a multiplier only where it is trained, and only
+where what it normalizes goes into the block alone: in a residual post-norm model it goes into
+the residual stream as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from learnable_multipliers.roles._layers import is_learnable_norm, is_linear, is_norm
+from learnable_multipliers.roles._tree import Tree
+
+BlockKind = Literal["mixer", "mlp"]
+"""`mixer` is attention or a state-space mixer: what comes first in a layer."""
+
+PRE_NORM = (
+    "norms inside a layer feed its blocks (pre-norm), so that their weights are the column "
+    "multipliers of q, k, v, gate, up and ssm-in"
+)
+NO_NORM = "some blocks have no learnable norm in front: their first matrices take the columns"
+NORM_BEHIND = (
+    "norms follow the output of some blocks, so that their weights are the row multipliers of "
+    "attention-out and down"
+)
+RESIDUAL_POST_NORM = (
+    "norms sit on the residual stream behind each block (post-norm: the layer says so, or no norm "
+    "follows the last layer), so that their weights are no block's multipliers"
+)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of the learnable norms around a block; empty where there is none."""
+
+    before: str = ""
+    after: str = ""
+
+
+def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
+    """Return the learnable norms that feed and follow the block called `name`."""
+    levels = list(_levels(tree, name, kind))
+    found = {
+        path: child
+        for level in levels
+        for path, child in _norms_in(tree, level)
+        if level or not _is_final(path)
+    }
+    if not found:
+        tree.assume(NO_NORM)
+        return Norms()
+    if _is_post_norm(tree, levels):
+        tree.assume(RESIDUAL_POST_NORM)
+        return Norms()
+    before, after = _sort(list(found), kind)
+    norms = Norms(_learnable(found, before), _learnable(found, after))
+    tree.assume(PRE_NORM if norms.before else NO_NORM)
+    if norms.after:
+        tree.assume(NORM_BEHIND)
+    return norms
+
+
+def final_norm(tree: Tree) -> str:
+    """Return the name of the last learnable norm outside all layers and embeddings, or none."""
+    found = ""
+    for path, module in tree.modules.items():
+        in_layer = any(part.isdigit() for part in path.split("."))
+        if not in_layer and is_learnable_norm(module) and "emb" not in path.lower():
+            found = path
+    return found
+
+
+def _levels(tree: Tree, name: str, kind: BlockKind) -> Iterator[str]:
+    """Yield the modules around a block, innermost first, up to the layer that holds it."""
+    if kind == "mlp" and _holds_blocks(tree.modules[name]):
+        # OPT's layers hold the matrices of their MLP themselves, beside attention.
+        yield name
+        if _in_list(name):
+            return
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+        if _in_list(name):
+            return
+
+
+def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
+    for leaf, child in tree.modules[level].named_children():
+        if _is_norm_like(child):
+            yield (f"{level}.{leaf}" if level else leaf), child
+
+
+def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
+    """Tell a residual post-norm layer: by its own word, or as no norm follows the last layer."""
+    for level in levels:
+        for flag in ("norm_first", "do_layer_norm_before", "normalize_before"):
+            first = getattr(tree.modules[level], flag, None)
+            if isinstance(first, bool):
+                return not first
+    layer = levels[-1]
+    if not _in_list(layer):
+        return False
+    while layer:
+        layer = layer.rpartition(".")[0]
+        # A norm on the embedding says nothing about the end of the stack.
+        if any("emb" not in path.rpartition(".")[2] for path, _ in _norms_in(tree, layer)):
+            return False
+    return True
+
+
+def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
+    """Tell which of a layer's norms sit in front of the block, and which behind it."""
+    names = {path: path.rpartition(".")[2].lower() for path in paths}
+    behind = [path for path in paths if re.search(r"(^|_)post(_|norm|$)", names[path])]
+    front = [path for path in paths if path not in behind]
+    own_mlp = [path for path in front if _subject(names[path]) == "mlp"]
+    # Llama's `post_attention_layernorm` feeds its MLP. In Gemma 2 and OLMo 2 it follows
+    # attention: there the MLP has a norm of its own, or every norm follows its block.
+    telling = [path for path in behind if re.match(r"post_att(entio)?n", names[path])]
+    if front and not own_mlp:
+        behind = [path for path in behind if path not in telling]
+        own_mlp = telling
+    after = [path for path in behind if _subject(names[path]) == kind]
+    if kind == "mixer":
+        return [path for path in front if _subject(names[path]) in ("mixer", "")], after
+    shared = [path for path in front if _subject(names[path]) == ""]
+    # One norm in front of parallel blocks feeds both, also where it counts as the first.
+    numbered = [path for path in front if re.search(r"1$", names[path])]
+    return own_mlp or shared or numbered, after
+
+
+def _subject(name: str) -> BlockKind | Literal[""]:
+    """Tell which block a norm's name speaks of."""
+    of_mixer = re.search(r"att(entio)?n|(^|_)sa_|mixer|temporal|operator", name)
+    of_mlp = re.search(r"mlp|ffn|(^|_)ff(_|\d|$)|feed_?forward|moe|channel", name)
+    if of_mixer and not of_mlp:
+        return "mixer"
+    if of_mlp and not of_mixer:
+        return "mlp"
+    number = re.search(r"[12]$", name)
+    if number is None:
+        return ""
+    return "mixer" if number[0] == "1" else "mlp"
+
+
+def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
+    """Return the name of a learnable norm among several; empty if none is."""
+    return next((path for path in paths if _has_weight(found[path])), "")
+
+
+def _is_norm_like(module: nn.Module) -> bool:
+    """Tell a norm, or a list of them where a layer has several blocks of a kind."""
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 0 and all(is_norm(child) for child in module)
+    return is_norm(module)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return all(is_learnable_norm(child) for child in module)
+    return is_learnable_norm(module)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Tell a module that holds other modules with matrices beside matrices of its own."""
+    inner = (child for child in module.children() if not is_linear(child))
+    return any(is_linear(part) for child in inner for part in child.modules())
+
+
+def _in_list(name: str) -> bool:
+    """Tell a place in a list of layers: norms above it belong to no one layer."""
+    return name.rpartition(".")[2].isdigit()
+
+
+def _is_final(name: str) -> bool:
+    """Tell the norm at the end of a model, where a block sits beside it without a layer."""
+    return re.search(r"^norm$|final|norm_?f$|ln_?f$|out(put)?_?norm|head", name.lower()) is not None

@@ -1,0 +1,133 @@
+"""The placement that follows from the symmetries: one multiplier for each scale, and no more.
+
+Which of two redundant scales goes is a matter of convention; these are the conventions, in order:
+
+1. Rows that scale single outputs of the model (those of a head) carry nothing.
+2. Where one side of a symmetry is made of scales that the model has anyway (a norm's weight, a
+   convolution), these stay, and the matrices on the other side carry nothing there.
+3. Otherwise the side with more numbers in it stays, being more expressive: queries that share a
+   key, columns that share a value.
+4. Between equals, columns stay and rows go; between rows, the earlier matrix keeps them.
+
+Exchanges and normalization symmetries take nothing away: rows and columns of one matrix are both
+needed, and so is the scale of what is written to a residual stream. What remains of them is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnable_multipliers.symmetry._axes import Axis
+from learnable_multipliers.symmetry._find import twin_of
+from learnable_multipliers.symmetry._probe import Probe
+from learnable_multipliers.symmetry._search import search
+from learnable_multipliers.symmetry._symmetry import Symmetries, Term
+from learnable_multipliers.symmetry._transfer import namesakes, probe_like, transfer
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one matrix is to carry, and why what it does not is left out."""
+
+    rows: Tensor
+    """Which of its rows, as in one matrix of a stack."""
+    col: bool
+    reason: str
+
+
+def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried], tuple[str, ...]]:
+    """Return what every matrix of a model is to carry, computed from its symmetries.
+
+    Also the symmetries of its twin that were not confirmed: they took nothing away.
+    """
+    small = twin_of(model, None, "auto")
+    if small is None:
+        probe = Probe(model, inputs)
+        return derive(probe, search(probe), heads(probe)), ()
+    probe = Probe(small)
+    large = probe_like(probe, model, inputs, None)
+    symmetries = transfer(search(probe), probe, large)
+    return derive(large, symmetries, namesakes(heads(probe), large.parameters)), (
+        symmetries.unconfirmed
+    )
+
+
+def heads(probe: Probe) -> list[str]:
+    """Return the matrices whose rows scale single outputs of the model."""
+    matrices = [axis for axis in probe.axes if probe.layouts[axis.name].matrix]
+    rows = [axis for axis in matrices if axis.kind == "row"]
+    return [axis.name for axis in rows if probe.scales_single_outputs(axis)]
+
+
+def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict[str, Carried]:
+    """Return what every matrix is to carry, by parameter name, given all symmetries there are."""
+    kept = {
+        axis: torch.ones(probe.num_entries(axis), dtype=torch.bool)
+        for axis in probe.axes
+        if probe.layouts[axis.name].matrix
+    }
+    reasons: dict[str, list[str]] = {axis.name: [] for axis in kept}
+    for name in heads:
+        kept[Axis(name, "row")][:] = False
+        reasons[name].append("rows would scale single outputs")
+    for symmetry in symmetries:
+        if symmetry.kind != "multiplicative":
+            continue
+        stays, goes = _sides(symmetry.terms, kept)
+        for term in goes:
+            if term.axis in kept:
+                kept[term.axis][term.members >= 0] = False
+                against = ", ".join(str(other.axis) for other in stays)
+                reasons[term.axis.name].append(f"{_side(term)} go with {against}")
+    return {
+        name: Carried(
+            rows=_in_one_matrix(probe, name, kept[Axis(name, "row")]),
+            col=bool(kept[Axis(name, "col")].all()),
+            reason="; ".join(reasons[name]) or "no other scale does the same",
+        )
+        for name in reasons
+    }
+
+
+def split_rows(rows: Tensor) -> list[tuple[bool, int]]:
+    """Return runs of rows that all carry a multiplier or all do not, with their lengths."""
+    values, counts = torch.unique_consecutive(rows, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Term], list[Term]]:
+    """Return the terms of a symmetry that stay and those that go."""
+    sides = [[t for t in terms if t.power > 0], [t for t in terms if t.power < 0]]
+    sides = [[t for t in side if t.axis in matrices] or side for side in sides]
+    order = {axis: place for place, axis in enumerate(matrices)}
+
+    def rank(side: list[Term]) -> tuple[bool, int, bool, int, int]:
+        native = all(t.axis not in matrices for t in side)
+        entries = max(int((t.members >= 0).sum()) for t in side)
+        columns = all(t.axis.kind == "col" for t in side)
+        first, entry = min(
+            (order.get(t.axis, 0), int((t.members >= 0).int().argmax())) for t in side
+        )
+        return native, entries, columns, -first, -entry
+
+    goes, stays = sorted(sides, key=rank)
+    return stays, goes
+
+
+def _side(term: Term) -> str:
+    words = {"row": "rows", "col": "columns"}[term.axis.kind]
+    return words if term.block is None else f"{words} {term.block}"
+
+
+def _in_one_matrix(probe: Probe, name: str, rows: Tensor) -> Tensor:
+    """Return the rows of one matrix of a stack, in which all are alike."""
+    shape, layout = probe.parameters[name].shape, probe.layouts[name]
+    by_matrix = rows.view(-1, shape[layout.dimensions("row", shape)[-1]])
+    if not (by_matrix == by_matrix[0]).all():
+        raise ValueError(f"the matrices of the stack {name} differ in their symmetries")
+    return by_matrix[0]

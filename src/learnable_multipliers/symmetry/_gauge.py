@@ -1,0 +1,254 @@
+"""Where multipliers stand along the scale symmetries of a model, and the way back to the middle.
+
+Nothing in the loss holds a scale in its place along a symmetry (paper sec. 4.1), so noise moves it.
+With x_e the scales, s_k the free factor of each member k of a symmetry (a channel, a head) and P_ek
+the power with which it multiplies x_e, an orbit is log|x_e| + sum_k P_ek log s_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.symmetry import Axis, Symmetry
+from learnable_multipliers.symmetry._scales import Scale, multiply_, read_scales
+
+# Members' coordinates that count as 0 when solving, in log units.
+_BALANCED = 1e-13
+_MOST_ITERATIONS = 10_000
+# A power of two is taken for this much more than half of one, so that doing it twice does nothing.
+_MARGIN = 1e-6
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the members of a symmetry are along their orbits, in log units."""
+
+    symmetry: Symmetry
+    rms: float
+    """Over members."""
+    largest: float
+    """In absolute value."""
+    num_zero: int
+    """Scales of exactly 0, which have no logarithm and are left out."""
+
+    def __str__(self) -> str:
+        return f"rms {self.rms:.3g}, largest {self.largest:.3g}: {self.symmetry}"
+
+
+def symmetry_positions(
+    opt: MultiplierOptimizer, symmetries: Iterable[Symmetry]
+) -> tuple[Tensor, ...]:
+    """Return where each member of each symmetry stands along its orbit, in log units.
+
+    t = sum_e p_e log|x_e| / sum_e p_e^2 over the scales of a member: a factor s moves it by log s,
+    and it is 0 where all scales are 1. Keep it at the start of a run for `drift(..., since=)`.
+    """
+    return Orbits.of(opt, tuple(symmetries)).positions()
+
+
+def drift(
+    opt: MultiplierOptimizer,
+    symmetries: Iterable[Symmetry],
+    *,
+    since: Sequence[Tensor] | None = None,
+) -> tuple[Drift, ...]:
+    """Return how far scales have drifted along each symmetry, from 1 or since some `positions`.
+
+    Norm weights and multipliers that take over a model's own factors do not start at 1: what a run
+    has moved is the difference from its start.
+    """
+    orbits = Orbits.of(opt, tuple(symmetries))
+    now = orbits.positions()
+    if since is not None:
+        if [len(t) for t in since] != [len(t) for t in now]:
+            raise ValueError(
+                f"`since` holds positions of {len(since)} symmetries that are not these "
+                f"{len(now)}; give what symmetry_positions(opt, symmetries) returned for "
+                "the same ones"
+            )
+        now = tuple(t - before for t, before in zip(now, since, strict=True))
+    return tuple(
+        Drift(symmetry, float(t.square().mean().sqrt()), float(t.abs().max()), zeros)
+        for symmetry, t, zeros in zip(orbits.symmetries, now, orbits.num_zero, strict=True)
+    )
+
+
+def rebalance_(
+    opt: MultiplierOptimizer, symmetries: Iterable[Symmetry], *, powers_of_two: bool = False
+) -> None:
+    """Move along all symmetries to the point of least squared logs; the model's outputs stay.
+
+    minimize sum_e (log|x_e| + sum_k P_ek log s_k)^2 over all log s_k together, since a scale may
+    have a part in several symmetries; then x_e <- x_e prod_k s_k^P_ek. There every position is 0.
+    The scales x_e are multipliers, vectors and filters. Their gradients are divided by what they
+    are multiplied by, so that moments become m / s^p and v / s^2p; raw weights and their moments
+    are not touched. What is 0 stays 0.
+
+    With `powers_of_two` each s_k is the nearest power of two and the model computes bit for bit the
+    same, in bfloat16 too. A symmetry of kind "normalization" is exact up to the small constant in
+    the norm: leave it out where that matters.
+
+    Call it between steps, every few hundred: the next step moves multipliers by the same amounts as
+    it would have, which are other shares of them.
+    """
+    orbits = Orbits.of(opt, tuple(symmetries))
+    if powers_of_two:
+        _refuse_rounding(orbits)
+    doublings = orbits.balanced() / math.log(2)
+    if powers_of_two:
+        doublings = _nearest_integers(doublings)
+    # exp2 of an integer is exact.
+    multiply_(opt, {axis: along.exp2() for axis, along in orbits.by_axis(doublings).items()})
+
+
+@dataclass(frozen=True)
+class Orbits:
+    """The matrix P by its nonzero entries, and the logs of all scales."""
+
+    symmetries: tuple[Symmetry, ...]
+    scales: dict[Axis, Scale]
+    entry: Tensor
+    """Of each nonzero of P, the row: which scale."""
+    member: Tensor
+    """The column: which member, all symmetries counted through."""
+    power: Tensor
+    logs: Tensor
+    """log|x|; a scale of 0 has no part in P and a 0 here."""
+    num_zero: tuple[int, ...]
+    """By symmetry, the scales left out for that reason."""
+
+    @classmethod
+    def of(cls, opt: MultiplierOptimizer, symmetries: tuple[Symmetry, ...]) -> Orbits:
+        """Read an optimizer's scales that have a part in some symmetries."""
+        axes = dict.fromkeys(term.axis for symmetry in symmetries for term in symmetry.terms)
+        scales = read_scales(opt, axes)
+        values = {scale.owner: scale.values for scale in scales.values()}
+        starts, size = {}, 0
+        for owner, held in values.items():
+            starts[owner] = size
+            size += len(held)
+        x = torch.cat([*values.values(), torch.empty(0, dtype=torch.float64)])
+        entries, members, powers, num_zero = [], [], [], []
+        first = 0
+        for symmetry in symmetries:
+            zeros = 0
+            for term in symmetry.terms:
+                scale = scales[term.axis]
+                _refuse_misfit(term.axis, scale, term.members)
+                of_entry = term.members[scale.index]
+                entry = torch.arange(len(of_entry)) + starts[scale.owner]
+                present = (of_entry >= 0) & (x[entry] != 0)
+                zeros += int((of_entry >= 0).sum() - present.sum())
+                entries.append(entry[present])
+                members.append(of_entry[present] + first)
+                powers.append(torch.full((int(present.sum()),), term.power, dtype=torch.float64))
+            num_zero.append(zeros)
+            first += symmetry.num_members
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(
+            symmetries=symmetries,
+            scales=scales,
+            entry=torch.cat([none, *entries]),
+            member=torch.cat([none, *members]),
+            power=torch.cat([none.double(), *powers]),
+            logs=x.abs().log().where(x != 0, torch.zeros_like(x)),
+            num_zero=tuple(num_zero),
+        )
+
+    def positions(self) -> tuple[Tensor, ...]:
+        """Return t by symmetry and member; 0 for a member without a scale."""
+        squares = self._squares()
+        t = self._across(self.logs) / squares.where(squares > 0, torch.ones_like(squares))
+        return t.split([symmetry.num_members for symmetry in self.symmetries])
+
+    def balanced(self) -> Tensor:
+        """Return the log s of all members that solve P'P log s = -P' log|x|.
+
+        By conjugate gradients, scaled by the diagonal of P'P: P has a few entries in a row.
+        """
+        squares = self._squares()
+        squares = squares.where(squares > 0, torch.ones_like(squares))
+        solution = torch.zeros_like(squares)
+        rest = -self._across(self.logs)
+        scaled = rest / squares
+        heading, size = scaled, rest @ scaled
+        for _ in range(_MOST_ITERATIONS):
+            if not (scaled.abs() > _BALANCED).any():
+                return solution
+            image = self._across(self._along(heading))
+            length = size / (heading @ image)
+            solution = solution + length * heading
+            rest = rest - length * image
+            scaled = rest / squares
+            before, size = size, rest @ scaled
+            heading = scaled + size / before * heading
+        raise RuntimeError(
+            f"the balanced point of {len(self.symmetries)} symmetries was not found in "
+            f"{_MOST_ITERATIONS} iterations, {float(scaled.abs().max()):.1e} away; please report it"
+        )
+
+    def by_axis(self, logs: Tensor) -> dict[Axis, Tensor]:
+        """Return what members' logs add up to on every entry of every axis, zeros included."""
+        sums = {
+            axis: torch.zeros(len(scale.carried), dtype=torch.float64)
+            for axis, scale in self.scales.items()
+        }
+        parts = logs.split([symmetry.num_members for symmetry in self.symmetries])
+        for symmetry, part in zip(self.symmetries, parts, strict=True):
+            for term in symmetry.terms:
+                sums[term.axis] += torch.cat((term.power * part, part.new_zeros(1)))[term.members]
+        return sums
+
+    def _squares(self) -> Tensor:
+        """Return the diagonal of P'P: sum_e p_e^2 of each member."""
+        return self._by_member(self.power.square())
+
+    def _along(self, log_scales: Tensor) -> Tensor:
+        """Return P log s."""
+        moved = torch.zeros_like(self.logs)
+        return moved.index_add_(0, self.entry, self.power * log_scales[self.member])
+
+    def _across(self, logs: Tensor) -> Tensor:
+        """Return P' logs."""
+        return self._by_member(self.power * logs[self.entry])
+
+    def _by_member(self, values: Tensor) -> Tensor:
+        num_members = sum(symmetry.num_members for symmetry in self.symmetries)
+        return values.new_zeros(num_members).index_add_(0, self.member, values)
+
+
+def _nearest_integers(values: Tensor) -> Tensor:
+    """Round, a half towards 0: the rest of what was rounded so rounds to 0."""
+    return values.sign() * (values.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
+
+
+def _refuse_misfit(axis: Axis, scale: Scale, members: Tensor) -> None:
+    size = len(scale.carried)
+    if len(members) != size:
+        raise ValueError(
+            f"the symmetry has {len(members)} entries for {axis} ({axis.kind}), the optimizer "
+            f"{size}: it was found on a model of another size"
+        )
+    extra = int(((members >= 0) & ~scale.carried).sum())
+    if extra:
+        raise ValueError(
+            f"the symmetry scales {extra} {axis} that carry no multiplier in this optimizer. Find "
+            "the symmetries with the plan it was made with: "
+            "lrm.find_symmetries(model, plan, inputs)"
+        )
+
+
+def _refuse_rounding(orbits: Orbits) -> None:
+    for axis, scale in orbits.scales.items():
+        if not scale.doubles_exactly:
+            stored = "as x - 1" if axis.offset else "by its logarithm"
+            raise ValueError(
+                f"{axis} ({axis.kind}) is stored {stored}, where a factor of two rounds: leave out "
+                "powers_of_two, or the symmetries that have a term with it"
+            )

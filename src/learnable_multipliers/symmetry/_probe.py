@@ -1,0 +1,328 @@
+"""A model made ready for numerical questions, and the derivative of its outputs by its scales.
+
+Everything is asked of a copy in float64 with random weights: a symmetry is a property of the
+forward pass, and at random weights nothing else looks like one. The small constants that norms add
+are set to 0, because normalization symmetries are exact only without them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from learnable_multipliers._multiplier import Matrix, keep_carried_rows
+from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers.symmetry._axes import Axis, Layout, layouts
+
+_NARROW = {torch.float32, torch.bfloat16, torch.float16}
+# A symmetry holds at all weights; what holds at one set of weights alone, such as a shift of two
+# biases against each other, is not a rescaling.
+_NUM_POINTS = 8
+# Random combinations of the outputs, for each axis and over all points: more than enough.
+_PROJECTIONS_PER_AXIS = 1.5
+_PROJECTIONS_AT_ONCE = 64
+# Inputs made up: sequences long enough for every position of a rotation to matter.
+_LENGTH = 16
+_FEWEST_TOKENS = 128
+
+
+class _Float64(TorchFunctionMode):
+    """Turns every cast to a narrower type into one to float64.
+
+    Norms and softmax of many models compute in float32 whatever the model's dtype is, which would
+    hide an exact symmetry behind rounding.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        widened = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*(_wide(value) for value in args), **widened)
+
+
+class Probe:
+    """A copy of a model in float64 with random weights, and inputs to run it on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any = None,
+        carried: Mapping[str, Matrix] | None = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+        shifted: Collection[str] | None = None,
+        seed: int = 0,
+    ):
+        self.dtype = dtype
+        self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
+        self.inputs = _like_the_copy(random_tokens(self.model) if inputs is None else inputs, dtype)
+        self.layouts: dict[str, Layout] = layouts(self.model, carried)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter
+            for name, parameter in named_parameters(self.model)
+            if name in self.layouts
+        }
+        if not self.parameters:
+            raise ValueError(
+                f"{type(self.model).__name__} has no trained parameters with a scale to learn: "
+                "unfreeze some, or give a plan that puts multipliers on them"
+            )
+        config: Any = getattr(self.model, "config", None)
+        if getattr(config, "use_cache", False):
+            # Nothing is generated here; a cache costs time and is part of what is returned.
+            config.use_cache = False
+        if hasattr(config, "_experts_implementation"):
+            # The grouped kernels that Hugging Face's experts use by default have no float64.
+            config._experts_implementation = "eager"
+        for module in self.model.modules():
+            # A padding token has an embedding that is used but gets no gradient.
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None
+        self._epsilons = list(_epsilons(self.model))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._randomize()
+        for name in self._find_shifted() if shifted is None else shifted:
+            self.layouts[name] = replace(self.layouts[name], one_plus=True)
+        self.set_epsilon(0.0)
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Every axis, parameter by parameter."""
+        return [
+            axis
+            for name, parameter in self.parameters.items()
+            for axis in self.layouts[name].axes(name, parameter.shape)
+        ]
+
+    @property
+    def shifted(self) -> set[str]:
+        """The vectors that the forward pass uses as 1 + their entries."""
+        return {name for name, layout in self.layouts.items() if layout.one_plus}
+
+    @property
+    def has_epsilon(self) -> bool:
+        """Whether the model has small constants in its norms, as far as can be seen."""
+        return bool(self._epsilons)
+
+    def set_epsilon(self, value: float) -> None:
+        """Set the small constant of every norm."""
+        for module, attribute in self._epsilons:
+            setattr(module, attribute, value)
+
+    def outputs(self) -> Tensor:
+        """Return the outputs, flat but for the last dimension: features or logits."""
+        wide = _Float64() if self.dtype == torch.float64 else nullcontext()
+        with wide:
+            return _joined(_call(self.model, self.inputs))
+
+    def jacobian(self) -> tuple[Tensor, Tensor]:
+        """Return d(random combinations of the outputs)/d(log of every scale), at several weights.
+
+        The columns are the entries of the axes, in order. Also the sums of the absolute values
+        that each derivative is the sum of: a sum of 0 may be that of many that cancel.
+        """
+        num_columns = sum(self.num_entries(axis) for axis in self.axes)
+        num_rows = math.ceil(_PROJECTIONS_PER_AXIS * num_columns)
+        # A few outputs, or the loss alone, say little at one set of weights.
+        num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
+        rows_each = math.ceil(num_rows / num_points)
+        rows = []
+        sizes = []
+        for _ in range(num_points):
+            self._randomize()
+            outputs = self._differentiable_outputs()
+            for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
+                count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
+                row, size = self._derivatives(outputs, count)
+                rows.append(row)
+                sizes.append(size)
+        return torch.cat(rows), torch.cat(sizes)
+
+    @torch.no_grad()
+    def scales_single_outputs(self, axis: Axis) -> bool:
+        """Whether each entry of an axis scales one output feature and nothing else."""
+        before = self.outputs()
+        for entry in (0, self.num_entries(axis) - 1):
+            factors = torch.ones(self.num_entries(axis), dtype=self.dtype)
+            factors[entry] = 2.0
+            with self.rescaled({axis: factors}):
+                changed = (self.outputs() != before).any(0)
+            if int(changed.sum()) != 1:
+                return False
+        return True
+
+    def absent(self, axis: Axis) -> Tensor:
+        """Return which entries of an axis are none: rows that a plan leaves without."""
+        matrix = self.layouts[axis.name].carries
+        entries = torch.ones(self.num_entries(axis), dtype=torch.bool)
+        if axis.kind != "row" or matrix is None:
+            return ~entries
+        return ~keep_carried_rows(matrix, entries.view(*matrix.stack, matrix.num_out)).flatten()
+
+    def derivatives(self, count: int) -> Tensor:
+        """Return d(random combinations of the outputs)/d(log of every scale), one by one."""
+        outputs = self.outputs()
+        return torch.cat([self._derivatives(outputs, 1)[0] for _ in range(count)])
+
+    def num_entries(self, axis: Axis) -> int:
+        """Return how many entries an axis has."""
+        return self.layouts[axis.name].num_entries(axis.kind, self.parameters[axis.name].shape)
+
+    @contextmanager
+    def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
+        """Multiply the entries of axes by factors, while inside."""
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            with torch.no_grad():
+                for axis, factor in factors.items():
+                    parameter, layout = self.parameters[axis.name], self.layouts[axis.name]
+                    along = layout.along(axis.kind, factor, parameter.shape)
+                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(before[name])
+
+    def _differentiable_outputs(self) -> Tensor:
+        outputs = self.outputs()
+        if not outputs.requires_grad:
+            raise ValueError("the outputs do not depend on any trained parameter of the model")
+        return outputs
+
+    def _derivatives(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return derivatives of some random combinations of the outputs, and their sizes.
+
+        Both are (count, columns).
+        """
+        shape = (count, *outputs.shape)
+        weights = torch.randn(shape, generator=self._generator, dtype=self.dtype)
+        grads = torch.autograd.grad(
+            outputs,
+            list(self.parameters.values()),
+            weights if count > 1 else weights[0],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=count > 1,
+        )
+        sums, sizes = [], []
+        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
+            layout, axes = self.layouts[name], self.layouts[name].axes(name, parameter.shape)
+            if grad is None:
+                nothing = [outputs.new_zeros(count, self.num_entries(axis)) for axis in axes]
+                sums += nothing
+                sizes += nothing
+                continue
+            # sum W * dL/dW along each axis, for each of the gradients, and sum |W * dL/dW|.
+            changes = (parameter.detach() + axes[0].offset) * grad.view(count, *parameter.shape)
+            for axis in axes:
+                summed = torch.vmap(partial(layout.summed, axis.kind))
+                sums.append(summed(changes))
+                sizes.append(summed(changes.abs()))
+        return torch.cat(sums, 1), torch.cat(sizes, 1)
+
+    def _find_shifted(self) -> list[str]:
+        """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""
+        everything = self._reached()
+        shifted = []
+        for name, parameter in self.parameters.items():
+            if not self.layouts[name].axes(name, parameter.shape)[0].is_vector:
+                continue
+            cut = Axis(name, "one-plus")
+            with self.rescaled({cut: torch.zeros(parameter.numel(), dtype=self.dtype)}):
+                if self._reached() - {name} < everything - {name}:
+                    shifted.append(name)
+        return shifted
+
+    def _reached(self) -> set[str]:
+        """Return the parameters that have an effect on the outputs."""
+        outputs = self._differentiable_outputs()
+        weights = torch.randn(outputs.shape, generator=self._generator, dtype=self.dtype)
+        parameters = list(self.parameters.values())
+        grads = torch.autograd.grad(outputs, parameters, weights, allow_unused=True)
+        named = zip(self.parameters, grads, strict=True)
+        return {name for name, grad in named if grad is not None and bool(grad.any())}
+
+    @torch.no_grad()
+    def _randomize(self) -> None:
+        for name, parameter in self.parameters.items():
+            drawn = torch.randn(parameter.shape, generator=self._generator, dtype=self.dtype)
+            if self.layouts[name].axes(name, parameter.shape)[0].is_vector:
+                parameter.copy_(1 + 0.3 * drawn)
+            else:
+                fan_in = parameter[0].numel() if parameter.ndim < 3 else parameter.shape[-1]
+                parameter.copy_(drawn / fan_in**0.5)
+
+
+def random_tokens(model: nn.Module, most: int | None = None) -> Tensor:
+    """Return sequences of random tokens for a language model: each one, or `most` of them."""
+    embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if embedding is None:
+        raise ValueError(
+            "the model has no embedding to make inputs for: give inputs, what it is called with"
+        )
+    generator = torch.Generator().manual_seed(0)
+    size = embedding.num_embeddings
+    count = math.ceil((most or max(_FEWEST_TOKENS, size)) / _LENGTH) * _LENGTH
+    tokens = torch.cat(
+        [torch.randperm(size, generator=generator) for _ in range(count // size + 1)]
+    )
+    return tokens[:count].view(-1, _LENGTH)
+
+
+def _like_the_copy(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return inputs for a copy in some dtype on the CPU, inside tuples, lists and mappings too."""
+    if isinstance(inputs, Tensor):
+        return inputs.to("cpu", dtype if inputs.is_floating_point() else inputs.dtype)
+    if isinstance(inputs, Mapping):
+        return {key: _like_the_copy(value, dtype) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_like_the_copy(value, dtype) for value in inputs)
+    return inputs
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _joined(outputs: Any) -> Tensor:
+    """Return the first floating-point tensor of what a model returned: logits, as a rule."""
+    if isinstance(outputs, Tensor):
+        values: Any = (outputs,)
+    elif hasattr(outputs, "logits"):
+        values = (outputs.logits,)
+    else:
+        values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.reshape(-1, value.shape[-1]) if value.ndim else value.reshape(1, 1)
+    raise ValueError(f"the model returned no floating-point tensor but a {type(outputs).__name__}")
+
+
+def _epsilons(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the small constants of norms: attributes that say so and are small numbers."""
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            if "eps" in attribute and isinstance(value, float) and 0 < value <= 1e-3:
+                yield module, attribute
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value

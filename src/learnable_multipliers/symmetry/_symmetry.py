@@ -1,0 +1,300 @@
+"""What a symmetry is, and how it is said in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers._names import layer_template
+from learnable_multipliers.symmetry._axes import Axis
+
+Kind = Literal["exchange", "multiplicative", "normalization"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """How one axis takes part in a symmetry."""
+
+    axis: Axis
+    power: float
+    """A member's factor s multiplies its entries of this axis by s ** power."""
+    members: Tensor
+    """The member each entry of the axis belongs to; -1 for none."""
+
+    @property
+    def block(self) -> str | None:
+        """The entries that take part: None for all, `start:stop`, or how many there are."""
+        present = (self.members >= 0).nonzero().flatten()
+        if len(present) == len(self.members):
+            return None
+        start, stop = int(present[0]), int(present[-1]) + 1
+        return f"{start}:{stop}" if stop - start == len(present) else f"{len(present)} of them"
+
+    def factors(self, log_scales: Tensor) -> Tensor:
+        """Return what each entry of the axis is multiplied by, given log s of each member."""
+        padded = torch.cat((log_scales * self.power, log_scales.new_zeros(1)))
+        return padded[self.members].exp()
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """Rescalings without effect that are alike: one for each member, a channel or a head."""
+
+    kind: Kind
+    """`exchange`: rows against columns of one matrix. `multiplicative`: factors that are only ever
+    multiplied. `normalization`: a scale that a norm takes away."""
+    terms: tuple[Term, ...]
+    num_members: int
+
+    @property
+    def exponents(self) -> dict[tuple[str, str, str | None], float]:
+        """Powers by parameter, kind of axis, and block of entries (None for all of them)."""
+        return {(term.axis.name, term.axis.kind, term.block): term.power for term in self.terms}
+
+    def factors(self, log_scales: Tensor) -> dict[Axis, Tensor]:
+        """Return what the entries of each axis are multiplied by, given log s of each member."""
+        factors: dict[Axis, Tensor] = {}
+        for term in self.terms:
+            # An axis may take part twice, as the rows of fused queries and keys do.
+            factors[term.axis] = factors.get(term.axis, 1.0) * term.factors(log_scales)
+        return factors
+
+    @cached_property
+    def per(self) -> str:
+        """What a member is: the whole matrix, a channel, or a set of entries of that many."""
+        if self.num_members == 1:
+            return "as a whole"
+        sizes = [_largest_member(term) for term in self.terms]
+        if max(sizes) == 1:
+            return "per channel"
+        return f"in {self.num_members} sets of {'+'.join(map(str, sizes))}"
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The numbers that all its numbered parameters share: that of a layer, as a rule."""
+        numbered = [n for term in self.terms if (n := _numbers(term.axis.name))]
+        alike = zip(*numbered, strict=False)
+        return tuple(numbers[0] for numbers in takewhile(lambda n: len(set(n)) == 1, alike))
+
+    def __str__(self) -> str:
+        if self.kind == "exchange":
+            where = str(self.terms[0].axis).removeprefix("rows of ")
+            return f"rows against columns of {where}, {self.per} (exchange)"
+        return self.said([(_phrase(term, str(term.axis)), term.power) for term in self.terms])
+
+    def said(self, phrases: Iterable[tuple[str, float]]) -> str:
+        """Return it in words, given those for its terms and their powers."""
+        phrases = list(phrases)
+        ups = [words for words, power in phrases if power > 0]
+        downs = [words for words, power in phrases if power < 0]
+        sides = " against ".join(_listed(side) for side in (ups, downs) if side)
+        return f"{sides}, {self.per} ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Symmetries:
+    """All scale symmetries of a model: those listed span every rescaling without effect.
+
+    Where they came through a twin, some may be missing: `unconfirmed` says which.
+    """
+
+    found: tuple[Symmetry, ...]
+    nullity: int
+    """Independent rescalings without effect, counted by the rank of the derivative."""
+    silent: Mapping[Axis, int]
+    """Entries that the inputs did not reach, by axis: nothing is known of them."""
+    unconfirmed: tuple[str, ...] = ()
+    """Symmetries of a twin that were not confirmed on the model itself, in words, with where: the
+    model may or may not have them."""
+
+    def __iter__(self) -> Iterator[Symmetry]:
+        return iter(self.found)
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, index: int) -> Symmetry:
+        return self.found[index]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.found)} symmetries, {self.nullity} independent rescalings:"]
+        lines += [f"  {symmetry}" for symmetry in self.found]
+        if self.silent:
+            reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
+            lines.append(f"not reached by the inputs: {reached}")
+        return "\n".join([*lines, *self._doubts()])
+
+    def _doubts(self) -> list[str]:
+        if not self.unconfirmed:
+            return []
+        words = "the list may be incomplete; of a small twin, but not confirmed here:"
+        return [words, *(f"  {symmetry}" for symmetry in self.unconfirmed)]
+
+    @property
+    def num_exchanges(self) -> int:
+        """Rescalings that are rows of a matrix against its own columns."""
+        return sum(s.num_members for s in self.found if s.kind == "exchange")
+
+    def alike(self) -> dict[str, tuple[Symmetry, ...]]:
+        """Return them by what they are in words: a line for what comes back in every layer.
+
+        All exchanges are alike. Names are cut to their last words where these tell them apart.
+        """
+        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        alike: dict[str, list[Symmetry]] = {}
+        for symmetry in sorted(self.found, key=lambda s: s.kind != "exchange"):
+            key = "" if symmetry.kind == "exchange" else _template(symmetry)
+            alike.setdefault(key, []).append(symmetry)
+        named: dict[str, tuple[Symmetry, ...]] = {}
+        for same in alike.values():
+            words = "rows against columns, as a whole (exchange)"
+            if same[0].kind != "exchange":
+                words = same[0].said(_phrases(same[0], short))
+            # Two templates may be the same in short words.
+            named[words] = (*named.get(words, ()), *same)
+        return named
+
+    def powers(self) -> dict[str, dict[str, float]]:
+        """Return the axes of each kind of symmetry and their powers, all in words."""
+        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        return {
+            words: {"rows of each matrix": 1.0, "columns of each matrix": -1.0}
+            if same[0].kind == "exchange"
+            else dict(_phrases(same[0], short))
+            for words, same in self.alike().items()
+        }
+
+    def summary(self) -> str:
+        """Return them in a few lines, each with its number of rescalings.
+
+        A symmetry that comes back in every layer is one line, and so are all exchanges.
+        """
+        lines: list[tuple[int, str]] = []
+        for words, same in self.alike().items():
+            count = sum(symmetry.num_members for symmetry in same)
+            lines.append((count, _where(same) + words))
+        beside = f", {self.nullity - self.num_exchanges:,} besides exchanges" * bool(lines)
+        lines.append((self.nullity, f"independent rescalings in all{beside}"))
+        if self.silent:
+            reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
+            lines.append(
+                (sum(self.silent.values()), f"scales not reached by the inputs: {reached}")
+            )
+        width = max(len(f"{count:,}") for count, _ in lines)
+        told = [f"{count:>{width},}  {words}" for count, words in lines]
+        return "\n".join([*told, *self._doubts()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "nullity": self.nullity,
+            "exchanges": self.num_exchanges,
+            "symmetries": [
+                {
+                    "kind": symmetry.kind,
+                    "members": symmetry.num_members,
+                    "per": symmetry.per,
+                    "terms": [
+                        {
+                            "name": term.axis.name,
+                            "axis": term.axis.kind,
+                            "block": term.block,
+                            "power": term.power,
+                        }
+                        for term in symmetry.terms
+                    ],
+                }
+                for symmetry in self.found
+            ],
+            "silent": [
+                {"name": axis.name, "axis": axis.kind, "entries": count}
+                for axis, count in self.silent.items()
+            ],
+            "unconfirmed": list(self.unconfirmed),
+        }
+
+
+def _where(same: Sequence[Symmetry]) -> str:
+    """Return in how many places symmetries that are alike come back, or in which one."""
+    first = same[0]
+    if first.kind == "exchange":
+        return f"in each of {len(same)} matrices: "
+    if not first.place:
+        return ""
+    layer = "layer" if len(first.place) == 1 else "place"
+    here = f"in {layer} {'.'.join(first.place)}: "
+    return here if len(same) == 1 else f"in each of {len(same)} {layer}s: "
+
+
+def _largest_member(term: Term) -> int:
+    counted = torch.bincount(term.members[term.members >= 0])
+    return int(counted.max()) if len(counted) else 0
+
+
+def _phrase(term: Term, axis: str) -> str:
+    power = abs(term.power)
+    words = axis if term.block is None else f"{axis} [{term.block}]"
+    return words if power == 1 else f"{words} to the power {power:g}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _numbers(name: str) -> list[str]:
+    """Return the numbers in a name: that of its layer, then perhaps that of an expert."""
+    return [part for part in name.split(".")[:-1] if part.isdigit()]
+
+
+def _template(symmetry: Symmetry) -> str:
+    """Return what symmetries have in common that differ in their place alone."""
+    phrases = []
+    for term in symmetry.terms:
+        parts = term.axis.name.split(".")
+        numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
+        for i in numbered[: len(symmetry.place)]:
+            parts[i] = "*"
+        axis = Axis(".".join(parts), term.axis.kind)
+        phrases.append((_phrase(term, str(axis)), term.power))
+    return symmetry.said(phrases)
+
+
+def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, float]]:
+    """Return words for the terms; those that differ in a number alone are told once."""
+
+    def kind(term: Term) -> tuple[Any, ...]:
+        return layer_template(term.axis.name), term.axis.kind, term.power, term.block
+
+    counts = Counter(kind(term) for term in symmetry.terms)
+    told: dict[tuple[Any, ...], tuple[str, float]] = {}
+    for term in symmetry.terms:
+        name, count = term.axis.name, counts[kind(term)]
+        spread = len(_numbers(name)) > len(symmetry.place)
+        shown = name if spread and count == 1 else short[name]
+        words = _phrase(term, str(Axis(shown, term.axis.kind)))
+        told.setdefault(
+            kind(term), (words + (f" in {count} layers" if count > 1 else ""), term.power)
+        )
+    return list(told.values())
+
+
+def _short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name the last words that no other has, whatever the layer."""
+    words = {name: name.removesuffix(".weight").split(".") for name in names}
+    kinds = {layer_template(".".join(parts)) for parts in words.values()}
+    short = {}
+    for name, parts in words.items():
+        for start in range(len(parts) - 1, -1, -1):
+            ending = layer_template(".".join(parts[start:]))
+            alone = sum(f".{kind}".endswith(f".{ending}") for kind in kinds) == 1
+            if start == 0 or (alone and not ending.startswith("*")):
+                short[name] = ".".join(parts[start:])
+                break
+    return short
