@@ -6,13 +6,18 @@
 
 Runs that are in the records already are left out, so it can be stopped and started. A part of the
 grid, a rate beyond it or another seed is chosen with `--lrs`, `--placements`, `--lr-scales` and
-`--seed`; `--table` prints the records as tables for the docs.
+`--seed`; `--set section.field=value` changes any other setting of the runs; `--table` prints the
+records as tables for the docs. `--queue FILE` makes the runs of a file, one line of options a run:
+
+    python benchmarks/first_comparison.py --queue benchmarks/baseline_search.txt --data DATA \
+        --records results/baseline-search.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import statistics
 import tempfile
@@ -46,9 +51,17 @@ def main() -> None:
     parser.add_argument("--lr-scales", nargs="*", type=float, default=MULTIPLIER_LR_SCALES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=80_000_000)
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.field=value")
+    parser.add_argument("--queue", type=Path, help="file of options, one run or more a line")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    queue = [options]
+    if options.queue is not None:
+        given = ["--records", str(options.records)]
+        lines = options.queue.read_text().splitlines()
+        wanted = [shlex.split(line, comments=True) for line in lines]
+        queue = [parser.parse_args([*given, *words]) for words in wanted if words]
     known = _read(options.records)
     if options.table:
         print(table([record for record in known if record["seed"] == 0]))
@@ -57,8 +70,8 @@ def main() -> None:
     start = time.perf_counter()
     done = {record["command"] for record in known}
     longest = 0.0
-    for config in runs(options):
-        command = command_of(options.shape, config)
+    for chosen, config in [(one, config) for one in queue for config in runs(one)]:
+        command = command_of(chosen, config)
         left = options.seconds - (time.perf_counter() - start)
         if command in done:
             continue
@@ -66,7 +79,7 @@ def main() -> None:
             print(f"{left:.0f} s left: stopping before {command}")
             break
         begin = time.perf_counter()
-        record = train(config, options.data) | {"shape": options.shape, "command": command}
+        record = train(config, options.data) | {"shape": chosen.shape, "command": command}
         longest = max(longest, time.perf_counter() - begin)
         with options.records.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -97,19 +110,35 @@ def runs(options: argparse.Namespace) -> Iterator[TrainConfig]:
                         lr=lr,
                         multiplier_lr_scale=scale,
                     )
-                    yield replace(base, optimizer=optimizer)
+                    yield changed(replace(base, optimizer=optimizer), options.set)
 
 
-def command_of(shape: str, config: TrainConfig) -> str:
+def changed(config: TrainConfig, settings: list[str]) -> TrainConfig:
+    """Return a config with settings of the form section.field=value."""
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        section, _, field = name.partition(".")
+        fields = replace(getattr(config, section), **{field: json.loads(value)})
+        config = replace(config, **{section: fields})
+    return config
+
+
+def command_of(options: argparse.Namespace, config: TrainConfig) -> str:
     """Return the command that makes the same run."""
     chosen, schedule = config.optimizer, config.schedule
+    extra = "".join(
+        f" --{name.replace('_', '-')} {value}"
+        for name, _, value in (setting.partition("=") for setting in options.set)
+        if not name.startswith("schedule.")
+    )
+    seed = f" --seed {config.seed}" if config.seed else ""
     return (
-        f"lrm train {shape} --data.path DATA --optimizer.kind {chosen.kind} "
+        f"lrm train {options.shape} --data.path DATA --optimizer.kind {chosen.kind} "
         f"--optimizer.placement {chosen.placement} --optimizer.lr {chosen.lr:g} "
         f"--optimizer.multiplier-lr-scale {chosen.multiplier_lr_scale:g} "
         f"--schedule.tokens {schedule.tokens} --schedule.warmup-tokens {schedule.warmup_tokens} "
-        f"--schedule.decay-tokens {schedule.decay_tokens} --log.evaluate-tokens 0"
-    ) + (f" --seed {config.seed}" if config.seed else "")
+        f"--schedule.decay-tokens {schedule.decay_tokens} --log.evaluate-tokens 0{seed}{extra}"
+    )
 
 
 def train(config: TrainConfig, data: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Learnable multipliers: the scale of every weight matrix, learned from data."""
 
-from importlib.metadata import version
-
 from learnable_multipliers import mup
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers._multiplier import Block, Matrix, effective, split_gradient
@@ -32,7 +30,7 @@ from learnable_multipliers.optim import (
 from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries
 from learnable_multipliers.symmetry._gauge import drift, rebalance_, symmetry_positions
 
-__version__ = version("learnable-multipliers")
+__version__ = "0.1.0"
 
 __all__ = [
     "NO_EMBEDDING",

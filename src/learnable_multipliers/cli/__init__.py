@@ -12,9 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from types import ModuleType
 from typing import NoReturn
+
+from learnable_multipliers import __version__
 
 # Command -> what it does, in the order a newcomer meets them.
 COMMANDS = {
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(given: list[str]) -> None:
     if given[:1] in (["--version"], ["version"]):
-        print(f"lrm {version('learnable-multipliers')}")
+        print(f"lrm {__version__}")
         return
     # "data" is no command by itself: its help is the list.
     asked = given[1:] if given[:1] == ["data"] else given
