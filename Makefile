@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv demo test check format clean
+.PHONY: venv demo test test-all check format clean
 
 venv: $(READY)
 
@@ -17,10 +17,18 @@ $(READY): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/lrm demo
 
+# Tests of Triton kernels run on the CPU, in the interpreter, in a process of their own.
+KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py)
+
+# Every law once.
 test: venv
+	$(BIN)/pytest -n 2 --quick
+	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n 2 --quick
+
+# The whole grid of cases, and the long runs.
+test-all: venv
 	$(BIN)/pytest -n 2
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/test_triton_kernels.py tests/test_ssd_kernels.py \
-		tests/test_convolution.py tests/test_rotation.py -n 2
+	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n 2
 
 check: venv
 	$(BIN)/ruff check .

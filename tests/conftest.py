@@ -68,10 +68,31 @@ def ask(place, capsys):
     return run
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="every law once: two cases of each parametrized test, nothing marked slow",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        _keep_every_law_once(config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _keep_every_law_once(config, items):
+    """Keep the first and the last case of each test; the rest of a grid is for `make test-all`."""
+    cases: dict[str, list] = {}
+    for item in items:
+        if "slow" not in item.keywords:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for group in cases.values() for item in (group[0], group[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
