@@ -6,11 +6,14 @@
 
 Runs that are in the records already are left out, so it can be stopped and started. A part of the
 grid, a rate beyond it or another seed is chosen with `--lrs`, `--placements`, `--lr-scales` and
-`--seed`; `--set section.field=value` changes any other setting of the runs; `--table` prints the
-records as tables for the docs. `--queue FILE` makes the runs of a file, one line of options a run:
+`--seed`; `--set section.field=value` changes any other setting of the runs. `--queue FILE` makes the
+runs of a file, one line of options a run. `--table` prints the records as tables for the docs,
+`--plot PATH` draws them:
 
     python benchmarks/first_comparison.py --queue benchmarks/baseline_search.txt --data DATA \
         --records results/baseline-search.jsonl
+    python benchmarks/first_comparison.py --records results/first-comparison.jsonl \
+        --plot docs/first_comparison.svg
 """
 
 from __future__ import annotations
@@ -37,6 +40,14 @@ from learnable_multipliers.pretrain.trainer.trainer import Trainer
 LEARNING_RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)}
 MULTIPLIER_LR_SCALES = (1.0, 4.0)
 PLACEMENTS = {"plain": "none", "scalar": "scalar", "vector": "full"}
+# Placement, learning rate of the multipliers relative to the matrices, color, style and label.
+PLOT_LINES = (
+    ("none", 1.0, "black", "o-", "plain"),
+    ("scalar", 1.0, "tab:blue", "s:", "scalar"),
+    ("scalar", 4.0, "tab:blue", "s-", "scalar, 4x rate"),
+    ("full", 1.0, "tab:orange", "^:", "vector"),
+    ("full", 4.0, "tab:orange", "^-", "vector, 4x rate"),
+)
 
 
 def main() -> None:
@@ -55,6 +66,7 @@ def main() -> None:
     parser.add_argument("--queue", type=Path, help="file of options, one run or more a line")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", type=Path, help="draw the records to this .svg or .png")
     options = parser.parse_args()
     queue = [options]
     if options.queue is not None:
@@ -66,6 +78,9 @@ def main() -> None:
     if options.table:
         print(table([record for record in known if record["seed"] == 0]))
         print(table_of_seeds(known))
+    if options.plot:
+        plot(known, options.plot)
+    if options.table or options.plot:
         return
     start = time.perf_counter()
     done = {record["command"] for record in known}
@@ -221,6 +236,45 @@ def table_of_seeds(records: list[dict[str, Any]]) -> str:
                 f"| {statistics.mean(losses.values()):.4f} |"
             )
     return "\n".join(lines)
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw loss against learning rate: a panel for each model and optimizer, seed 0 as a line."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "first-comparison"  # the same file every time
+    figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
+    panels = sorted({(r["shape"], r["optimizer"]) for r in records}, key=lambda key: key[::-1])
+    for axis, (shape, kind) in zip(axes, panels[::-1], strict=True):
+        chosen = [r for r in records if (r["shape"], r["optimizer"]) == (shape, kind)]
+        for placement, scale, color, style, label in PLOT_LINES:
+            line = [
+                r
+                for r in chosen
+                if r["placement"] == placement and r["multiplier_lr_scale"] == scale
+            ]
+            points = sorted((r["lr"], r["valid_loss"]) for r in line if r["seed"] == 0)
+            axis.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
+            other = [(r["lr"], r["valid_loss"]) for r in line if r["seed"] != 0]
+            if other:
+                axis.plot(*zip(*other, strict=True), "_", color=color, markersize=9)
+        model = "Llama" if shape.endswith("llama") else "hybrid"
+        axis.set_title({"adamw": "AdamW", "muon": "Muon"}[kind] + f", {model}", fontsize=10)
+        rates = sorted({r["lr"] for r in chosen})
+        axis.set_xscale("log")
+        axis.set_xticks(rates, [f"{lr:.0e}".replace("e-0", "e-") for lr in rates], fontsize=8)
+        axis.set_xticks([], minor=True)
+        axis.tick_params("y", labelsize=8)
+        axis.grid(color="0.9")
+        axis.set_xlabel("learning rate", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("validation loss (nats)", fontsize=9)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
