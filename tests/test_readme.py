@@ -1,6 +1,8 @@
 """The code of README and documents runs, top to bottom; the files they name exist."""
 
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -61,3 +63,25 @@ def test_files_the_documents_name_exist():
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for name in re.findall(r"`((?:roles/|optim/|kernels/|pretrain/[\w/]*)?[\w]+\.py)`", text):
             assert (ROOT / "src/learnable_multipliers" / name).exists(), name
+
+
+def test_tables_of_the_first_comparison_are_those_of_its_records():
+    lines = (ROOT / "results" / "first-comparison.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    script = runpy.run_path(str(ROOT / "benchmarks" / "first_comparison.py"))
+    text = (ROOT / "docs" / "first_comparison.md").read_text()
+    assert script["table"]([r for r in records if r["seed"] == 0]) in text
+    assert script["table_of_seeds"](records) in text
+    readme = (ROOT / "README.md").read_text().replace("**", "")
+    for kind in ("Muon", "AdamW"):
+        for shape, model in (("20m-llama", "Llama"), ("20m", "hybrid")):
+            best = [
+                min(
+                    r["valid_loss"]
+                    for r in records
+                    if (r["shape"], r["optimizer"], r["seed"]) == (shape, kind.lower(), 0)
+                    and r["placement"] == placement
+                )
+                for placement in ("none", "scalar", "full")
+            ]
+            assert f"| {kind}, {model} | " + " | ".join(f"{loss:.4f}" for loss in best) in readme
