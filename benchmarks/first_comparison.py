@@ -6,8 +6,8 @@
 
 Runs that are in the records already are left out, so it can be stopped and started. A part of the
 grid, a rate beyond it or another seed is chosen with `--lrs`, `--placements`, `--lr-scales` and
-`--seed`; `--set section.field=value` changes any other setting of the runs. `--queue FILE` makes the
-runs of a file, one line of options a run. `--table` prints the records as tables for the docs,
+`--seed`; `--set section.field=value` changes any other setting of the runs. `--queue FILE` makes
+the runs of a file, one line of options a run. `--table` prints the records as tables for the docs,
 `--plot PATH` draws them:
 
     python benchmarks/first_comparison.py --queue benchmarks/baseline_search.txt --data DATA \
