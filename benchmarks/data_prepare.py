@@ -2,7 +2,7 @@
 
     python benchmarks/data_prepare.py --out results/data-prepare.json
 
-Times are CPU seconds of this process and its workers, so that other work on the machine does not
+Times are CPU seconds of this process and its threads, so that other work on the machine does not
 count, with wall clock beside them; each figure is the median over the rounds. `tokenizer` trains
 the BPE on its bounded sample, `encode` reads, splits, encodes and writes everything, `whole` is
 both. The same text through `tokenizers` alone is the peer of `encode`.
@@ -24,22 +24,17 @@ from pathlib import Path
 # Before tokenizers is imported: one core is one thread.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from learnable_multipliers.pretrain.data import (
-    Corpus,
-    Manifest,
-    PrepareConfig,
-    Progress,
-    load_tokenizer,
-    prepare,
-)
+from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.manifest import Manifest
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
+from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 Clock = tuple[float, float]
 
 
 def clock() -> Clock:
     """Return CPU seconds and wall seconds."""
-    # Worker processes that have ended count too.
-    return sum(os.times()[:4]), time.perf_counter()
+    return time.process_time(), time.perf_counter()
 
 
 def measure(config: PrepareConfig) -> tuple[Manifest, dict[str, Clock]]:
@@ -78,7 +73,7 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", help="default: the standard library")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     texts = list(Corpus(options.sources))
@@ -88,7 +83,7 @@ def main() -> None:
             sources=tuple(options.sources),
             out=Path(folder) / "tokens",
             vocab_size=options.vocab_size,
-            num_workers=options.workers,
+            num_threads=options.threads,
             overwrite=True,
         )
         for _ in range(options.rounds):
@@ -103,9 +98,10 @@ def main() -> None:
         "documents": sum(manifest.num_documents(split) for split in manifest.splits),
         "tokens": sum(manifest.num_tokens(split) for split in manifest.splits),
         "vocab_size": manifest.vocab_size,
-        "workers": options.workers,
+        "threads": options.threads,
         "rounds": options.rounds,
         "processor": platform.processor() or platform.machine(),
+        "tiktoken": version("tiktoken"),
         "tokenizers": version("tokenizers"),
     }
     for name, found in times.items():

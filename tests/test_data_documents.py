@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from learnable_multipliers.pretrain.data import Corpus, DocumentError
+from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.formats import DocumentError
 
 TEXTS = ["first\r\nline\n", "na\u00efve \u4f60\u597d \U0001f600\n", "  tabs\t and \x00 nul", "last"]
 PACK = {

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from learnable_multipliers.pretrain.data import num_samples, sample_order
+from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 
 
 @pytest.mark.parametrize("sizes", [range(1, 301), (1000, 1024, 1025, 4095, 7919)])

@@ -4,7 +4,6 @@ import json
 import lzma
 import random
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +11,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from learnable_multipliers.pretrain.data import (
-    Corpus,
-    DocumentError,
-    Manifest,
-    PrepareConfig,
-    TokenDataset,
-    encoding,
-    prepare,
-    shards,
-)
+from learnable_multipliers.pretrain.data import prepare as prepare_module
+from learnable_multipliers.pretrain.data import shards
+from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.formats import DocumentError
+from learnable_multipliers.pretrain.data.manifest import Manifest
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
-# The function of that name hides the module.
-PREPARE = sys.modules["learnable_multipliers.pretrain.data.prepare"]
 TEXTS = [
     f"Document {n}.\r\n\tna\u00efve \u4f60\u597d <|endoftext|> it's {'x' * n}\n" for n in range(40)
 ]
@@ -39,13 +33,17 @@ def json_lines(path, texts):
     return str(path)
 
 
+def tokenizer_of(folder):
+    return load_tokenizer(folder / "tokenizer.json")
+
+
 def read_back(folder, split):
     """Cut the tokens of a split at the end-of-document token and decode them."""
     dataset = TokenDataset.open(folder, split)
     tokens = dataset.tokens(0, len(dataset))
-    ends = np.flatnonzero(tokens == dataset.eos_id)
+    ends = np.flatnonzero(tokens == dataset.manifest.eos_id)
     assert ends[-1] == len(tokens) - 1
-    tokenizer = dataset.tokenizer()
+    tokenizer = tokenizer_of(folder)
     return [tokenizer.decode(part) for part in np.split(tokens, ends + 1)[:-1]]
 
 
@@ -95,7 +93,7 @@ def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
     assert 0 < last.tokens <= 97
     dataset = TokenDataset.open(out)
     dataset.verify()
-    counts = dataset.tokenizer().token_bytes()
+    counts = tokenizer_of(out).token_bytes()
     assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.num_bytes
 
 
@@ -155,7 +153,7 @@ def test_tokenizer_never_sees_validation_text(tmp_path):
             sources=(name,), valid_sources=(held_out,), out=out, overwrite=True, vocab_size=300
         )
         prepare(config)
-        vocabulary = TokenDataset.open(out).tokenizer().tokenizer.get_vocab()
+        vocabulary = tokenizer_of(out).tokenizer.get_vocab()
         assert "ab" in vocabulary
         assert "xy" not in vocabulary
 
@@ -213,41 +211,31 @@ def test_tokenizer_is_trained_on_no_more_than_is_encoded(tmp_path):
     prepare(
         PrepareConfig(sources=(source,), out=out, vocab_size=300, valid_fraction=0, max_bytes=250)
     )
-    vocabulary = TokenDataset.open(out).tokenizer().tokenizer.get_vocab()
+    vocabulary = tokenizer_of(out).tokenizer.get_vocab()
     assert "ab" in vocabulary
     assert "xy" not in vocabulary
 
 
-def test_shards_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
-    # Many batches of unequal work, so that two workers finish out of order.
-    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 5000)
+def test_shards_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
+    # Many batches of unequal work, so that three threads finish out of order.
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 5000)
     texts = [text * (1 + 37 * n % 50) for n, text in enumerate(TEXTS)]
     source = json_lines(tmp_path / "a.jsonl", texts)
-    for workers in (1, 2):
+    for threads in (1, 3):
         config = PrepareConfig(
             sources=(source,),
-            out=tmp_path / f"out{workers}",
+            out=tmp_path / f"out{threads}",
             vocab_size=300,
             valid_fraction=0.2,
-            num_workers=workers,
+            num_threads=threads,
             shard_tokens=3000,
         )
         prepare(config)
-    first, second = files_of(tmp_path / "out1"), files_of(tmp_path / "out2")
+    first, second = files_of(tmp_path / "out1"), files_of(tmp_path / "out3")
     assert first == second
     assert len(first) > 4
-    everything = read_back(tmp_path / "out2", "train") + read_back(tmp_path / "out2", "valid")
+    everything = read_back(tmp_path / "out3", "train") + read_back(tmp_path / "out3", "valid")
     assert sorted(everything) == sorted(texts)
-
-
-def test_death_of_a_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
-    source = json_lines(tmp_path / "a.jsonl", TEXTS)
-    (tmp_path / "dies.py").write_text("import sys; sys.stdin.buffer.read(9); sys.exit(7)")
-    monkeypatch.setattr(encoding, "__file__", str(tmp_path / "dies.py"))
-    config = PrepareConfig(sources=(source,), out=tmp_path / "out", vocab_size=300, num_workers=2)
-    with pytest.raises(RuntimeError, match=r"process died \(exit status 7\)"):
-        prepare(config)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "dies.py"}
 
 
 def test_max_bytes_ends_with_the_document_that_reaches_it(tmp_path):
@@ -276,7 +264,7 @@ def test_progress_counts_what_is_written(tmp_path):
 
 
 def test_progress_counts_what_is_read_for_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 250)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 250)
     steps = []
     texts = [f"{n:0100d}" for n in range(10)]
     source = json_lines(tmp_path / "a.jsonl", texts)
@@ -301,8 +289,8 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
     assert found == [1, 65_539, 65_540, 65_535, 65_536, 65_540]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_text_that_would_end_its_document_is_an_error_and_leaves_nothing(tmp_path, workers):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_text_that_would_end_its_document_is_an_error_and_leaves_nothing(tmp_path, threads):
     # A model that has the end among its own words cannot take it for text.
     inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="b"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -315,7 +303,7 @@ def test_text_that_would_end_its_document_is_an_error_and_leaves_nothing(tmp_pat
             out=tmp_path / name,
             tokenizer=tmp_path / "words.json",
             valid_fraction=0,
-            num_workers=workers,
+            num_threads=threads,
         )
         if name == "good":
             prepare(config)
@@ -458,11 +446,11 @@ def test_folder_of_something_else_is_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("moment", "workers"),
+    ("moment", "threads"),
     [("write", 1), ("write", 2), ("fsync", 1), ("tokenizer", 1), ("manifest", 1), ("rename", 1)],
 )
 def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
-    dataset_folder, tmp_path, monkeypatch, moment, workers
+    dataset_folder, tmp_path, monkeypatch, moment, threads
 ):
     before = files_of(dataset_folder)
     calls = []
@@ -471,7 +459,7 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
         calls.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PREPARE, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 500)
     given = tmp_path / "given.json"
     shutil.copyfile(dataset_folder / "tokenizer.json", given)
     match moment:
@@ -499,7 +487,7 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
         overwrite=True,
         tokenizer=given,
         shard_tokens=100,
-        num_workers=workers,
+        num_threads=threads,
     )
     with pytest.raises(OSError, match=r"No space left .*; nothing was kept.*out") as caught:
         prepare(config)
@@ -550,7 +538,7 @@ def test_empty_splits_are_errors_that_say_what_to_do(tmp_path):
         ({"valid_fraction": 1.0}, r"valid_fraction is 1\.0"),
         ({"valid_fraction": -0.1}, "valid_fraction is -0"),
         ({"shard_tokens": 0}, "shard_tokens is 0"),
-        ({"num_workers": 0}, "num_workers is 0"),
+        ({"num_threads": 0}, "num_threads is 0"),
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"eos_token": "</s>"}, "pass tokenizer as well"),
         ({"tokenizer": Path("t.json"), "vocab_size": 300}, "a given one brings its own"),
@@ -567,12 +555,3 @@ def test_default_corpus_prepares_with_default_settings(tmp_path):
     assert read_back(tmp_path / "out", "train")[0] in texts
     assert 500_000 <= manifest.num_bytes("train") + manifest.num_bytes("valid") < 1_500_000
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
-
-
-def test_bits_per_byte_of_a_uniform_byte_model_is_eight_and_the_ends(tmp_path):
-    source = json_lines(tmp_path / "a.jsonl", ["x" * 99, "y" * 99])
-    out = tmp_path / "out"
-    prepare(PrepareConfig(sources=(source,), out=out, vocab_size=257, valid_fraction=0))
-    dataset = TokenDataset.open(out)
-    uniform = torch.tensor(256.0, dtype=torch.float64).log().item()
-    assert dataset.bits_per_byte(uniform) == pytest.approx(8 * 200 / 198, rel=1e-12)

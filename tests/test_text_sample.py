@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from learnable_multipliers.pretrain.data.text_sample import TextSample
+from learnable_multipliers.pretrain.data.tokenizer import TextSample
 
 # Of every length from nothing to several pieces.
 TEXTS = [f"{n} " + "na\u00efve line\n" * (n * n % 1500) for n in range(400)] + [""]

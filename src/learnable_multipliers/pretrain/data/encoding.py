@@ -1,105 +1,136 @@
-"""Documents to token bytes, with a fast path that is exact.
+"""Documents to tokens on several threads: `tiktoken` where it gives the same ids as `tokenizers`.
 
-`tokenizers` spends most of its time cutting text into words. For the cuts of GPT-2 (the one trained
-here), GPT-4, Llama 3 and Qwen, Python's `re` makes the same cut of ASCII text several times faster,
-and a table then gives the ids of each word. Other tokenizers use `encode_batch_fast`.
-
-This file is also the program of a worker process. It imports nothing of this package: torch alone
-would take longer to import than many megabytes take to encode.
+Both merge greedily. `tokenizers` takes the adjacent pair that comes first in its list of merges;
+`tiktoken` takes the pair whose joined bytes have the lowest rank, and looks up whole words first.
+Inside a word, the merges within the span of a token are those of the token encoded alone. So both
+agree if the rank of a token is that of the last merge which forms it when it is encoded alone, and
+a token that its merges do not form has no rank.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
+import math
+import os
 import re
-import signal
-import sys
-from collections.abc import Iterator
+import unicodedata
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+import tiktoken
+from tokenizers import pre_tokenizers
 
-_GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_GPT4_CUT = (
+from learnable_multipliers.pretrain.data.manifest import token_dtype
+from learnable_multipliers.pretrain.data.splits import Document
+from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Three things hold for all of these. A word cut out alone stays whole. The pattern never looks
-# back. No word has a space behind anything but whitespace: so a text may be taken apart between
-# a visible ASCII character and a space.
-_KNOWN_CUTS = (_GPT2_CUT, _GPT4_CUT, _GPT4_CUT.replace("{1,3}", ""))
+# For these the regex engines of both libraries agree; the last is Qwen's. No pattern looks behind,
+# and none has a space after anything but whitespace, so a text can be cut between a visible ASCII
+# character and a space.
+_KNOWN_SPLITS = (_GPT2_SPLIT, _LLAMA3_SPLIT, _LLAMA3_SPLIT.replace("{1,3}", ""))
 _BORDER = re.compile(r"(?<=[!-~])(?= )")
+# Characters. tiktoken's regex engine fails on a million blanks in a row, so what has no border for
+# so long goes through `tokenizers`.
 _PIECE = 1 << 18
-_TABLE_SIZE = 400_000
-_LONGEST_ENTRY = 64
+_LONGEST_PIECE = 1 << 19
 
 
 class DocumentEncoder:
-    """Encodes documents to little-endian bytes of ids, each closed by the end-of-document id."""
+    """Encodes a text to little-endian bytes of ids, closed by the end-of-document id."""
 
-    def __init__(self, serialized: str, eos_id: int, dtype: str) -> None:
-        self._tokenizer = Tokenizer.from_str(serialized)
-        # Not part of the serialized form: special tokens written out in a text are characters.
-        self._tokenizer.encode_special_tokens = True
-        self._dtype = np.dtype(dtype)
-        self._eos = np.array([eos_id], dtype).tobytes()
-        settings = json.loads(serialized)
-        self._added = [one["content"] for one in settings["added_tokens"] if not one["special"]]
-        # The only known normalizer leaves ASCII alone.
-        self._ascii_only = settings["normalizer"] is not None
-        cut = _known_cut(settings)
-        self._words = _WordTable(self._tokenizer, self._dtype, cut) if cut else None
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes()
+        settings = json.loads(self._tokenizer.to_str())
+        self._is_nfc = settings["normalizer"] is not None
+        added = [one["content"] for one in settings["added_tokens"] if not one["special"]]
+        self._added = {*added, *(unicodedata.normalize("NFC", token) for token in added)}
+        split, ranks = _known_split(settings), _token_ranks(settings["model"])
+        self.uses_tiktoken = split is not None and ranks is not None
+        if split is not None and ranks is not None:
+            vocabulary, byte_of = settings["model"]["vocab"], _bytes_by_character()
+            self._ids = np.zeros(max(ranks.values()) + 1, self._dtype)
+            for token, rank in ranks.items():
+                self._ids[rank] = vocabulary[token]
+            in_bytes = {bytes(map(byte_of.__getitem__, token)): r for token, r in ranks.items()}
+            self._tiktoken = tiktoken.Encoding(
+                "tokenizer.json", pat_str=split, mergeable_ranks=in_bytes, special_tokens={}
+            )
 
-    def __call__(self, batch: list[str]) -> list[bytes]:
-        """Return the bytes of each document."""
-        if self._words is None:
-            encoded = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-            return [np.array(one.ids, self._dtype).tobytes() + self._eos for one in encoded]
-        return [self._encode(text, self._words) + self._eos for text in batch]
+    def __call__(self, text: str) -> bytes:
+        """Return the tokens of a document."""
+        if not self.uses_tiktoken or not self._is_plain(text):
+            return self._slow(text) + self._eos
+        fast, slow = self._fast, self._slow
+        parts = [(fast if len(one) <= _LONGEST_PIECE else slow)(one) for one in _pieces(text)]
+        return b"".join([*parts, self._eos])
 
-    def _encode(self, text: str, words: _WordTable) -> bytes:
-        # Added tokens are cut out of a text before its words.
+    def _is_plain(self, text: str) -> bool:
+        """Return whether neither normalization nor tokens added to the model change the text."""
         if any(token in text for token in self._added):
-            return words.encode_whole(text)
-        if self._ascii_only and not text.isascii():
-            return words.encode_whole(text)
-        return words.encode(text)
+            return False
+        return not self._is_nfc or unicodedata.is_normalized("NFC", text)
+
+    def _fast(self, text: str) -> bytes:
+        return self._ids[np.array(self._tiktoken.encode_ordinary(text), np.intp)].tobytes()
+
+    def _slow(self, text: str) -> bytes:
+        # Unlike `encode`, this lets other threads run.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, self._dtype).tobytes()
 
 
-class _WordTable(dict[str, bytes]):
-    """Text to the bytes of its ids, filled as words are met."""
+def encode_documents(
+    documents: Iterable[Document],
+    tokenizer: TextTokenizer,
+    num_threads: int | None = None,
+    batch_bytes: int = 1 << 19,
+) -> Iterator[tuple[Document, bytes]]:
+    """Yield every document and its tokens in order; a thread (None: one a core) takes a batch."""
+    num_threads = num_threads or _num_cores()
+    encoder = DocumentEncoder(tokenizer)
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype, cut: re.Pattern[str]) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-        self._dtype = dtype
-        self._cut = cut
+    def encode(batch: list[Document]) -> list[tuple[Document, bytes]]:
+        return [(document, encoder(document.text)) for document in batch]
 
-    def encode(self, text: str) -> bytes:
-        return b"".join([self._encode_piece(piece) for piece in _pieces(text)])
+    waiting: deque[Future[list[tuple[Document, bytes]]]] = deque()
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+    try:
+        for batch in _batches(documents, batch_bytes):
+            waiting.append(threads.submit(encode, batch))
+            # Bounded: a corpus larger than memory is read only as fast as it is encoded.
+            if len(waiting) > 2 * num_threads:
+                yield from waiting.popleft().result()
+        for future in waiting:
+            yield from future.result()
+    finally:
+        threads.shutdown(cancel_futures=True)
 
-    def encode_whole(self, text: str) -> bytes:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, self._dtype).tobytes()
 
-    def _encode_piece(self, piece: str) -> bytes:
-        # Words of other alphabets are looked up between ASCII spaces, whole.
-        parts = self._cut.findall(piece) if piece.isascii() else _BORDER.split(piece)
-        return b"".join(map(self.__getitem__, parts))
-
-    def __missing__(self, text: str) -> bytes:
-        found = self.encode_whole(text)
-        if len(text) <= _LONGEST_ENTRY:
-            if len(self) >= _TABLE_SIZE:
-                self.clear()
-            self[text] = found
-        return found
+def _batches(documents: Iterable[Document], num_bytes: int) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    waiting = 0
+    for document in documents:
+        batch.append(document)
+        waiting += document.num_bytes
+        if waiting >= num_bytes:
+            yield batch
+            batch, waiting = [], 0
+    yield batch
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text where no word is cut, so that its words need not fit into memory at once."""
+    """Cut a long text at borders of words, so that its list of ids is never large."""
     start = 0
     while len(text) - start > _PIECE and (border := _BORDER.search(text, start + _PIECE)):
         yield text[start : border.start()]
@@ -107,42 +138,79 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _known_cut(settings: dict[str, Any]) -> re.Pattern[str] | None:
-    """Return the pattern that cuts ASCII text as the tokenizer does, if it is a known one."""
-    if settings["model"]["type"] != "BPE" or settings["normalizer"] not in (None, {"type": "NFC"}):
+def _known_split(settings: dict[str, Any]) -> str | None:
+    """Return the pattern that splits text into words, if nothing else is done to the text."""
+    if settings["normalizer"] not in (None, {"type": "NFC"}):
         return None
     match settings["pre_tokenizer"]:
         case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}:
-            pattern = _GPT2_CUT
+            return _GPT2_SPLIT
         case {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", **split},
+                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", **more},
                 {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
             ],
-        } if pattern in _KNOWN_CUTS and not split.get("invert"):
-            pass
-        case _:
-            return None
-    # In ASCII text \p{L} and \p{N} are these ranges.
-    pattern = pattern.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")
-    pattern = pattern.replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
-    return re.compile(pattern, re.ASCII)
+        } if split in _KNOWN_SPLITS and not more.get("invert"):
+            return split
+    return None
 
 
-def serve() -> None:
-    """Encode the pickled batches of standard input to standard output until it ends."""
-    # An interrupt is the parent's to handle; it closes the input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    encode = DocumentEncoder(*pickle.load(sys.stdin.buffer))
-    while True:
-        try:
-            batch = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        pickle.dump(encode(batch), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+def _token_ranks(model: dict[str, Any]) -> dict[str, int] | None:
+    """Return the rank of each token, or None where ranks cannot express the model.
+
+    First come the 256 bytes, then the merges, then whole words that no merge forms.
+    """
+    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model["type"] != "BPE" or any(model[name] for name in others):
+        return None
+    byte_of = _bytes_by_character()
+    if not byte_of.keys() <= model["vocab"].keys():
+        return None
+    merges = {(first, second): rank for rank, (first, second) in enumerate(model["merges"])}
+    ranks = dict(byte_of)
+    num_ranks = len(byte_of) + len(merges)
+    for token in model["vocab"]:
+        if len(token) < 2 or not byte_of.keys() >= set(token):
+            continue
+        num_symbols, last = _merge(token, merges)
+        if num_symbols == 1:
+            ranks[token] = len(byte_of) + last
+        elif model["ignore_merges"]:
+            # A word by itself, though merges do not form it. A rank is that of any two symbols
+            # which give the token, so with two left it would be merged inside of words too.
+            if num_symbols == 2:
+                return None
+            ranks[token] = num_ranks
+            num_ranks += 1
+    return ranks
 
 
-if __name__ == "__main__":
-    serve()
+def _merge(token: str, merges: dict[tuple[str, str], int]) -> tuple[int, int]:
+    """Encode a token by merges; return how many symbols are left and the rank of the last merge."""
+    symbols, last = list(token), -1
+    while len(symbols) > 1:
+        rank, place = min(
+            (merges.get(pair, math.inf), place) for place, pair in enumerate(pairwise(symbols))
+        )
+        if rank == math.inf:
+            break
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+        last = int(rank)
+    return len(symbols), last
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """Return the byte of each character of the byte-level alphabet.
+
+    A printable Latin-1 character is its own byte; the others follow from 256 on, in order.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    order = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
+    return dict(zip(alphabet, order, strict=True))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -80,6 +80,10 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
+    def verify_tokenizer(self, folder: Path) -> None:
+        """Raise if the tokenizer is not the one the tokens were made with."""
+        verify_sha256(folder / self.tokenizer_file, self.tokenizer_sha256)
+
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest of a folder."""
@@ -113,3 +117,12 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify_sha256(path: Path, expected: str) -> None:
+    """Raise unless a file has the SHA-256 that its manifest says."""
+    if (found := file_sha256(path)) != expected:
+        raise ValueError(
+            f"{path} is damaged: its SHA-256 is {found}, the manifest says {expected}; "
+            "copy it again or prepare the dataset again"
+        )

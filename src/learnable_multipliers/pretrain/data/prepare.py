@@ -1,7 +1,7 @@
 """Prepare a dataset: documents to a tokenizer, token shards and a manifest.
 
-Tokens and tokenizer are a function of the text and the settings: neither the number of workers nor
-the place of the files changes a bit of them; the manifest says beside them where the text lay.
+Tokens and tokenizer are a function of the text and the settings: neither the number of threads nor
+the place of the files changes them; the manifest says beside them where the text lay.
 Which split a document belongs to is decided by a hash of its text, so copies of a document are
 never on both sides.
 """
@@ -9,13 +9,12 @@ never on both sides.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
     clear_leftovers,
@@ -23,6 +22,7 @@ from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
     refuse_existing,
 )
 from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.formats import DocumentError
 from learnable_multipliers.pretrain.data.manifest import (
     TOKENIZER_FILE,
@@ -32,16 +32,15 @@ from learnable_multipliers.pretrain.data.manifest import (
     token_dtype,
 )
 from learnable_multipliers.pretrain.data.shards import ShardWriter
-from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Document, Splitter
-from learnable_multipliers.pretrain.data.text_sample import TextSample
+from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Splitter
 from learnable_multipliers.pretrain.data.tokenizer import (
+    TextSample,
     TextTokenizer,
     load_tokenizer,
     train_tokenizer,
 )
-from learnable_multipliers.pretrain.data.workers import encode_batches
 
-# Text handed to an encoder at once.
+# Text handed to a thread at once.
 _BATCH_BYTES = 1 << 19
 # Enough to rank the merges of a small vocabulary, and training stays a fraction of the whole.
 _SAMPLE_PER_TOKEN = 1000
@@ -79,13 +78,13 @@ class PrepareConfig:
     """Most tokens in one file."""
     max_bytes: int | None = None
     """Stop after the document that reaches this many bytes of text; none: read everything."""
-    num_workers: int = 1
-    """Processes that tokenize; 1: this process alone. The result does not depend on it."""
+    num_threads: int | None = None
+    """Threads that tokenize; none: one for each core. The result does not depend on it."""
     overwrite: bool = False
     """Replace a dataset at `out`, once the new one is complete."""
 
     def __post_init__(self) -> None:
-        for name in ("tokenizer_sample", "shard_tokens", "max_bytes", "num_workers"):
+        for name in ("tokenizer_sample", "shard_tokens", "max_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -190,46 +189,26 @@ def _write_shards(
     writers = {
         split: ShardWriter(folder, split, dtype, config.shard_tokens) for split in (TRAIN, VALID)
     }
-    documents = num_bytes = num_tokens = 0
+    num_bytes = num_tokens = number = reported = 0
     report(Progress("encode", 0, 0, 0))
-    batches = _batches(splitter.documents(config.max_bytes))
+    documents = splitter.documents(config.max_bytes)
+    encoded = encode_documents(documents, tokenizer, config.num_threads, _BATCH_BYTES)
     try:
-        for encoded, notes in encode_batches(tokenizer, dtype, batches, config.num_workers):
-            for tokens, (split, size) in zip(encoded, notes, strict=True):
-                documents += 1
-                _refuse_end_inside(np.frombuffer(tokens, dtype), tokenizer, documents)
-                writers[split].add(tokens, size)
-                num_bytes += size
-                num_tokens += len(tokens) // dtype.itemsize
-            report(Progress("encode", documents, num_bytes, num_tokens))
+        for number, (document, tokens) in enumerate(encoded, start=1):
+            if (np.frombuffer(tokens, dtype)[:-1] == tokenizer.eos_id).any():
+                raise DocumentError(
+                    f"document {number:,} has text that the tokenizer encodes as its "
+                    f"end-of-document token {tokenizer.eos_token!r}, so it would end there; name a "
+                    "token that no text contains with --eos-token, or take it out of the text"
+                )
+            writers[document.split].add(tokens, document.num_bytes)
+            num_bytes += document.num_bytes
+            num_tokens += len(tokens) // dtype.itemsize
+            if num_bytes - reported >= _BATCH_BYTES:
+                reported = num_bytes
+                report(Progress("encode", number, num_bytes, num_tokens))
+        report(Progress("encode", number, num_bytes, num_tokens))
         return {split: shards for split, one in writers.items() if (shards := one.close())}
     finally:
         for writer in writers.values():
             writer.abandon()
-
-
-def _refuse_end_inside(
-    tokens: NDArray[np.unsignedinteger], tokenizer: TextTokenizer, number: int
-) -> None:
-    if (tokens[:-1] == tokenizer.eos_id).any():
-        raise DocumentError(
-            f"document {number:,} has text that the tokenizer encodes as its end-of-document token "
-            f"{tokenizer.eos_token!r}, so it would end there; name a token that no text contains "
-            "with --eos-token, or take it out of the text"
-        )
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[tuple[list[str], list[tuple[str, int]]]]:
-    """Gather texts, and beside them the split and size of each."""
-    texts: list[str] = []
-    notes: list[tuple[str, int]] = []
-    waiting = 0
-    for text, split, size in documents:
-        texts.append(text)
-        notes.append((split, size))
-        waiting += size
-        if waiting >= _BATCH_BYTES:
-            yield texts, notes
-            texts, notes, waiting = [], [], 0
-    if texts:
-        yield texts, notes

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from learnable_multipliers.pretrain.data.manifest import (
-    Manifest,
-    Shard,
-    file_sha256,
-)
-from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
+from learnable_multipliers.pretrain.data.manifest import Manifest, Shard, verify_sha256
 
 
 class ShardWriter:
@@ -103,8 +99,6 @@ class TokenDataset:
         self.folder = folder
         self.manifest = manifest
         self.split = split
-        self.vocab_size = manifest.vocab_size
-        self.eos_id = manifest.eos_id
         self._maps = [self._map(shard) for shard in manifest.splits[split]]
         self._starts = np.cumsum([0] + [len(one) for one in self._maps])
 
@@ -116,11 +110,6 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    @property
-    def num_documents(self) -> int:
-        """How many documents the split has."""
-        return self.manifest.num_documents(self.split)
 
     @property
     def num_bytes(self) -> int:
@@ -141,25 +130,18 @@ class TokenDataset:
             return np.asarray(parts[0])
         return np.concatenate(parts) if parts else np.empty(0, self.manifest.dtype)
 
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        """Convert a mean loss: nats per token * tokens per byte / ln 2."""
-        return nats_per_token * len(self) / self.num_bytes / math.log(2)
-
-    def tokenizer(self) -> TextTokenizer:
-        """Load the tokenizer the tokens were made with."""
-        return load_tokenizer(self.folder / self.manifest.tokenizer_file, self.manifest.eos_token)
+    def samples(self, indices: NDArray[np.integer], length: int) -> Tensor:
+        """Return samples as int64 rows of `length` inputs and the last target."""
+        rows = np.empty((len(indices), length + 1), dtype=np.int64)
+        for row, sample in zip(rows, indices.tolist(), strict=True):
+            row[:] = self.tokens(sample * length, sample * length + length + 1)
+        return torch.from_numpy(rows)
 
     def verify(self) -> None:
         """Read the tokenizer and every file of this split, and compare their checksums."""
-        expected = {self.manifest.tokenizer_file: self.manifest.tokenizer_sha256}
-        expected |= {shard.file: shard.sha256 for shard in self.manifest.splits[self.split]}
-        for name, sha256 in expected.items():
-            path = self.folder / name
-            if (found := file_sha256(path)) != sha256:
-                raise ValueError(
-                    f"{path} is damaged: its SHA-256 is {found}, the manifest says {sha256}; "
-                    "copy it again or prepare the dataset again"
-                )
+        self.manifest.verify_tokenizer(self.folder)
+        for shard in self.manifest.splits[self.split]:
+            verify_sha256(self.folder / shard.file, shard.sha256)
 
     def _map(self, shard: Shard) -> NDArray[np.unsignedinteger]:
         path = self.folder / shard.file

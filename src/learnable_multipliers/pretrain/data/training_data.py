@@ -1,4 +1,8 @@
-"""What a run reads: batches to train on, held-out text, and the tokenizer of both."""
+"""What a run reads: batches to train on, held-out text, and the tokenizer of both.
+
+A batch is a pure function of the dataset, the seed and the global sample index. That index is the
+whole state of a run's data: a run resumed with it sees the batches it would have seen.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,8 @@ from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 from learnable_multipliers.pretrain.config import DataConfig
-from learnable_multipliers.pretrain.data.loader import BatchLoader, evaluation_batches
-from learnable_multipliers.pretrain.data.manifest import MANIFEST_FILE, Manifest, file_sha256
-from learnable_multipliers.pretrain.data.order import num_samples
+from learnable_multipliers.pretrain.data.manifest import Manifest
+from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import TokenDataset
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
@@ -29,11 +32,14 @@ class TrainingData:
     def __init__(self, folder: Path, sequence_length: int, seed: int):
         manifest = Manifest.load(folder)
         self.folder, self.manifest = folder, manifest
-        self._length = sequence_length
-        self._train = BatchLoader(TokenDataset(folder, manifest, TRAIN), sequence_length, seed)
+        self._length, self._seed = sequence_length, seed
+        # Sizes and the tokenizer are checked here; `verify` reads all of the tokens.
+        self._train = TokenDataset(folder, manifest, TRAIN)
         self._valid = TokenDataset(folder, manifest, VALID)
-        # Too little held-out text is better known now than at the first evaluation.
-        BatchLoader(self._valid, sequence_length, seed)
+        manifest.verify_tokenizer(folder)
+        # Too little text is better known now than at the first batch or evaluation.
+        self._num_samples = num_samples(len(self._train), sequence_length)
+        self._num_held_out = num_samples(len(self._valid), sequence_length)
         self._tokenizer_file = folder / manifest.tokenizer_file
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
         self._token_bytes = _token_bytes(self._tokenizer)
@@ -53,24 +59,32 @@ class TrainingData:
             )
         return data
 
-    def has_fingerprint(self, fingerprint: str) -> bool:
-        """Tell whether a run that kept this fingerprint began with these data."""
-        # Earlier releases kept the checksum of the manifest, which changes with the place too.
-        return fingerprint in (self.fingerprint, file_sha256(self.folder / MANIFEST_FILE))
+    def verify(self) -> None:
+        """Read all tokens and compare their checksums with the manifest."""
+        self._train.verify()
+        self._valid.verify()
 
     def batch(self, start: int, size: int, device: torch.device) -> Tensor:
-        """Return the samples from global index `start` on, (size, sequence_length + 1)."""
-        return _moved(self._train.batch(start, size), device)
+        """Return the samples from global index `start` on, (size, sequence_length + 1).
+
+        Inputs are `[:, :-1]`, targets `[:, 1:]`.
+        """
+        samples = sample_order(np.arange(start, start + size), self._num_samples, self._seed)
+        return _moved(self._train.samples(samples, self._length), device)
 
     def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield held-out samples from the start, the same ones every time; 0 tokens is all."""
-        most = self.num_held_out(max_tokens)
-        for batch in evaluation_batches(self._valid, self._length, batch_size, most):
-            yield _moved(batch, device)
+        """Yield held-out samples from the start, the same ones every time; 0 tokens is all.
+
+        The last batch may be smaller. Tokens behind the last whole sample are not read.
+        """
+        count = self.num_held_out(max_tokens) // self._length
+        for start in range(0, count, batch_size):
+            samples = np.arange(start, min(start + batch_size, count))
+            yield _moved(self._valid.samples(samples, self._length), device)
 
     def num_held_out(self, max_tokens: int) -> int:
         """Return how many held-out tokens `held_out` asks for: whole sequences, one at least."""
-        sequences = num_samples(len(self._valid), self._length)
+        sequences = self._num_held_out
         if max_tokens:
             sequences = min(sequences, max(1, max_tokens // self._length))
         return sequences * self._length
@@ -100,7 +114,7 @@ class TrainingData:
     @property
     def num_tokens(self) -> int:
         """Tokens to train on before one is seen again."""
-        return len(self._train.dataset)
+        return len(self._train)
 
     @property
     def bytes_per_token(self) -> float:

@@ -344,7 +344,7 @@ class Trainer:
         kept, wrong = checkpoints.load_newest(folder, like, self.world)
         state = state_of(kept)
         refuse_other_settings(self.config, state.config, kept.step)
-        if not self.data.has_fingerprint(state.data):
+        if state.data != self.data.fingerprint:
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their tokens "
                 "or their tokenizer are others; name those with --data.path, or begin a new run"
