@@ -321,3 +321,13 @@ def test_without_a_name_it_looks_at_the_smallest_recipe(ask, monkeypatch):
     assert ask("doctor", "--optimizer.lr", "0.5")[0] == 0
     assert seen[0] == RECIPES["tiny"][1]
     assert seen[1].optimizer.lr == 0.5
+
+
+def test_damaged_tokens_are_found(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / "data" / "train-00000.bin"
+    tokens = path.read_bytes()
+    path.write_bytes(tokens[:-1] + bytes([tokens[-1] ^ 1]))
+    found = checked(small_run(tmp_path / "data", tmp_path / "run"))["data"]
+    assert found.verdict == "failed"
+    assert "train-00000.bin is damaged" in found.text

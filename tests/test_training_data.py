@@ -1,13 +1,16 @@
-"""What a run reads: held-out text, its bytes, and a default corpus that is made once."""
+"""What a run reads: batches, held-out text, its bytes, and a default corpus that is made once."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from learnable_multipliers.pretrain.config import DataConfig, RuntimeConfig
 from learnable_multipliers.pretrain.data import training_data
+from learnable_multipliers.pretrain.data.order import sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
@@ -40,6 +43,85 @@ def folder(tmp_path_factory):
 
 def targets(data, max_tokens):
     return torch.cat([batch[:, 1:] for batch in data.held_out(3, max_tokens, CPU)]).flatten()
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """Token shards of 333 bytes from 5000 random letters, and 5000 more held out."""
+    root = tmp_path_factory.mktemp("letters")
+    for seed, name in enumerate(("train", "valid")):
+        text = np.random.default_rng(seed).integers(97, 123, 5000).astype(np.uint8).tobytes()
+        (root / f"{name}.txt").write_bytes(text)
+    prepare(
+        PrepareConfig(
+            sources=(str(root / "train.txt"),),
+            valid_sources=(str(root / "valid.txt"),),
+            out=root / "data",
+            vocab_size=257,
+            shard_tokens=333,
+        )
+    )
+    return root / "data"
+
+
+def test_batch_has_the_samples_of_the_order(letters):
+    data = TrainingData(letters, LENGTH, seed=5)
+    tokens = data.tokens("train").astype(np.int64)
+    batch = data.batch(300, 40, CPU)
+    assert (batch.shape, batch.dtype) == ((40, LENGTH + 1), torch.int64)
+    order = sample_order(range(300, 340), 5000 // LENGTH, 5)
+    for row, sample in zip(batch, order, strict=True):
+        assert row.tolist() == tokens[sample * LENGTH : sample * LENGTH + LENGTH + 1].tolist()
+
+
+def test_batches_depend_on_the_index_and_not_on_the_batch_size(letters):
+    whole = TrainingData(letters, LENGTH, seed=1).batch(17, 840, CPU)
+    for size in (1, 7, 120):
+        data = TrainingData(letters, LENGTH, seed=1)
+        parts = [data.batch(17 + n, size, CPU) for n in range(0, 840, size)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(TrainingData(letters, LENGTH, seed=2).batch(17, 840, CPU), whole)
+
+
+def test_one_epoch_reads_every_target_once(letters):
+    data = TrainingData(letters, LENGTH, seed=0)
+    count = 5000 // LENGTH
+    read = data.batch(count, count, CPU)[:, 1:]
+    stream = data.tokens("train")[1 : count * LENGTH + 1].reshape(-1, LENGTH)
+    assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, stream.tolist()))
+
+
+def test_held_out_covers_the_split_once_with_a_smaller_last_batch(letters):
+    data = TrainingData(letters, LENGTH, seed=0)
+    batches = list(data.held_out(50, 0, CPU))
+    assert [len(batch) for batch in batches] == [50] * 6 + [12]
+    stream = torch.cat([batch[:, 1:].flatten() for batch in batches])
+    expected = data.tokens("valid")[1 : 312 * LENGTH + 1].astype(np.int64)
+    assert torch.equal(stream, torch.from_numpy(expected))
+    inputs = torch.cat([batch[:, :-1].flatten() for batch in batches])
+    assert torch.equal(inputs[1:], stream[:-1])
+
+
+def test_sequence_longer_than_the_data_is_an_error(letters):
+    assert TrainingData(letters, 5000, seed=0).batch(3, 1, CPU).shape == (1, 5001)
+    with pytest.raises(ValueError, match=r"sequence of 5001 tokens .* longer than the data"):
+        TrainingData(letters, 5001, seed=0)
+
+
+def test_damage_is_found_on_opening_or_by_verify_and_named(letters):
+    TrainingData(letters, LENGTH, seed=0).verify()
+    for name in ("tokenizer.json", "train-00001.bin", "valid-00002.bin", "manifest.json"):
+        path = letters / name
+        good = path.read_bytes()
+        for bad in (good[:-3], good[:-1] + bytes([good[-1] ^ 1])):
+            path.write_bytes(bad)
+            # Each byte of the tokens is read by `verify` alone; their sizes are always compared.
+            is_cheap = name.endswith("json") or len(bad) != len(good)
+            with pytest.raises(ValueError, match=name) if is_cheap else nullcontext():
+                TrainingData(letters, LENGTH, seed=0)
+            with pytest.raises(ValueError, match=name):
+                TrainingData(letters, LENGTH, seed=0).verify()
+        path.write_bytes(good)
 
 
 @pytest.mark.parametrize(("asked", "read"), [(1, 16), (16, 16), (47, 32), (64, 64)])

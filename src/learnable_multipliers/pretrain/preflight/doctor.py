@@ -113,8 +113,9 @@ class _Case:
     def data_open(self) -> Finding:
         config = self.config
         self._data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+        self._data.verify()
         tokens = in_short(self._data.num_tokens)
-        return Finding("data", "ok", f"{tokens} tokens at {self._data.folder}")
+        return Finding("data", "ok", f"{tokens} tokens at {self._data.folder}, checksums are right")
 
     def settings_work(self) -> Finding:
         config = resolved(self.config, self.data)
