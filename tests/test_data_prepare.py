@@ -380,13 +380,12 @@ def test_fingerprint_is_of_what_training_depends_on(dataset_folder):
 
 
 def test_changed_byte_is_found_by_verify_and_named(dataset_folder):
-    for name in ("train-00001.bin", "tokenizer.json"):
-        path = dataset_folder / name
-        good = path.read_bytes()
-        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        with pytest.raises(ValueError, match=f"{name} is damaged"):
-            TokenDataset.open(dataset_folder).verify()
-        path.write_bytes(good)
+    path = dataset_folder / "train-00001.bin"
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"train-00001\.bin is damaged"):
+        TokenDataset.open(dataset_folder).verify()
+    path.write_bytes(good)
     TokenDataset.open(dataset_folder).verify()
 
 

@@ -6,13 +6,12 @@ reads the same on every machine. Nothing is shuffled here: the sample order does
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from learnable_multipliers.pretrain.data.formats import (
     JSON_LINES,
     PLAIN_TEXT,
     DocumentError,
+    optional_module,
     read_documents,
     suffix_of,
 )
@@ -33,19 +33,8 @@ _NOT_LIBRARY = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    # Independent of where the folder lies, for an order that is the same on every machine.
-    label: str
-
-
-@dataclass(frozen=True)
-class _HuggingFace:
-    name: str
-    config: str | None
-    split: str
-    label: str
+# Reads the documents of one file or dataset.
+_Reader = Callable[[], Iterator[str]]
 
 
 class Corpus:
@@ -64,48 +53,44 @@ class Corpus:
         """Files of folders left out, by suffix; "hidden" counts names with a leading dot."""
         if sources:
             self.names = tuple(sources)
-            self._parts = [part for source in sources for part in self._expand(source)]
+            self._readers = [reader for source in sources for reader in self._expand(source)]
         else:
             self.names = (f"Python {platform.python_version()} standard library",)
-            self._parts = _standard_library()
-        if not self._parts:
+            self._readers = [self._file_reader(path) for path in _standard_library()]
+        if not self._readers:
             raise DocumentError(self._nothing("no file to read"))
 
     def __iter__(self) -> Iterator[str]:
         empty = True
-        for part in self._parts:
-            for text in self._read(part):
+        for read in self._readers:
+            for text in read():
                 empty = False
                 yield text
         if empty:
             raise DocumentError(self._nothing("no document"))
 
-    def _read(self, part: _File | _HuggingFace) -> Iterator[str]:
-        if isinstance(part, _HuggingFace):
-            return _read_hugging_face(part, self.text_field)
-        return read_documents(part.path, self.text_field, self.separator)
-
-    def _expand(self, source: str) -> list[_File] | list[_HuggingFace]:
+    def _expand(self, source: str) -> list[_Reader]:
         if source.startswith(HUGGING_FACE):
-            return [_parse_hugging_face(source)]
+            return [_hugging_face_reader(source, self.text_field)]
         path = Path(source)
         if path.is_dir():
-            return self._files_of(path)
+            return [self._file_reader(file) for file in self._files_of(path)]
         if not path.exists():
             raise FileNotFoundError(
                 f"no file or folder {source!r}; a Hugging Face dataset is written hf:NAME[:SPLIT]"
             )
-        return [_File(path, path.name)]
+        return [self._file_reader(path)]
 
-    def _files_of(self, folder: Path) -> list[_File]:
-        files = []
-        for file in _walk(folder, leave_out=self._is_hidden):
-            suffix = suffix_of(file.path)
+    def _file_reader(self, path: Path) -> _Reader:
+        return partial(read_documents, path, self.text_field, self.separator)
+
+    def _files_of(self, folder: Path) -> Iterator[Path]:
+        for path in _walk(folder, leave_out=self._is_hidden):
+            suffix = suffix_of(path)
             if suffix in _IN_FOLDERS:
-                files.append(file)
+                yield path
             else:
                 self.skipped[suffix or "no suffix"] += 1
-        return files
 
     def _is_hidden(self, name: str) -> bool:
         hidden = name.startswith(".")
@@ -120,55 +105,49 @@ class Corpus:
         return f"{text}; give another source"
 
 
-def _walk(folder: Path, leave_out: Callable[[str], bool]) -> list[_File]:
+def _walk(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     """Return the files below a folder by relative path, without the names to leave out."""
 
     def fail(error: OSError) -> None:
         raise OSError(error.errno or 0, "cannot list this folder", error.filename) from error
 
-    found = []
+    found: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not leave_out(name)]
-        relative = os.path.relpath(root, folder).replace(os.sep, "/") + "/"
-        found += [
-            _File(Path(root, name), (relative + name).removeprefix("./"))
-            for name in names
-            if not leave_out(name)
-        ]
-    return sorted(found, key=lambda file: file.label)
+        found += [Path(root, name) for name in names if not leave_out(name)]
+    # Independent of where the folder lies, for an order that is the same on every machine.
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _standard_library() -> list[_File]:
+def _standard_library() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(folder, leave_out=_NOT_LIBRARY.__contains__)
     return [
-        file
-        for file in files
-        # Written by the build of this interpreter: it holds the paths of that machine.
-        if file.path.suffix == ".py" and not file.path.name.startswith("_sysconfigdata")
+        path
+        for path in _walk(folder, leave_out=_NOT_LIBRARY.__contains__)
+        # Written by the build of this interpreter: it has the paths of that machine.
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
     ]
 
 
-def _parse_hugging_face(source: str) -> _HuggingFace:
+def _hugging_face_reader(source: str, text_field: str) -> _Reader:
     name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
     name, _, config = name.partition("@")
     if not name:
         raise ValueError(f"{source!r} names no dataset; write hf:NAME[@CONFIG][:SPLIT]")
-    return _HuggingFace(name, config or None, split or "train", source)
+    return partial(_read_hugging_face, source, name, config or None, split or "train", text_field)
 
 
-def _read_hugging_face(part: _HuggingFace, text_field: str) -> Iterator[str]:
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ImportError(f"{part.label} needs datasets: pip install datasets") from error
+def _read_hugging_face(
+    source: str, name: str, config: str | None, split: str, text_field: str
+) -> Iterator[str]:
+    datasets: Any = optional_module("datasets", source)
     try:
         # Streaming: nothing is stored, and a limit on the text ends the download too.
-        rows = datasets.load_dataset(part.name, part.config, split=part.split, streaming=True)
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, row in enumerate(rows):
             if not isinstance(row.get(text_field), str):
                 raise DocumentError(
-                    f"{part.label}, row {number}: no text in column {text_field!r} "
+                    f"{source}, row {number}: no text in column {text_field!r} "
                     f"(found {sorted(row)}); name another one as text_field"
                 )
             yield row[text_field]
@@ -177,6 +156,6 @@ def _read_hugging_face(part: _HuggingFace, text_field: str) -> Iterator[str]:
     # Whatever the library and its transports raise: they share no base class.
     except Exception as error:
         raise OSError(
-            f"cannot read {part.label} ({type(error).__name__}: {error}); check the name, the "
+            f"cannot read {source} ({type(error).__name__}: {error}); check the name, the "
             "split and the network, or give files"
         ) from error

@@ -94,8 +94,8 @@ def _json_text(line: str, place: str, text_field: str) -> str:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
-    arrow: Any = _optional("pyarrow", path)
-    parquet: Any = _optional("pyarrow.parquet", path)
+    arrow: Any = optional_module("pyarrow", path)
+    parquet: Any = optional_module("pyarrow.parquet", path)
     try:
         if path.suffix.lower() in COMPRESSED:
             with open_bytes(path) as stream:
@@ -160,19 +160,20 @@ def _errors_with_place(path: Path) -> Iterator[None]:
         raise OSError(error.errno or 0, text, str(path)) from error
 
 
-def _optional(module: str, path: Path) -> ModuleType:
+def optional_module(module: str, source: Path | str) -> ModuleType:
+    """Import a package that only some sources need."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"reading {path} needs {package}: pip install {package}") from error
+        raise ImportError(f"reading {source} needs {package}: pip install {package}") from error
 
 
 class _ZstdStream(io.RawIOBase):
     """Decompresses frame after frame; unlike zstandard's own reader it notices a cut file."""
 
     def __init__(self, path: Path) -> None:
-        self._zstandard: Any = _optional("zstandard", path)
+        self._zstandard: Any = optional_module("zstandard", path)
         self._file = path.open("rb")
         self._frame = self._new_frame()
         self._inside = False

@@ -80,10 +80,6 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
 
-    def verify_tokenizer(self, folder: Path) -> None:
-        """Raise if the tokenizer is not the one the tokens were made with."""
-        verify_sha256(folder / self.tokenizer_file, self.tokenizer_sha256)
-
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest of a folder."""

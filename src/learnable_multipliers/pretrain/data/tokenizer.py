@@ -65,16 +65,14 @@ class TextTokenizer:
         kept = [int(index) for index in ids if index != self.eos_id]
         return self.tokenizer.decode(kept, skip_special_tokens=False)
 
-    def token_bytes(self) -> NDArray[np.int64]:
+    def token_bytes(self) -> NDArray[np.int64] | None:
         """Return how many bytes of text each id stands for (0 for special tokens and gaps).
 
-        Summed over targets it gives the denominator of bits per byte, exactly.
+        Summed over targets it gives the denominator of bits per byte, exactly. None if the
+        tokenizer is not byte-level: then a token has no fixed number of bytes.
         """
         if not isinstance(self.tokenizer.decoder, decoders.ByteLevel):
-            raise ValueError(
-                "only a byte-level tokenizer gives each token a number of bytes; "
-                "use the bytes and tokens of the whole split instead"
-            )
+            return None
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         # The byte-level alphabet has one character for each byte.
         for token, index in self.tokenizer.get_vocab(with_added_tokens=False).items():

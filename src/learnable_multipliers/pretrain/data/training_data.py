@@ -18,12 +18,12 @@ from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 from learnable_multipliers.pretrain.config import DataConfig
-from learnable_multipliers.pretrain.data.manifest import Manifest
+from learnable_multipliers.pretrain.data.manifest import Manifest, verify_sha256
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import TokenDataset
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
-from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
+from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 
 class TrainingData:
@@ -36,13 +36,13 @@ class TrainingData:
         # Sizes and the tokenizer are checked here; `verify` reads all of the tokens.
         self._train = TokenDataset(folder, manifest, TRAIN)
         self._valid = TokenDataset(folder, manifest, VALID)
-        manifest.verify_tokenizer(folder)
+        verify_sha256(folder / manifest.tokenizer_file, manifest.tokenizer_sha256)
         # Too little text is better known now than at the first batch or evaluation.
         self._num_samples = num_samples(len(self._train), sequence_length)
         self._num_held_out = num_samples(len(self._valid), sequence_length)
         self._tokenizer_file = folder / manifest.tokenizer_file
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
-        self._token_bytes = _token_bytes(self._tokenizer)
+        self._token_bytes = self._tokenizer.token_bytes()
         self.eos = manifest.eos_id
         self.fingerprint = manifest.fingerprint()
 
@@ -155,13 +155,6 @@ def cache_folder() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "learnable-multipliers"
-
-
-def _token_bytes(tokenizer: TextTokenizer) -> NDArray[np.int64] | None:
-    try:
-        return tokenizer.token_bytes()
-    except ValueError:
-        return None
 
 
 def _moved(batch: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.trainer.device import Device
 
 INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 # Without these nothing is trained; without those less is shown.
-_NEEDED = ("numpy", "safetensors", "tokenizers")
+_NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
 _SHOWING = ("matplotlib", "tensorboard")
 _OLDEST = (3, 11)
 _SHARED = Path("/dev/shm")
