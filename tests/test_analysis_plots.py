@@ -9,8 +9,8 @@ from matplotlib.colors import to_hex
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.report.analysis import diagnosis, save, symmetry_map, walk_on_noise
-from learnable_multipliers.report.theme import LIGHT
+from learnable_multipliers.report.analysis import diagnosis, random_walk, save, symmetry_map
+from learnable_multipliers.report.style import COLOURS
 from runs import small_run, trained
 
 
@@ -20,7 +20,7 @@ def test_a_walk_has_its_three_curves():
         for step in range(1, 6)
     ]
     steps[-1]["equilibrium"] = 0.7
-    axes = walk_on_noise("AdamW", steps).axes[0]
+    axes = random_walk("AdamW", steps).axes[0]
     for line, name in zip(axes.lines, ("simulated", "expected", "equilibrium"), strict=True):
         assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
         drawn = [None if math.isnan(y) else y for y in line.get_ydata()]
@@ -46,7 +46,7 @@ def test_a_diagnosis_has_every_tensor_that_has_both_numbers():
     ]
     assert [line.get_fillstyle() for line in marks] == ["full", "none", "left"]
     assert [to_hex(line.get_color()) for line in marks] == [
-        LIGHT[ink] for ink in ("ink", "blue", "rust")
+        COLOURS[ink] for ink in ("ink", "blue", "rust")
     ]
 
 
@@ -103,5 +103,5 @@ def test_a_figure_of_no_known_kind_is_refused_before_any_work(ask, command):
 def test_a_figure_is_saved_on_a_page(tmp_path):
     path = tmp_path / "new" / "walk.svg"
     row = {"step": 1, "simulated": 1.0, "expected": 1.0, "equilibrium": 1.0}
-    save(walk_on_noise("SGD", [row, row | {"step": 2}]), path)
-    assert LIGHT["page"] in path.read_text()
+    save(random_walk("SGD", [row, row | {"step": 2}]), path)
+    assert COLOURS["page"] in path.read_text()

@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> None:
         "are. Lines are medians over layers.",
     )
     if config.plot is not None:
-        analysis.refuse_format(config.plot)
+        analysis.check_format(config.plot)
     with Console(stderr=True).status(f"reading {config.run}"):
         found = diagnose_run(config.run)
     for note in found.notes:

@@ -95,7 +95,7 @@ def run(arguments: Sequence[str]) -> None:
     )
     lrs = rates(config)
     if config.plot is not None:
-        analysis.refuse_format(config.plot)
+        analysis.check_format(config.plot)
     with Console(stderr=True).status(f"{config.optimizer} on noise"):
         simulated = simulate_brownian(
             config.optimizer,
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> None:
     if config.plot is not None:
         drawn = rows(replace(config, rows=min(config.steps, _POINTS)), simulated)
         title = f"{config.optimizer} at lr {config.lr:g}, decay {config.weight_decay:g}"
-        analysis.save(analysis.walk_on_noise(title, drawn), config.plot)
+        analysis.save(analysis.random_walk(title, drawn), config.plot)
     if config.json:
         asked = {"optimizer": config.optimizer, "lr": config.lr}
         asked |= {"weight_decay": config.weight_decay}

@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> None:
         "front count independent rescalings.",
     )
     if config.plot is not None:
-        analysis.refuse_format(config.plot)
+        analysis.check_format(config.plot)
     start = time.perf_counter()
     # Apart from the answer, which may go into a file.
     with Console(stderr=True).status(f"asking {config.model}"):

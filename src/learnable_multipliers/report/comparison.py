@@ -41,25 +41,17 @@ def loss_gap(run: Run, baseline: Run) -> Gap:
     return Gap([t for t, _ in both], [loss - theirs[t] for t, loss in both])
 
 
-def final(run: Run, key: str) -> float:
-    """Return `key` of the last evaluation; nan without one."""
-    return number((run.last("eval") or {}).get(key))
-
-
-def final_training_loss(run: Run) -> float:
-    """Return the loss of the last training record; nan without one."""
-    return number((run.last("train") or {}).get("loss"))
+def tokens_seen(runs: Sequence[Run]) -> float:
+    """Return the largest number of tokens in any record; nan without one."""
+    kinds = ("train", "eval")
+    found = [tokens for run in runs for kind in kinds for tokens in run.series(kind, "loss")[0]]
+    return max(filter(math.isfinite, found), default=math.nan)
 
 
 def tokens_per_second(run: Run) -> float:
     """Return the median speed, which start-up and evaluations do not move; nan without one."""
     speeds = [v for v in run.series("train", "tokens_per_second")[1] if math.isfinite(v)]
     return statistics.median(speeds) if speeds else math.nan
-
-
-def seconds(run: Run) -> float:
-    """Return how long the run took, or has taken so far; nan if that is not recorded."""
-    return number((run.last("end") or run.last("train") or {}).get("seconds"))
 
 
 def spread(values: Iterable[float]) -> Spread | None:

@@ -1,187 +1,194 @@
 """One HTML file about some runs: readable anywhere, with nothing to load and nothing to run.
 
-All that comes from records is escaped, and a content policy forbids scripts and requests, so a
-page made of a stranger's run is safe to open. The same records give the same bytes.
+The text, with a caption that explains each plot, is in `templates/page.html.j2`; this module hands
+it the numbers, plots and tables. All that comes from records is escaped, and a content policy
+forbids scripts and requests, so a page made of a stranger's run is safe to open. The same records
+give the same bytes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from learnable_multipliers.report.comparison import distinct_names, multiplier_quantiles, rms_pairs
-from learnable_multipliers.report.gallery import (
-    Plate,
-    health_plates,
-    loss_plates,
-    multiplier_plates,
-    rms_plates,
-    schedule_plate,
+import jinja2
+from markupsafe import Markup
+
+from learnable_multipliers._formats import count, duration
+from learnable_multipliers.report import health, matrices, plots
+from learnable_multipliers.report.comparison import (
+    differing_settings,
+    distinct_names,
+    flatten,
+    loss_gap,
+    multiplier_quantiles,
+    rms_pairs,
+    tokens_per_second,
+    tokens_seen,
 )
-from learnable_multipliers.report.health import alarms
-from learnable_multipliers.report.records import Run
-from learnable_multipliers.report.stylesheet import stylesheet
-from learnable_multipliers.report.summary import (
-    Reference,
-    describe_multipliers,
-    describe_rms,
-    summarize,
-)
-from learnable_multipliers.report.tables import runs_table, settings_table
+from learnable_multipliers.report.records import Run, number
+from learnable_multipliers.report.style import COLOURS, run_look, svg
+from learnable_multipliers.report.summary import describe_multipliers, describe_rms, summarize
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
+# Heading -> the value of a run, a number or text, and how a number is written.
+_COLUMNS: dict[str, tuple[Callable[[Run], object], Callable[[float], str]]] = {
+    "placement": (lambda run: run.placement, str),
+    "validation loss": (lambda run: run.final("eval", "loss"), "{:.4f}".format),
+    "bits per byte": (lambda run: run.final("eval", "bits_per_byte"), "{:.4f}".format),
+    "training loss": (lambda run: run.final("train", "loss"), "{:.4f}".format),
+    "optimizer": (lambda run: run.setting("kind"), str),
+    "learning rate": (lambda run: run.setting("lr"), "{:g}".format),
+    "weight decay": (lambda run: run.setting("weight_decay"), "{:g}".format),
+    "seed": (lambda run: run.setting("seed"), "{:g}".format),
+    "parameters": (lambda run: run.environment.get("parameters"), count),
+    "multipliers": (lambda run: run.environment.get("multipliers"), count),
+    "tokens": (lambda run: tokens_seen([run]), count),
+    "tokens/s": (tokens_per_second, "{:,.0f}".format),
+    "MFU": (lambda run: run.final("train", "mfu"), "{:.1%}".format),
+    "time": (lambda run: run.final("end" if run.of("end") else "train", "seconds"), duration),
+}
 # Of the environment, what has a place of its own on the page.
 _NOT_A_PLACE = ("command", "parameters", "multipliers")
 
 
 def write_page(
-    path: str | Path,
-    runs: Sequence[Run],
-    *,
-    title: str,
-    notes: Sequence[str] = (),
-    reference: Reference | None = None,
+    path: str | Path, runs: Sequence[Run], *, title: str, notes: Sequence[str] = ()
 ) -> Path:
     """Write the page about `runs` and return its path; the first run is the baseline.
 
     Args:
-        notes: paragraphs of plain text to print under the summary.
-        reference: a name and a loss in nats per token, drawn as a level in the loss figure.
+        notes: Paragraphs of plain text to print under the summary.
     """
     if not runs:
         raise ValueError("a page needs at least one run: load some with Run.load(folder)")
     if isinstance(notes, str):
         raise ValueError("notes is a sequence of paragraphs: write notes=[...] around a single one")
-    if reference is not None and not math.isfinite(reference[1]):
-        raise ValueError(f"the reference {reference[0]!r} has no finite loss: {reference[1]}")
+    runs = distinct_names(runs)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    text = environment.get_template("page.html.j2").render(
+        title=title,
+        runs=runs,
+        colours=COLOURS,
+        summary=summarize(runs),
+        notes=notes,
+        table=_runs_table(runs),
+        plots=_plots(runs),
+        rms=[text for text in map(describe_rms, runs) if text],
+        multipliers=[text for text in map(describe_multipliers, runs) if text],
+        alarms=[(run.name, text) for run in runs for text in health.alarms(run)],
+        samples=_samples(runs),
+        places=_places(runs),
+        settings=_settings_table(runs),
+    )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = _page(distinct_names(runs), title, notes, reference)
     # A record may hold half a surrogate pair, which is no character at all.
     path.write_bytes(text.encode("utf-8", errors="replace"))
     return path
 
 
-def _page(
-    runs: Sequence[Run], title: str, notes: Sequence[str], reference: Reference | None
-) -> str:
-    sections = [
-        _summary(runs, notes, reference),
-        _section("runs", "The runs", runs_table(runs)),
-        _section("loss", "Loss", _side_by_side(loss_plates(runs, reference))),
-        _weights(runs),
-        _multipliers(runs),
-        _health(runs),
-        _section("learning-rate", "Learning rate", _plate(schedule_plate(runs))),
-        _samples(runs),
-        _section("making", "How it was made", _making(runs)),
+def _plots(runs: Sequence[Run]) -> dict[str, list[tuple[str, Markup]]]:
+    """Return the SVGs of each plot: one without a name, or one for each run that has the data."""
+    weighed = [run for run in runs if rms_pairs(run.last("weights"))]
+    multiplied = [run for run in runs if multiplier_quantiles(run.last("weights"))]
+    checked = [run for run in runs if run.of("health")]
+    at_end = matrices.rms_limits([run.of("weights")[-1] for run in weighed])
+    all_along = matrices.rms_limits([record for run in weighed for record in run.of("weights")])
+    compared = any(loss_gap(run, runs[0]).tokens for run in runs[1:])
+    limits = matrices.multiplier_limits(multiplied)
+    shared: dict[str, Figure | None] = {
+        "loss": plots.loss_curves(runs),
+        "gap": plots.gap_curves(runs) if compared else None,
+        "lr": plots.learning_rates(runs),
+    }
+    each: dict[str, tuple[Sequence[Run], Callable[[Run], Figure]]] = {
+        "scatter": (weighed, lambda run: matrices.rms_scatter(run, at_end)),
+        "rms": (weighed, lambda run: matrices.rms_over_steps(run, all_along)),
+        "multipliers": (multiplied, lambda run: matrices.multiplier_ranges(run, limits)),
+        "shares": (checked, health.shares_over_steps),
+        "noise": (checked, health.noise_over_steps),
+        "ranges": ([r for r in checked if r in multiplied], health.multipliers_over_steps),
+        "drift": ([r for r in checked if health.drifting(r)], health.drift_over_steps),
+    }
+    return {
+        key: [("", Markup(svg(figure, key)))] if figure else [] for key, figure in shared.items()
+    } | {
+        key: [(r.name, Markup(svg(draw(r), f"{key}-{i}"))) for i, r in enumerate(shown)]
+        for key, (shown, draw) in each.items()
+    }
+
+
+def _runs_table(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return a row for each run; a column that no run has a value for is left out.
+
+    A cell is a text, a pair of a number and how it is written, or None.
+    """
+    cells = {heading: [_cell(column, run) for run in runs] for heading, column in _COLUMNS.items()}
+    columns = {heading: found for heading, found in cells.items() if any(found)}
+    return {
+        "headings": [(h, any(isinstance(c, str) for c in found)) for h, found in columns.items()],
+        "rows": [
+            (run.name, *run_look(index), [found[index] for found in columns.values()])
+            for index, run in enumerate(runs)
+        ],
+    }
+
+
+def _cell(
+    column: tuple[Callable[[Run], object], Callable[[float], str]], run: Run
+) -> str | tuple[object, str] | None:
+    value = column[0](run)
+    if isinstance(value, str):
+        return value
+    return None if math.isnan(number(value)) else (value, column[1](number(value)))
+
+
+def _settings_table(runs: Sequence[Run]) -> list[tuple[str, bool, list[str]]]:
+    """Return each setting, whether it differs between runs, and its value in every run."""
+    differing = set(differing_settings(runs))
+    configs = [flatten(run.config) for run in runs]
+    return [
+        (key, key in differing, [json.dumps(c[key]) if key in c else "-" for c in configs])
+        for key in dict.fromkeys(key for config in configs for key in config)
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{stylesheet()}</style>\n</head>\n"
-        f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{''.join(sections)}"
-        '<p class="muted">Made from the records of the runs; nothing was trained for this page.</p>'
-        "\n</main>\n</body>\n</html>\n"
-    )
 
 
-def _section(anchor: str, heading: str, body: str) -> str:
-    return f'<section id="{anchor}">\n<h2>{escape(heading)}</h2>\n{body}</section>\n'
-
-
-def _paragraphs(texts: Sequence[str]) -> str:
-    return "".join(f"<p>{escape(text)}</p>\n" for text in texts)
-
-
-def _summary(runs: Sequence[Run], notes: Sequence[str], reference: Reference | None) -> str:
-    told = f'<div class="summary">\n{_paragraphs(summarize(runs, reference))}</div>\n'
-    extra = f"<h3>Notes</h3>\n{_paragraphs(notes)}" if notes else ""
-    return f'<section id="summary" aria-label="Summary">\n{told}{extra}</section>\n'
-
-
-def _plate(plate: Plate) -> str:
-    panels = "".join(
-        f"<div>{f'<h3>{escape(name)}</h3>' if name else ''}{picture}</div>\n"
-        for name, picture in plate.panels
-    )
-    kind = "panels" if len(plate.panels) == 1 else "several"
-    caption = f"<strong>{escape(plate.title)}.</strong> {escape(plate.caption)}"
-    return (
-        f'<figure class="{kind}">\n<div class="panels">\n{panels}</div>\n'
-        f"<figcaption>{caption}</figcaption>\n</figure>\n"
-    )
-
-
-def _side_by_side(plates: Sequence[Plate]) -> str:
-    return f'<div class="panels">\n{"".join(map(_plate, plates))}</div>\n'
-
-
-def _weights(runs: Sequence[Run]) -> str:
-    if not any(rms_pairs(run.last("weights")) for run in runs):
-        return ""
-    told = _paragraphs([text for text in map(describe_rms, runs) if text])
-    body = told + "".join(map(_plate, rms_plates(runs)))
-    return _section("weights", "Weights against the noise prediction", body)
-
-
-def _multipliers(runs: Sequence[Run]) -> str:
-    if not any(multiplier_quantiles(run.last("weights")) for run in runs):
-        return ""
-    told = _paragraphs([text for text in map(describe_multipliers, runs) if text])
-    body = told + "".join(map(_plate, multiplier_plates(runs)))
-    return _section("multipliers", "Multipliers", body)
-
-
-def _health(runs: Sequence[Run]) -> str:
-    if not any(run.of("health") for run in runs):
-        return ""
-    told = [f"Run {run.name} warns: {text}." for run in runs for text in alarms(run)]
-    body = _paragraphs(told) + "".join(_plate(p) for p in health_plates(runs) if p.panels)
-    return _section("health", "Health", body)
-
-
-def _samples(runs: Sequence[Run]) -> str:
-    body = ""
-    for run in runs:
-        last = run.last("sample")
-        for sample in (s for s in run.of("sample") if last and s["step"] == last["step"]):
-            body += (
-                f"<h3>{escape(run.name)}, step {escape(str(sample['step']))}</h3>\n"
-                f"<pre><mark>{escape(str(sample['prompt']))}</mark>"
-                f"{escape(str(sample['text']))}</pre>\n"
-            )
-    intro = "<p>Prompts in colour, then what the model wrote after its last record.</p>\n"
-    return _section("samples", "What the models write", intro + body) if body else ""
-
-
-def _making(runs: Sequence[Run]) -> str:
-    commands = "".join(
-        f"<h3>{escape(run.name)}</h3>\n"
-        f"<pre>{escape(str(run.environment.get('command', 'not recorded')))}</pre>\n"
+def _samples(runs: Sequence[Run]) -> list[tuple[str, Any]]:
+    """Return the samples of the last record of each run, with its name."""
+    return [
+        (run.name, sample)
         for run in runs
-    )
-    places: dict[str, list[Run]] = {}
+        for sample in run.of("sample")
+        if sample["step"] == run.of("sample")[-1]["step"]
+    ]
+
+
+def _places(runs: Sequence[Run]) -> list[tuple[str, dict[str, str]]]:
+    """Return each environment that runs were made in, with the names of the runs."""
+    places: dict[str, list[str]] = {}
     for run in runs:
         rest = {k: v for k, v in run.environment.items() if k not in _NOT_A_PLACE}
-        places.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
-    for key, sharing in places.items():
-        names = "All runs" if len(sharing) == len(runs) > 1 else ", ".join(r.name for r in sharing)
-        rows = "".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(_in_words(value))}</dd>\n"
-            for name, value in json.loads(key).items()
+        places.setdefault(json.dumps(rest, sort_keys=True), []).append(run.name)
+    return [
+        (
+            "All runs" if len(names) == len(runs) > 1 else ", ".join(names),
+            {name: _in_words(value) for name, value in json.loads(key).items()},
         )
-        commands += f"<h3>{escape(names)}</h3>\n<dl>\n{rows}</dl>\n"
-    return (
-        f"{commands}<details>\n<summary>All settings of all runs</summary>\n"
-        f"{settings_table(runs)}</details>\n"
-    )
+        for key, names in places.items()
+    ]
 
 
 def _in_words(value: object) -> str:

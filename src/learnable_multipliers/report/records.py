@@ -89,6 +89,10 @@ class Run:
         records = self.of(kind)
         return records[-1] if records else None
 
+    def final(self, kind: str, key: str) -> float:
+        """Return the number at `key` of the last record of a kind; nan without one."""
+        return number((self.last(kind) or {}).get(key))
+
     @property
     def last_step(self) -> int:
         """The last step that any record speaks of."""

@@ -9,28 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from learnable_multipliers._formats import count
 from learnable_multipliers.report.comparison import (
     by_setting,
     differing_settings,
-    final,
     loss_gap,
     multiplier_quantiles,
     rms_pairs,
     spread,
 )
-from learnable_multipliers.report.records import Record, Run, number
-from learnable_multipliers.report.theme import compact
-
-Reference = tuple[str, float]
-"""A name and a loss in nats per token to measure the runs against."""
+from learnable_multipliers.report.records import Record, Run
 
 
-def summarize(runs: Sequence[Run], reference: Reference | None = None) -> list[str]:
+def summarize(runs: Sequence[Run]) -> list[str]:
     """Return the summary of a page as sentences of plain text; the first run is the baseline."""
-    sentences = _losses(runs)
-    if reference is not None:
-        sentences.append(_against_reference(runs, *reference))
-    return [*sentences, *_cautions(runs)]
+    return [*_losses(runs), *_cautions(runs)]
 
 
 def side(difference: float, base: float) -> str:
@@ -42,7 +35,7 @@ def side(difference: float, base: float) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> list[str]:
-    baseline, loss = runs[0], final(runs[0], "loss")
+    baseline, loss = runs[0], runs[0].final("eval", "loss")
     if not math.isfinite(loss):
         what = "has no finite validation loss" if baseline.of("eval") else "was not evaluated yet"
         alone = "." if len(runs) == 1 else ": no run is compared with it."
@@ -52,7 +45,7 @@ def _losses(runs: Sequence[Run]) -> list[str]:
         subject = f"With multipliers ({run.name}: placement {run.placement}) the validation loss"
         other = f"the plain run ({baseline.name})"
         return [_one(run, baseline, subject, other, f", which ends at {loss:.4f}")]
-    tokens = compact(number((baseline.last("eval") or {}).get("tokens")))
+    tokens = count(baseline.final("eval", "tokens"))
     return [
         f"Run {baseline.name}, the baseline, ends at a validation loss of {loss:.4f} nats per "
         f"token after {tokens} tokens.",
@@ -68,27 +61,18 @@ def _one(run: Run, baseline: Run, subject: str, other: str, addition: str = "") 
         return f"Run {run.name} has no finite validation loss at a token count of {other}."
     tokens, difference = both[-1]
     beside = side(difference, dict(zip(*baseline.series("eval", "loss"), strict=True))[tokens])
-    ends = [number((r.last("eval") or {}).get("tokens")) for r in (run, baseline)]
+    ends = [r.final("eval", "tokens") for r in (run, baseline)]
     if ends == [tokens, tokens]:
+        loss = run.final("eval", "loss")
         return (
-            f"{subject} ends at {final(run, 'loss'):.4f} nats per token after {compact(tokens)} "
-            f"tokens, {beside} {other}{addition}."
+            f"{subject} ends at {loss:.4f} nats per token after {count(tokens)} tokens, {beside} "
+            f"{other}{addition}."
         )
     return (
-        f"Run {run.name} was last evaluated after {compact(ends[0])} tokens and {baseline.name} "
-        f"after {compact(ends[1])}. Where both were, after {compact(tokens)} tokens, the loss of "
+        f"Run {run.name} was last evaluated after {count(ends[0])} tokens and {baseline.name} "
+        f"after {count(ends[1])}. Where both were, after {count(tokens)} tokens, the loss of "
         f"{run.name} is {beside} {other}."
     )
-
-
-def _against_reference(runs: Sequence[Run], name: str, level: float) -> str:
-    ends = [
-        f"{run.name} ends {side(final(run, 'loss') - level, level)} it"
-        for run in runs
-        if math.isfinite(final(run, "loss"))
-    ]
-    told = ", ".join(ends) or "no run was evaluated"
-    return f"The reference, {name}, stands at {level:.4f}: {told}."
 
 
 def describe_rms(run: Run) -> str:
@@ -120,7 +104,7 @@ def _cautions(runs: Sequence[Run]) -> list[str]:
     found = []
     groups = by_setting(runs)
     for group in (group for group in groups if len(group) > 1):
-        ends = spread(final(run, "loss") for run in group)
+        ends = spread(run.final("eval", "loss") for run in group)
         if ends is not None:
             names = ", ".join(run.name for run in group)
             found.append(
@@ -152,7 +136,7 @@ def _cautions(runs: Sequence[Run]) -> list[str]:
                 f"Run {run.name} goes on, or did not finish: its records stop at step "
                 f"{run.last_step}."
             )
-        skipped = number((run.last("train") or {}).get("skipped_steps"))
+        skipped = run.final("train", "skipped_steps")
         if skipped > 0:
             found.append(
                 f"Run {run.name} skipped {skipped:g} steps whose gradients were not finite."

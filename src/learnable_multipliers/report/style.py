@@ -1,0 +1,171 @@
+"""The one style of all plots: colours, axes, legends, and how a figure becomes SVG or a file.
+
+The six colours of runs have a contrast of at least 4.5 to the page, so that text may use them, and
+differ under the three common kinds of colour blindness.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from learnable_multipliers import _formats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+COLOURS = {
+    "page": "#fdfdfc",
+    "ink": "#33383f",
+    "muted": "#626a73",
+    "rule": "#dcdfe3",
+    "blue": "#216ee7",
+    "rust": "#852d02",
+    "teal": "#056d5d",
+    "plum": "#943199",
+    "ochre": "#8f7001",
+}
+RUN_COLOURS = [COLOURS[name] for name in ("ink", "blue", "rust", "teal", "plum", "ochre")]
+FORMATS = (".svg", ".png", ".pdf")
+
+_LINES = ("solid", "dashed", "dotted")
+# In points, which are the units of the SVG: half a desktop page, all of a phone's.
+_WIDTH = 400.0
+_RC: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    # A run may be called "$x": names are text, not formulas.
+    "text.parse_math": False,
+    "figure.facecolor": COLOURS["page"],
+    "figure.constrained_layout.use": True,
+    "axes.facecolor": COLOURS["page"],
+    "font.size": 12,
+    "axes.edgecolor": COLOURS["rule"],
+    "axes.labelcolor": COLOURS["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": COLOURS["rule"],
+    "text.color": COLOURS["ink"],
+    "xtick.color": COLOURS["rule"],
+    "ytick.color": COLOURS["rule"],
+    "xtick.labelcolor": COLOURS["muted"],
+    "ytick.labelcolor": COLOURS["muted"],
+    "legend.frameon": False,
+    "legend.fontsize": 11,
+    "legend.labelcolor": "linecolor",
+    "lines.linewidth": 2.0,
+    "lines.solid_capstyle": "butt",
+}
+
+
+@contextmanager
+def _settings(salt: str | None = None) -> Iterator[None]:
+    # From the defaults: a reader's own matplotlibrc must not change the bytes.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC | {"svg.hashsalt": salt})
+        yield
+
+
+@contextmanager
+def plot(heading: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a new figure and its axes, to draw on in the style of this package."""
+    with _settings():
+        figure = Figure(figsize=(_WIDTH / 72, height / 72))
+        # Above the axes and level: an upright label is hard to read on a phone.
+        figure.suptitle(heading, x=0.02, ha="left", fontsize=12, color=COLOURS["muted"])
+        yield figure, figure.add_subplot()
+
+
+def run_look(index: int) -> tuple[str, str]:
+    """Return the colour and the line style of a run: a combination of its own for 18 runs."""
+    rounds, index = divmod(index, len(RUN_COLOURS))
+    return RUN_COLOURS[index], _LINES[rounds % len(_LINES)]
+
+
+def short(text: str, length: int = 18) -> str:
+    """Return a name on one line that fits beside a plot."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split()) or "unnamed"
+    return text if len(text) <= length else text[: length - 3].rstrip(" -_.") + "..."
+
+
+def count_axis(axes: Axes, label: str, last: float) -> None:
+    """Make the x axis one of steps or tokens, from zero to the last one."""
+    axes.set(xlim=(0, last), xlabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _formats.count(value)))
+
+
+def log_axis(axes: Axes, which: Literal["x", "y"], low: float, high: float) -> None:
+    """Make an axis logarithmic, labelled with a few plain numbers."""
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    decades = math.log10(high / low)
+    steps = {0.8: (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), 1.6: (1.0, 2.0, 5.0), 2.6: (1.0, 3.0)}
+    subs = next((subs for most, subs in steps.items() if decades < most), (1.0,))
+    # Over less than a factor of three the axis is all but linear, and so are its numbers.
+    linear = MaxNLocator(6, steps=[1, 2, 5, 10])
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(linear if decades < 0.48 else LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(which="minor", length=0)
+
+
+def legend(figure: Figure, handles: Sequence[Line2D] = ()) -> None:
+    """Put a legend under the axes: of the handles, or else of the lines that have a label."""
+    handles = handles or [
+        line
+        for line in figure.axes[0].lines
+        # A run that has diverged has a name but no line.
+        if not str(line.get_label()).startswith("_") and np.isfinite(line.get_ydata()).any()
+    ]
+    if handles:
+        # As many columns as the longest label leaves room for.
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = max(1, min(4, int(_WIDTH / (6.5 * longest + 45))))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+
+
+def svg(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG element for a page that has no other of this name.
+
+    Equal figures give equal bytes.
+    """
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with _settings(name), warnings.catch_warnings():
+        # The reader's browser sets the text, and it has more letters than the font at hand.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    # Without the ids that every figure has; the others are hashes with the name.
+    text = buffer.getvalue()
+    return re.sub('<g id="[^"]*"', "<g", text[text.index("<svg") :])
+
+
+def check_format(path: Path) -> None:
+    """Raise a ValueError for a file that no figure can be written to, before any work is done."""
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(
+            f"a figure is written as {', '.join(FORMATS)}, by the ending of its name; got {path}"
+        )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to a file of its own."""
+    check_format(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _settings():
+        figure.savefig(path, dpi=160)
