@@ -30,7 +30,7 @@ from learnable_multipliers.report.comparison import (
     tokens_seen,
 )
 from learnable_multipliers.report.records import Run, number
-from learnable_multipliers.report.style import COLOURS, run_look, svg
+from learnable_multipliers.report.style import COLOURS, TEMPLATES, run_look, svg
 from learnable_multipliers.report.summary import describe_multipliers, describe_rms, summarize
 
 if TYPE_CHECKING:
@@ -71,12 +71,10 @@ def write_page(
         raise ValueError("notes is a sequence of paragraphs: write notes=[...] around a single one")
     runs = distinct_names(runs)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
     text = environment.get_template("page.html.j2").render(
         title=title,
@@ -131,29 +129,29 @@ def _plots(runs: Sequence[Run]) -> dict[str, list[tuple[str, Markup]]]:
     }
 
 
-def _runs_table(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return a row for each run; a column that no run has a value for is left out.
+def _runs_table(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return headings, and a row for each run; a column that no run has a value for is left out.
 
     A cell is a text, a pair of a number and how it is written, or None.
     """
-    cells = {heading: [_cell(column, run) for run in runs] for heading, column in _COLUMNS.items()}
-    columns = {heading: found for heading, found in cells.items() if any(found)}
+    cells = {
+        heading: [_cell(value_of(run), show) for run in runs]
+        for heading, (value_of, show) in _COLUMNS.items()
+    }
+    columns = {heading: column for heading, column in cells.items() if any(column)}
     return {
-        "headings": [(h, any(isinstance(c, str) for c in found)) for h, found in columns.items()],
+        "headings": [(h, any(isinstance(c, str) for c in cells)) for h, cells in columns.items()],
         "rows": [
-            (run.name, *run_look(index), [found[index] for found in columns.values()])
+            (run.name, *run_look(index), [column[index] for column in columns.values()])
             for index, run in enumerate(runs)
         ],
     }
 
 
-def _cell(
-    column: tuple[Callable[[Run], object], Callable[[float], str]], run: Run
-) -> str | tuple[object, str] | None:
-    value = column[0](run)
+def _cell(value: object, show: Callable[[float], str]) -> str | tuple[object, str] | None:
     if isinstance(value, str):
         return value
-    return None if math.isnan(number(value)) else (value, column[1](number(value)))
+    return None if math.isnan(number(value)) else (value, show(number(value)))
 
 
 def _settings_table(runs: Sequence[Run]) -> list[tuple[str, bool, list[str]]]:

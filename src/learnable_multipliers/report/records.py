@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """One training run, as recorded."""
 
@@ -49,13 +49,7 @@ class Run:
         config = _read_object(folder / "config.json")
         environment = _read_object(folder / "environment.json")
         records, unreadable = _read_metrics(folder / "metrics.jsonl")
-        return cls(
-            folder=folder,
-            config=config,
-            environment=environment,
-            records=records,
-            unreadable=unreadable,
-        )
+        return cls(folder, config, environment, records, unreadable)
 
     @property
     def name(self) -> str:
@@ -115,13 +109,18 @@ def number(value: object) -> float:
     return math.nan
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        value = json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{str(path.parent)!r} is not a run folder: it has no {path.name}"
         ) from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read(path))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -130,15 +129,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int, ...]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{str(path.parent)!r} is not a run folder: it has no {path.name}"
-        ) from None
+    """Return the records by kind, and the numbers of the lines that are no JSON."""
     unreadable: list[int] = []
-    by_kind: dict[str, dict[object, Record]] = {}
-    for line_number, line in enumerate(lines, start=1):
+    by_kind: dict[str, dict[Any, Record]] = {}
+    for line_number, line in enumerate(_read(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -146,30 +140,20 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int,
         except ValueError:
             unreadable.append(line_number)
             continue
-        kind = _check_record(record, f"{str(path)!r}, line {line_number}")
-        by_kind.setdefault(kind, {})[_key(kind, record, line_number)] = record
+        where = f"{str(path)!r}, line {line_number}"
+        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+            raise ValueError(f'{where}: expected an object with a "kind", as a run writes it')
+        kind = record["kind"]
+        missing = [field for field in _FIELDS.get(kind, ()) if field not in record]
+        if missing:
+            raise ValueError(f"{where}: a record of kind {kind!r} lacks {missing}")
+        # A later line replaces an earlier one of the same key.
+        key = (record["step"] if kind in _FIELDS else line_number, str(record.get("prompt")))
+        by_kind.setdefault(kind, {})[key] = record
     if unreadable and not by_kind:
         raise ValueError(f"{str(path)!r} has no line of JSON: not the metrics of a run")
-    records = {kind: _by_step(kind, tuple(found.values())) for kind, found in by_kind.items()}
+    records = {
+        kind: tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
+        for kind, found in by_kind.items()
+    }
     return records, tuple(unreadable)
-
-
-def _check_record(record: object, where: str) -> str:
-    """Return the kind of a record that has all its kind needs."""
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        raise ValueError(f'{where}: expected an object with a "kind", as a run writes it')
-    missing = [field for field in _FIELDS.get(record["kind"], ()) if field not in record]
-    if missing:
-        raise ValueError(f"{where}: a record of kind {record['kind']!r} lacks {missing}")
-    return record["kind"]
-
-
-def _key(kind: str, record: Record, line_number: int) -> object:
-    """Return what two lines share when the later one replaces the earlier."""
-    if kind == "sample":
-        return record["step"], record["prompt"]
-    return record["step"] if kind in _FIELDS else line_number
-
-
-def _by_step(kind: str, records: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple(sorted(records, key=lambda r: r["step"]) if kind in _FIELDS else records)

@@ -11,12 +11,12 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import matplotlib
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -38,52 +38,22 @@ COLOURS = {
     "ochre": "#8f7001",
 }
 RUN_COLOURS = [COLOURS[name] for name in ("ink", "blue", "rust", "teal", "plum", "ochre")]
+TEMPLATES = Path(__file__).parent / "templates"
 FORMATS = (".svg", ".png", ".pdf")
 
-_LINES = ("solid", "dashed", "dotted")
 # In points, which are the units of the SVG: half a desktop page, all of a phone's.
 _WIDTH = 400.0
-_RC: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    # A run may be called "$x": names are text, not formulas.
-    "text.parse_math": False,
-    "figure.facecolor": COLOURS["page"],
-    "figure.constrained_layout.use": True,
-    "axes.facecolor": COLOURS["page"],
-    "font.size": 12,
-    "axes.edgecolor": COLOURS["rule"],
-    "axes.labelcolor": COLOURS["muted"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["rule"],
-    "text.color": COLOURS["ink"],
-    "xtick.color": COLOURS["rule"],
-    "ytick.color": COLOURS["rule"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.labelcolor": COLOURS["muted"],
-    "legend.frameon": False,
-    "legend.fontsize": 11,
-    "legend.labelcolor": "linecolor",
-    "lines.linewidth": 2.0,
-    "lines.solid_capstyle": "butt",
-}
 
 
-@contextmanager
-def _settings(salt: str | None = None) -> Iterator[None]:
+def _look(**more: Any) -> AbstractContextManager[None]:
     # From the defaults: a reader's own matplotlibrc must not change the bytes.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_RC | {"svg.hashsalt": salt})
-        yield
+    return style.context([TEMPLATES / "plots.mplstyle", more], after_reset=True)
 
 
 @contextmanager
 def plot(heading: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
     """Yield a new figure and its axes, to draw on in the style of this package."""
-    with _settings():
+    with _look():
         figure = Figure(figsize=(_WIDTH / 72, height / 72))
         # Above the axes and level: an upright label is hard to read on a phone.
         figure.suptitle(heading, x=0.02, ha="left", fontsize=12, color=COLOURS["muted"])
@@ -93,7 +63,7 @@ def plot(heading: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
 def run_look(index: int) -> tuple[str, str]:
     """Return the colour and the line style of a run: a combination of its own for 18 runs."""
     rounds, index = divmod(index, len(RUN_COLOURS))
-    return RUN_COLOURS[index], _LINES[rounds % len(_LINES)]
+    return RUN_COLOURS[index], ("solid", "dashed", "dotted")[rounds % 3]
 
 
 def short(text: str, length: int = 18) -> str:
@@ -146,7 +116,7 @@ def svg(figure: Figure, name: str) -> str:
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with _settings(name), warnings.catch_warnings():
+    with _look(**{"svg.hashsalt": name}), warnings.catch_warnings():
         # The reader's browser sets the text, and it has more letters than the font at hand.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(buffer, format="svg", metadata=nothing)
@@ -167,5 +137,5 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure to a file of its own."""
     check_format(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _settings():
+    with _look():
         figure.savefig(path, dpi=160)
