@@ -16,20 +16,25 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from learnable_multipliers.report import Run, write_page
-from learnable_multipliers.report.comparison import by_setting, differing_settings, loss_gap
-from learnable_multipliers.report.health import (
+from learnable_multipliers.report.comparison import (
+    by_setting,
+    differing_settings,
+    loss_gap,
+    pool_quantiles,
+)
+from learnable_multipliers.report.plots import (
+    MAX_POINTS,
     drift_over_steps,
+    gap_curves,
+    learning_rates,
+    loss_curves,
+    multiplier_ranges,
     multipliers_over_steps,
     noise_over_steps,
-    shares_over_steps,
-)
-from learnable_multipliers.report.matrices import (
-    multiplier_ranges,
-    pool_quantiles,
     rms_over_steps,
     rms_scatter,
+    shares_over_steps,
 )
-from learnable_multipliers.report.plots import MAX_POINTS, gap_curves, learning_rates, loss_curves
 from learnable_multipliers.report.style import COLOURS, RUN_COLOURS
 from learnable_multipliers.report.summary import summarize
 

@@ -96,6 +96,26 @@ def multiplier_quantiles(record: Record | None) -> dict[tuple[str, str], list[li
     return groups
 
 
+def pool_quantiles(matrices: Sequence[Sequence[float]]) -> list[float]:
+    """Return quantiles for several matrices: the extremes of all, medians of those between."""
+    columns = list(zip(*matrices, strict=True))
+    inner = [statistics.median(column) for column in columns[1:-1]]
+    return [min(columns[0]), *inner, max(columns[-1])]
+
+
+def drifting(run: Run) -> list[str]:
+    """Return the symmetries of a run in words, those it has drifted along most first."""
+    last = run.last("health") or {}
+    found = [key for key in last if key.startswith("drift/") and key != "drift/largest"]
+    found.sort(key=lambda key: -number(last[key]))
+    return [key.removeprefix("drift/") for key in found]
+
+
+def alarms(run: Run) -> list[str]:
+    """Return what the last record of a run's health warns of."""
+    return [str(text) for text in (run.last("health") or {}).get("alarms", [])]
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested config as one level of dotted keys."""
     flat: dict[str, Any] = {}

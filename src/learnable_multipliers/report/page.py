@@ -18,19 +18,8 @@ import jinja2
 from markupsafe import Markup
 
 from learnable_multipliers._formats import count, duration
-from learnable_multipliers.report import health, matrices, plots
-from learnable_multipliers.report.comparison import (
-    differing_settings,
-    distinct_names,
-    flatten,
-    loss_gap,
-    multiplier_quantiles,
-    rms_pairs,
-    tokens_per_second,
-    tokens_seen,
-)
+from learnable_multipliers.report import comparison, plots, style
 from learnable_multipliers.report.records import Run, number
-from learnable_multipliers.report.style import COLOURS, TEMPLATES, run_look, svg
 from learnable_multipliers.report.summary import describe_multipliers, describe_rms, summarize
 
 if TYPE_CHECKING:
@@ -48,8 +37,8 @@ _COLUMNS: dict[str, tuple[Callable[[Run], object], Callable[[float], str]]] = {
     "seed": (lambda run: run.setting("seed"), "{:g}".format),
     "parameters": (lambda run: run.environment.get("parameters"), count),
     "multipliers": (lambda run: run.environment.get("multipliers"), count),
-    "tokens": (lambda run: tokens_seen([run]), count),
-    "tokens/s": (tokens_per_second, "{:,.0f}".format),
+    "tokens": (lambda run: comparison.tokens_seen([run]), count),
+    "tokens/s": (comparison.tokens_per_second, "{:,.0f}".format),
     "MFU": (lambda run: run.final("train", "mfu"), "{:.1%}".format),
     "time": (lambda run: run.final("end" if run.of("end") else "train", "seconds"), duration),
 }
@@ -69,9 +58,9 @@ def write_page(
         raise ValueError("a page needs at least one run: load some with Run.load(folder)")
     if isinstance(notes, str):
         raise ValueError("notes is a sequence of paragraphs: write notes=[...] around a single one")
-    runs = distinct_names(runs)
+    runs = comparison.distinct_names(runs)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(style.TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -79,14 +68,14 @@ def write_page(
     text = environment.get_template("page.html.j2").render(
         title=title,
         runs=runs,
-        colours=COLOURS,
+        colours=style.COLOURS,
         summary=summarize(runs),
         notes=notes,
         table=_runs_table(runs),
         plots=_plots(runs),
         rms=[text for text in map(describe_rms, runs) if text],
         multipliers=[text for text in map(describe_multipliers, runs) if text],
-        alarms=[(run.name, text) for run in runs for text in health.alarms(run)],
+        alarms=[(run.name, text) for run in runs for text in comparison.alarms(run)],
         samples=_samples(runs),
         places=_places(runs),
         settings=_settings_table(runs),
@@ -100,32 +89,30 @@ def write_page(
 
 def _plots(runs: Sequence[Run]) -> dict[str, list[tuple[str, Markup]]]:
     """Return the SVGs of each plot: one without a name, or one for each run that has the data."""
-    weighed = [run for run in runs if rms_pairs(run.last("weights"))]
-    multiplied = [run for run in runs if multiplier_quantiles(run.last("weights"))]
+    weighed = [run for run in runs if comparison.rms_pairs(run.last("weights"))]
+    multiplied = [run for run in runs if comparison.multiplier_quantiles(run.last("weights"))]
     checked = [run for run in runs if run.of("health")]
-    at_end = matrices.rms_limits([run.of("weights")[-1] for run in weighed])
-    all_along = matrices.rms_limits([record for run in weighed for record in run.of("weights")])
-    compared = any(loss_gap(run, runs[0]).tokens for run in runs[1:])
-    limits = matrices.multiplier_limits(multiplied)
-    shared: dict[str, Figure | None] = {
-        "loss": plots.loss_curves(runs),
-        "gap": plots.gap_curves(runs) if compared else None,
-        "lr": plots.learning_rates(runs),
-    }
-    each: dict[str, tuple[Sequence[Run], Callable[[Run], Figure]]] = {
-        "scatter": (weighed, lambda run: matrices.rms_scatter(run, at_end)),
-        "rms": (weighed, lambda run: matrices.rms_over_steps(run, all_along)),
-        "multipliers": (multiplied, lambda run: matrices.multiplier_ranges(run, limits)),
-        "shares": (checked, health.shares_over_steps),
-        "noise": (checked, health.noise_over_steps),
-        "ranges": ([r for r in checked if r in multiplied], health.multipliers_over_steps),
-        "drift": ([r for r in checked if health.drifting(r)], health.drift_over_steps),
+    at_end = plots.rms_limits([run.of("weights")[-1] for run in weighed])
+    all_along = plots.rms_limits([record for run in weighed for record in run.of("weights")])
+    compared = any(comparison.loss_gap(run, runs[0]).tokens for run in runs[1:])
+    limits = plots.multiplier_limits(multiplied)
+    drawn: dict[str, list[tuple[str, Figure]]] = {
+        "loss": [("", plots.loss_curves(runs))],
+        "gap": [("", plots.gap_curves(runs))] if compared else [],
+        "scatter": [(run.name, plots.rms_scatter(run, at_end)) for run in weighed],
+        "rms": [(run.name, plots.rms_over_steps(run, all_along)) for run in weighed],
+        "multipliers": [(run.name, plots.multiplier_ranges(run, limits)) for run in multiplied],
+        "shares": [(run.name, plots.shares_over_steps(run)) for run in checked],
+        "noise": [(run.name, plots.noise_over_steps(run)) for run in checked],
+        "ranges": [(r.name, plots.multipliers_over_steps(r)) for r in multiplied if r.of("health")],
+        "drift": [(r.name, plots.drift_over_steps(r)) for r in runs if comparison.drifting(r)],
+        "lr": [("", plots.learning_rates(runs))],
     }
     return {
-        key: [("", Markup(svg(figure, key)))] if figure else [] for key, figure in shared.items()
-    } | {
-        key: [(r.name, Markup(svg(draw(r), f"{key}-{i}"))) for i, r in enumerate(shown)]
-        for key, (shown, draw) in each.items()
+        key: [
+            (run, Markup(style.svg(figure, f"{key}-{i}"))) for i, (run, figure) in enumerate(each)
+        ]
+        for key, each in drawn.items()
     }
 
 
@@ -142,7 +129,7 @@ def _runs_table(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {
         "headings": [(h, any(isinstance(c, str) for c in cells)) for h, cells in columns.items()],
         "rows": [
-            (run.name, *run_look(index), [column[index] for column in columns.values()])
+            (run.name, *style.run_look(index), [column[index] for column in columns.values()])
             for index, run in enumerate(runs)
         ],
     }
@@ -156,8 +143,8 @@ def _cell(value: object, show: Callable[[float], str]) -> str | tuple[object, st
 
 def _settings_table(runs: Sequence[Run]) -> list[tuple[str, bool, list[str]]]:
     """Return each setting, whether it differs between runs, and its value in every run."""
-    differing = set(differing_settings(runs))
-    configs = [flatten(run.config) for run in runs]
+    differing = set(comparison.differing_settings(runs))
+    configs = [comparison.flatten(run.config) for run in runs]
     return [
         (key, key in differing, [json.dumps(c[key]) if key in c else "-" for c in configs])
         for key in dict.fromkeys(key for config in configs for key in config)

@@ -1,22 +1,39 @@
-"""Plots of runs side by side: loss, gap to the baseline, learning rate.
+"""The plots of a page: losses of all runs, and for each run its weights, multipliers and health.
 
-Every run keeps its colour through all of them; the first is the baseline.
+Pure functions from runs to figures. Every run keeps its colour through the plots that show all;
+the first is the baseline. Roles share a colour by the part of the model they sit in, and differ by
+marker inside it.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from learnable_multipliers import _formats
-from learnable_multipliers.report.comparison import loss_gap, tokens_seen
+from learnable_multipliers.report.comparison import (
+    drifting,
+    loss_gap,
+    multiplier_quantiles,
+    pool_quantiles,
+    positive,
+    rms_pairs,
+    role_of,
+    tokens_seen,
+)
+from learnable_multipliers.report.records import Record, Run
 from learnable_multipliers.report.style import (
     COLOURS,
+    RUN_COLOURS,
     count_axis,
     legend,
+    log_axis,
     plot,
     run_look,
     short,
@@ -26,13 +43,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from learnable_multipliers.report.records import Run
-
 MAX_POINTS = 200
 """A longer training curve is drawn as this many means of neighbouring records."""
 
 EARLY = 0.2
 """Part of the tokens, at the start, that does not widen the axis of losses."""
+
+# Colour of a part of the model -> its roles; the first role present stands for it over time.
+_PARTS = {
+    "ochre": ("embedding", "tied-embedding", "position-embedding"),
+    "blue": ("query", "attention-out", "value", "key", "query-latent", "kv-latent"),
+    "teal": ("ssm-in", "ssm-x", "ssm-z", "ssm-out", "ssm-B", "ssm-C", "ssm-dt"),
+    "rust": ("down", "gate", "up", "ungated-up"),
+    "plum": ("head", "router"),
+}
+_LOOKS = {
+    role: (COLOURS[colour], marker)
+    for colour, roles in _PARTS.items()
+    for role, marker in zip(roles, "os^Dv*P", strict=False)
+}
+_AXES = {
+    "row": ("rows: one per output", COLOURS["blue"]),
+    "col": ("columns: one per input", COLOURS["rust"]),
+    "scalar": ("scalars: one per matrix", COLOURS["teal"]),
+}
+_KINDS = {"matrices": "ink", "multipliers": "blue", "vectors": "rust"}
+_DRIFT_COLOURS = [*RUN_COLOURS[1:], RUN_COLOURS[0]]
 
 
 def loss_curves(runs: Sequence[Run]) -> Figure:
@@ -43,12 +79,10 @@ def loss_curves(runs: Sequence[Run]) -> Figure:
         for index, run in enumerate(runs):
             colour, line = run_look(index)
             train = thin_out(*run.series("train", "loss"))
+            axes.plot(*train, color=colour, lw=0.9, alpha=alpha)
+            axes.plot(*run.series("eval", "loss"), color=colour, ls=line)
             # Before any evaluation, the name goes to the training loss.
-            name, thin_name = short(run.name), None
-            if not run.of("eval"):
-                name, thin_name = None, name
-            axes.plot(*train, color=colour, lw=0.9, alpha=alpha, label=thin_name)
-            axes.plot(*run.series("eval", "loss"), color=colour, ls=line, label=name)
+            axes.lines[-1 if run.of("eval") else -2].set_label(short(run.name))
         _fit(axes, runs)
         legend(figure)
         return figure
@@ -99,6 +133,177 @@ def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
     return [_mean(x[piece]) for piece in pieces], [_mean(y[piece]) for piece in pieces]
 
 
+def rms_limits(records: Sequence[Record]) -> tuple[float, float]:
+    """Return one range for the rms of many records, so that their plots can be compared."""
+    kinds = ("raw_rms", "predicted_rms")
+    values = [v for record in records for key in kinds for v in positive(record, key).values()]
+    if not values:
+        return 0.1, 10.0
+    # At least a factor of four: or rounding would look like a difference.
+    middle, half = math.sqrt(min(values) * max(values)), math.sqrt(max(values) / min(values))
+    half = max(2.0, 1.15 * half)
+    return middle / half, middle * half
+
+
+def rms_scatter(run: Run, limits: tuple[float, float] | None = None) -> Figure:
+    """Draw the measured rms of every matrix against its prediction, at the last record."""
+    record = run.last("weights") or {}
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for name, pair in rms_pairs(record).items():
+        groups.setdefault(role_of(record, name), []).append(pair)
+    with plot("measured rms of the raw weight", 370) as (figure, axes):
+        low, high = limits or rms_limits([record])
+        axes.plot([low, high], [low, high], color=COLOURS["muted"], lw=1.2, ls="dashed")
+        for role in sorted(groups, key=_rank):
+            colour, marker = _look(role)
+            axes.plot(*zip(*groups[role], strict=True), ls="", color=colour, marker=marker, ms=6,
+                      mew=0, alpha=0.8, label=short(role))  # fmt: skip
+        axes.text(0.98, 0.7, "as predicted", transform=axes.transAxes, ha="right",
+                  color=COLOURS["muted"], style="italic")  # fmt: skip
+        axes.set_xlabel("rms if gradients were pure noise")
+        log_axis(axes, "x", low, high)
+        log_axis(axes, "y", low, high)
+        legend(figure)
+        return figure
+
+
+def rms_over_steps(run: Run, limits: tuple[float, float] | None = None) -> Figure:
+    """Draw the rms of one role of each part of the model over steps; dashed, its prediction."""
+    records = run.of("weights")
+    present = {role_of(record, name) for record in records for name in positive(record, "raw_rms")}
+    roles: dict[str, str] = {}
+    for role in sorted(present, key=_rank):
+        roles.setdefault(_look(role)[0], role)
+    steps = [int(record["step"]) for record in records]
+    with plot("rms of the raw weight", 310) as (figure, axes):
+        for colour, role in roles.items():
+            measured = [_of_role(record, role, "raw_rms") for record in records]
+            predicted = [_of_role(record, role, "predicted_rms") for record in records]
+            axes.plot(steps, measured, color=colour, label=short(role))
+            axes.plot(steps, predicted, color=colour, lw=1.3, ls="dashed")
+        count_axis(axes, "step", max([1, *steps]))
+        log_axis(axes, "y", *(limits or rms_limits(records)))
+        legend(figure)
+        return figure
+
+
+def multiplier_limits(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return one range for the positive multipliers of all runs, with 1 inside."""
+    groups = [g for run in runs for g in multiplier_quantiles(run.last("weights")).values()]
+    values = [v for group in groups for quantiles in group for v in quantiles if v > 0]
+    # Five decades at most: a multiplier at 1e-9 is zero, and would squeeze the others.
+    low = max(min([0.8, *values]), max([1.25, *values]) / 1e5)
+    return low / 1.12, max([1.25, *values]) * 1.12
+
+
+def multiplier_ranges(run: Run, limits: tuple[float, float] | None = None) -> Figure:
+    """Draw how far the learned multipliers of each role spread, rows and columns apart."""
+    groups = multiplier_quantiles(run.last("weights"))
+    keys = sorted(groups, key=lambda key: (_rank(key[0]), list(_AXES).index(key[1])))
+    low, high = limits or multiplier_limits([run])
+    centres: dict[str, list[float]] = {}
+    y = 0.0
+    with plot("", 110 + 13 * (len(keys) + len({role for role, _ in keys}))) as (figure, axes):
+        axes.axvline(1.0, color=COLOURS["ink"], lw=1.2)
+        for role, axis in keys:
+            y += 1 if role in centres or not centres else 2
+            centres.setdefault(role, []).append(y)
+            colour = _AXES[axis][1]
+            quantiles = pool_quantiles(groups[role, axis])
+            ends = [max(q, low) for q in quantiles]
+            for outer, width in zip((0, 1, 2), (1.2, 3.2, 7.0), strict=True):
+                axes.plot([ends[outer], ends[6 - outer]], [y, y], color=colour, lw=width)
+            axes.plot(ends[3], y, marker="o", ms=5, mew=1.8, color=colour, mfc=COLOURS["page"])
+            if quantiles[0] <= 0:
+                axes.plot(low, y, marker="<", ms=7, color=colour, clip_on=False)
+        axes.set(xlabel="multiplier", ylim=(y + 1, 0))
+        axes.set_yticks([statistics.mean(c) for c in centres.values()], list(map(short, centres)))
+        axes.tick_params(axis="y", length=0, labelcolor=COLOURS["ink"])
+        axes.grid(visible=False, axis="y")
+        axes.spines["left"].set_visible(False)
+        log_axis(axes, "x", low, high)
+        shown = {axis for _, axis in keys}
+        looks = [look for axis, look in _AXES.items() if axis in shown]
+        legend(figure, [Line2D([], [], color=colour, lw=5, label=text) for text, colour in looks])
+        return figure
+
+
+def shares_over_steps(run: Run) -> Figure:
+    """Draw how many tensors of each kind are trapped (solid) and free (dashed)."""
+    with plot("share of the tensors") as (figure, axes):
+        for kind, name in _KINDS.items():
+            axes.plot(*_series(run, f"trapped/{kind}"), color=COLOURS[name], label=kind)
+            axes.plot(*_series(run, f"free/{kind}"), color=COLOURS[name], lw=1.3, ls="dashed")
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        _step_axis(axes, run)
+        legend(figure)
+        return figure
+
+
+def noise_over_steps(run: Run) -> Figure:
+    """Draw the noise indicator of each kind of tensor, in the median; 1 is pure noise."""
+    with plot("noise indicator") as (figure, axes):
+        axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
+        shown = [0.5, 2.0]
+        for kind, name in _KINDS.items():
+            steps, values = _series(run, f"noise/{kind}")
+            axes.plot(steps, values, color=COLOURS[name], label=kind)
+            shown += [value for value in values if value > 0]
+        axes.text(0.02, 1.06, "pure noise", transform=axes.get_yaxis_transform(),
+                  color=COLOURS["muted"], style="italic", va="bottom")  # fmt: skip
+        _step_axis(axes, run)
+        log_axis(axes, "y", min(shown) / 1.2, max(shown) * 1.2)
+        legend(figure)
+        return figure
+
+
+def multipliers_over_steps(run: Run) -> Figure:
+    """Draw the range of all multipliers: the extremes, the middle 90%, the middle half."""
+    pooled: dict[int, list[float]] = {}
+    for record in run.of("weights"):
+        matrices = [m for group in multiplier_quantiles(record).values() for m in group]
+        if matrices:
+            pooled[int(record["step"])] = pool_quantiles(matrices)
+    values = [value for row in pooled.values() for value in row if value > 0]
+    high = max([1.25, *values]) * 1.1
+    low = max(min([0.8, *values]) / 1.1, high / 1e5)
+    steps, bands = list(pooled), np.maximum(list(pooled.values()), low).T
+    with plot("multipliers", 250) as (figure, axes):
+        axes.axhline(1.0, color=COLOURS["ink"], lw=1.2)
+        for outer, alpha in enumerate((0.15, 0.25, 0.4)):
+            axes.fill_between(steps, bands[outer], bands[6 - outer], color=COLOURS["blue"],
+                              alpha=alpha, lw=0)  # fmt: skip
+        axes.plot(steps, bands[3], color=COLOURS["blue"])
+        _step_axis(axes, run)
+        log_axis(axes, "y", low, high)
+        return figure
+
+
+def drift_over_steps(run: Run) -> Figure:
+    """Draw how far scales have drifted along each kind of symmetry, as a factor."""
+    symmetries = drifting(run)
+    # Those that drift most have a colour, the others share a grey.
+    named = len(_DRIFT_COLOURS)
+    with plot("drift, as a factor", 270 + 16 * min(len(symmetries), named + 1)) as (figure, axes):
+        for index, words in enumerate(symmetries):
+            steps, logs = _series(run, f"drift/{words}")
+            factors = [math.exp(value) for value in logs]
+            if index < named:
+                # Without what kind it is.
+                label = short(words.rpartition(" (")[0] or words, 60)
+                axes.plot(steps, factors, color=_DRIFT_COLOURS[index], label=label)
+            else:
+                label = f"{len(symmetries) - named} others" if index == named else None
+                axes.plot(steps, factors, color=COLOURS["muted"], lw=0.9, label=label)
+        axes.set_ylim(1.0, max(1.1, axes.get_ylim()[1]))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _formats.number(value)))
+        _step_axis(axes, run)
+        legend(figure)
+        return figure
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
 
@@ -114,9 +319,36 @@ def _token_axis(axes: Axes, runs: Sequence[Run]) -> float:
 def _fit(axes: Axes, runs: Sequence[Run], margin: float = 0.06, also: Sequence[float] = ()) -> None:
     """Show all tokens, and of the losses those after the first, steep part."""
     last = _token_axis(axes, runs)
-    points = [(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)]
-    shown = [float(y) for x, y in points if x >= EARLY * last and math.isfinite(y)]
-    shown += also
+    x, y = np.concatenate([np.asarray(line.get_xydata()) for line in axes.lines]).T
+    shown = [*y[(x >= EARLY * last) & np.isfinite(y)].tolist(), *also]
     if shown:
         pad = margin * (max(shown) - min(shown)) or 0.01 * abs(shown[0]) or 0.01
         axes.set_ylim(min(shown) - pad, max(shown) + pad)
+
+
+def _of_role(record: Record, role: str, key: str) -> float:
+    """Return an rms of a role: the geometric mean over its matrices, nan where there is none."""
+    found = [rms for name, rms in positive(record, key).items() if role_of(record, name) == role]
+    return statistics.geometric_mean(found) if found else math.nan
+
+
+def _rank(role: str) -> tuple[int, str]:
+    """Return the place of a role in legends, of the first of a fused one."""
+    first = role.partition("/")[0]
+    return (list(_LOOKS).index(first) if first in _LOOKS else len(_LOOKS)), role
+
+
+def _look(role: str) -> tuple[str, str]:
+    """Return the colour and the marker of a role, of the first of a fused one; else grey."""
+    return _LOOKS.get(role.partition("/")[0], (COLOURS["muted"], "X"))
+
+
+def _series(run: Run, key: str) -> tuple[list[float], list[float]]:
+    """Return the steps at which a number was recorded, and the number."""
+    found = zip(*run.series("health", key, by="step"), strict=True)
+    pairs = [(step, value) for step, value in found if math.isfinite(value)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _step_axis(axes: Axes, run: Run) -> None:
+    count_axis(axes, "step", max([1, *(int(record["step"]) for record in run.of("health"))]))
