@@ -1,6 +1,6 @@
 """Reads run folders and writes one self-contained HTML page about them; it never trains.
 
-The only part of the package that imports matplotlib.
+The only part of the package that imports matplotlib and Jinja2.
 """
 
 from learnable_multipliers.report.page import write_page

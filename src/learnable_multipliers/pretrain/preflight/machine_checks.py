@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.trainer.device import Device
 INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 # Without these nothing is trained; without those less is shown.
 _NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
-_SHOWING = ("matplotlib", "tensorboard")
+_SHOWING = ("jinja2", "matplotlib", "tensorboard")
 _OLDEST = (3, 11)
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = 64 * 2**20
