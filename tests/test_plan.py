@@ -302,7 +302,7 @@ def test_multipliers_on_a_vector_are_refused():
         ({"only": "quer"}, "unknown role 'quer'; closest: query"),
         ({"init": "folded"}, "a number or 'fold'"),
         ({"init_keeps": "both"}, "'function' or 'raw'"),
-        ({"only": "key", "role": "up"}, "cannot tell"),
+        ({"only": "key", "role": "up"}, "cannot set"),
         ({"role": "up", "split": {"up": 4}}, "not both"),
     ],
 )
@@ -355,11 +355,20 @@ def test_json_round_trip_keeps_everything():
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"format": 9}', '{"format": 1, "entries": [], "assumptions": []}']
+    "text", ["[]", "{}", '{"entries": []}', '{"format": 1, "entries": [], "assumptions": []}']
 )
 def test_what_is_not_a_plan_is_refused(text):
     with pytest.raises(ValueError, match="not a plan"):
         lrm.Plan.from_json(text)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_plan_of_another_format_version_is_refused(version):
+    content = json.loads(lrm.plan(HandWritten(), "full").to_json())
+    assert content["format"] == 1
+    content["format"] = version
+    with pytest.raises(ValueError, match="not a plan of format 1.*lrm.plan"):
+        lrm.Plan.from_json(json.dumps(content))
 
 
 def test_plan_of_another_placement_name_is_refused():

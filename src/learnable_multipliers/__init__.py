@@ -3,7 +3,7 @@
 from learnable_multipliers import mup
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers._multiplier import Block, Matrix, effective, split_gradient
-from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._planner import plan
 from learnable_multipliers._reparametrize import merge, reparametrize
 from learnable_multipliers._rules import NO_EMBEDDING, Rule
@@ -37,13 +37,13 @@ __all__ = [
     "AdamW",
     "Block",
     "Diagnosis",
-    "Entry",
     "Health",
     "LearnableMultipliers",
     "Matrix",
     "Monitor",
     "Muon",
     "Plan",
+    "PlanEntry",
     "Rule",
     "Symmetries",
     "Symmetry",

@@ -2,8 +2,8 @@
 
 Falcon-H1 multiplies activations by constants from its config. Learned multipliers can start at
 those values and the constants become 1; this module knows where the constants live, which
-matrices each acts on, and how to reset it. Another model can tell itself, by a method
-`fixed_multipliers()` that returns them with parameter names relative to its own module.
+matrices each acts on, and how to reset it. Another model declares its own with a method
+`fixed_multipliers()` that returns them with parameter names relative to its module.
 """
 
 from __future__ import annotations
@@ -63,61 +63,27 @@ class _Constant:
     per_layer: bool = True
 
 
-_Q, _K, _V = (
-    ("self_attn.q_proj", "query"),
-    ("self_attn.k_proj", "key"),
-    ("self_attn.v_proj", "value"),
-)
-_IN = tuple(("mamba.in_proj", role) for role in SSM_ROLES)
+_EMBED, _HEAD = ("model.embed_tokens", "embedding"), ("lm_head", "head")
+_Q, _K = ("self_attn.q_proj", "query"), ("self_attn.k_proj", "key")
+_V, _O = ("self_attn.v_proj", "value"), ("self_attn.o_proj", "attention-out")
+_GATE, _DOWN = ("feed_forward.gate_proj", "gate"), ("feed_forward.down_proj", "down")
+_SSM_IN = tuple(("mamba.in_proj", role) for role in SSM_ROLES)
+_SSM_OUT = ("mamba.out_proj", "ssm-out")
 _FALCON_H1 = (
     _Constant(
-        "embedding_multiplier",
-        "model",
-        "embedding_multiplier",
-        (("model.embed_tokens", "embedding"),),
-        scales_bias=False,
-        per_layer=False,
+        "embedding_multiplier", "model", "embedding_multiplier", (_EMBED,), False, per_layer=False
     ),
-    _Constant(
-        "lm_head_multiplier",
-        "model",
-        "lm_head_multiplier",
-        (("lm_head", "head"),),
-        scales_bias=True,
-        per_layer=False,
-    ),
+    _Constant("lm_head_multiplier", "model", "lm_head_multiplier", (_HEAD,), True, per_layer=False),
     _Constant("attention_in_multiplier", "", "attention_in_multiplier", (_Q, _K, _V), False),
     _Constant("key_multiplier", "self_attn", "key_multiplier", (_K,), True),
-    _Constant(
-        "attention_out_multiplier",
-        "",
-        "attn_out_multiplier",
-        (("self_attn.o_proj", "attention-out"),),
-        True,
-    ),
-    _Constant("ssm_in_multiplier", "mamba", "ssm_in_multiplier", _IN, False),
-    _Constant(
-        "ssm_out_multiplier", "", "ssm_out_multiplier", (("mamba.out_proj", "ssm-out"),), True
-    ),
-    _Constant(
-        "mlp_multipliers",
-        "feed_forward",
-        "gate_multiplier",
-        (("feed_forward.gate_proj", "gate"),),
-        True,
-        index=0,
-    ),
-    _Constant(
-        "mlp_multipliers",
-        "feed_forward",
-        "down_multiplier",
-        (("feed_forward.down_proj", "down"),),
-        True,
-        index=1,
-    ),
+    _Constant("attention_out_multiplier", "", "attn_out_multiplier", (_O,), True),
+    _Constant("ssm_in_multiplier", "mamba", "ssm_in_multiplier", _SSM_IN, False),
+    _Constant("ssm_out_multiplier", "", "ssm_out_multiplier", (_SSM_OUT,), True),
+    _Constant("mlp_multipliers", "feed_forward", "gate_multiplier", (_GATE,), True, index=0),
+    _Constant("mlp_multipliers", "feed_forward", "down_multiplier", (_DOWN,), True, index=1),
     *(
         _Constant("ssm_multipliers", "mamba", "mup_vector", (target,), True, index=index)
-        for index, target in enumerate(_IN)
+        for index, target in enumerate(_SSM_IN)
     ),
 )
 

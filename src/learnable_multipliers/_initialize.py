@@ -1,4 +1,4 @@
-"""Bring a plan's initial values into the model, before the first forward pass."""
+"""Apply a plan's initial values to the model's weights, before the first forward pass."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
 from learnable_multipliers._multiplier import Kind
-from learnable_multipliers.roles import UNKNOWN, Part, Reading
+from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part
 from learnable_multipliers.symmetry._derive import Carried, split_rows
 
 Placement = Literal["full", "symmetry-aware", "scalar"]
@@ -38,52 +38,56 @@ class Choice(NamedTuple):
     """Reason for columns, where it is a matter of its own."""
 
 
-def choose(placement: Placement, reading: Reading, part: Part) -> Choice | None:
+def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice | None:
     """Return the placement's choice for one logical matrix; None where a rule must decide."""
-    if reading.opaque:
-        return Choice("none", reading.note)
+    if parameter.opaque:
+        return Choice("none", parameter.note)
     if part.role == "head":
-        scaled = f"{_leaf(reading.column_norm)} scales its columns" if reading.column_norm else ""
+        scaled = (
+            f"{_leaf(parameter.column_norm)} scales its columns" if parameter.column_norm else ""
+        )
         free = "left as it is (no learnable norm in front: a rule can add columns)"
         return Choice("none", f"{scaled or free}; rows would scale single logits")
     if part.role == "router":
         return Choice("none", "routing is left as it is in every placement")
     if placement == "scalar":
-        return Choice("scalar", reading.note if part.role == UNKNOWN else "one scale per matrix")
+        return Choice("scalar", parameter.note if part.role == UNKNOWN else "one scale per matrix")
     if part.role == "tied-embedding":
         return Choice("col", "tied to the head: row multipliers would scale single logits")
     if placement == "full":
-        return Choice("row+col", reading.note)
+        return Choice("row+col", parameter.note)
     if part.role == UNKNOWN:
         return None
-    row, row_reason = _symmetry_aware_row(reading, part)
-    col, col_reason = _symmetry_aware_col(reading, part)
+    row, row_reason = _symmetry_aware_row(parameter, part)
+    col, col_reason = _symmetry_aware_col(parameter, part)
     return Choice(_KINDS[row, col], row_reason, col_reason)
 
 
-def derived_choices(reading: Reading, carried: Carried) -> tuple[Reading, dict[int, Choice]]:
+def derived_choices(
+    parameter: ParameterRole, carried: Carried
+) -> tuple[ParameterRole, dict[int, Choice]]:
     """Return the choices that symmetries make for each part of a matrix, and the matrix's parts.
 
     What no placement gives multipliers, a head or a router, is left to `choose`. Rows that do not
     fall into the parts known give parts of their own.
     """
-    pattern = carried.rows.view(reading.repeats, -1)
-    sizes = [part.size for part in reading.parts]
+    pattern = carried.rows.view(parameter.repeats, -1)
+    sizes = [part.size for part in parameter.parts]
     parts = pattern.split(sizes, 1) if sum(sizes) == pattern.shape[1] else ()
     if not parts or not all((part == part[0, 0]).all() for part in parts):
         runs = split_rows(carried.rows)
-        reading = replace(
-            reading, parts=tuple(Part(UNKNOWN, size) for _, size in runs), repeats=1, opaque=False
+        parameter = replace(
+            parameter, parts=tuple(Part(UNKNOWN, size) for _, size in runs), repeats=1, opaque=False
         )
         parts = carried.rows[None].split([size for _, size in runs], 1)
-    return reading, {
+    return parameter, {
         index: Choice(_KINDS[bool(rows[0, 0]), carried.col], carried.reason)
-        for index, (part, rows) in enumerate(zip(reading.parts, parts, strict=True))
+        for index, (part, rows) in enumerate(zip(parameter.parts, parts, strict=True))
         if part.role not in _WITHOUT
     }
 
 
-def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
+def _symmetry_aware_row(parameter: ParameterRole, part: Part) -> tuple[bool, str]:
     """Decide on rows: not where another scale follows on the same features."""
     if part.row_norm:
         return False, f"{_leaf(part.row_norm)} behind it scales its rows"
@@ -93,7 +97,7 @@ def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
         return False, "rows pair with the columns of attention-out, one scale per head"
     if part.role == "up":
         return False, "rows pair with the columns of down"
-    if part.role in ("gate", "ungated-up") and reading.homogeneous:
+    if part.role in ("gate", "ungated-up") and parameter.homogeneous:
         return False, "a scale passes its activation and pairs with the columns of down"
     if part.role in ("ssm-x", "ssm-B", "ssm-C"):
         return False, "conv1d scales its rows"
@@ -111,10 +115,10 @@ def _symmetry_aware_row(reading: Reading, part: Part) -> tuple[bool, str]:
     return True, reasons.get(part.role, "rows: scale of the block's output")
 
 
-def _symmetry_aware_col(reading: Reading, part: Part) -> tuple[bool, str]:
+def _symmetry_aware_col(parameter: ParameterRole, part: Part) -> tuple[bool, str]:
     """Decide on columns: not where a learnable norm feeds the same features."""
-    if reading.column_norm:
-        return False, f"{_leaf(reading.column_norm)} in front scales its columns"
+    if parameter.column_norm:
+        return False, f"{_leaf(parameter.column_norm)} in front scales its columns"
     reasons = {
         "attention-out": "columns: one scale per value channel of each head",
         "down": "columns: one scale per hidden channel",

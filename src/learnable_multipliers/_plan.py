@@ -1,7 +1,7 @@
 """The plan: for every parameter of a model, what it is and which multipliers it carries.
 
-A plan is data. It knows names and shapes, never tensors, so it survives sharding, compiling and
-JSON, and is resolved against a model by name whenever it is used.
+A plan is data: names and shapes, no tensors. It is unaffected by sharding and compiling, serializes
+to JSON, and is matched with a model's parameters by name whenever it is used.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from learnable_multipliers._multiplier import Block, Matrix
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import layer_template, named_parameters, unwrap
 from learnable_multipliers._placement import PLACEMENTS, Placement
-from learnable_multipliers._plan_table import render
 from learnable_multipliers.roles import UNKNOWN
 
 _FORMAT = 1
+"""Version of the JSON that `Plan.to_json` writes."""
+_HEADER = ("parameter", "shape", "role", "multipliers", "reason")
+_REASON_WIDTH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What the plan says of one parameter."""
+class PlanEntry:
+    """One parameter of a plan: its layout, multipliers and optimizer settings."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,21 +83,21 @@ class Plan:
     model: str
     """Class of the model it was made for."""
     placement: Placement
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     folds: tuple[tuple[str, float], ...] = ()
     """The model's own fixed multipliers that `initialize_` takes over, with their values."""
     assumptions: tuple[str, ...] = ()
     symmetries: tuple[str, ...] = ()
     """What remains of the model's symmetries, in words, for a placement derived from them."""
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> PlanEntry:
         for entry in self.entries:
             if name == entry.name or name in entry.aliases:
                 return entry
         raise KeyError(name)
 
     def __str__(self) -> str:
-        return render(self)
+        return _render(self)
 
     @property
     def num_parameters(self) -> int:
@@ -107,7 +110,7 @@ class Plan:
         return sum(entry.matrix.num_multipliers for entry in self.entries if entry.matrix)
 
     def resolve(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the model's parameters by the plan's names; refuse a model it does not fit."""
+        """Return the model's parameters by the plan's names; raise if the model does not fit."""
         present = dict(named_parameters(model))
         # The first name of a tied parameter depends on the wrapper; any of its names will do.
         for entry in self.entries:
@@ -131,8 +134,8 @@ class Plan:
             )
         return {name: present[name] for name in planned}
 
-    def refuse_pending(self) -> None:
-        """Raise where initial values have not reached the model yet."""
+    def check_initialized(self) -> None:
+        """Raise if initial values have not been applied to the model yet."""
         if self.folds or any(entry.init_pending for entry in self.entries):
             raise ValueError(
                 "the plan has initial values that the model does not have yet; call "
@@ -148,21 +151,19 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read a plan written by `to_json`."""
         content = json.loads(text)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"not a plan of format {_FORMAT}: expected an object with that field")
-        del content["format"]
-        try:
-            entries = tuple(_entry_from(entry) for entry in content.pop("entries"))
-            folds = tuple((field, value) for field, value in content.pop("folds"))
-            assumptions = tuple(content.pop("assumptions"))
-            symmetries = tuple(content.pop("symmetries", ()))
-            plan = cls(
-                entries=entries,
-                folds=folds,
-                assumptions=assumptions,
-                symmetries=symmetries,
-                **content,
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("not a plan: expected a JSON object with the field `format`")
+        if content.pop("format") != _FORMAT:
+            raise ValueError(
+                f"not a plan of format {_FORMAT}, the only one this version reads; make a new plan "
+                "with lrm.plan(model)"
             )
+        try:
+            content["entries"] = tuple(_entry_from(entry) for entry in content["entries"])
+            content["folds"] = tuple((field, value) for field, value in content["folds"])
+            for words in ("assumptions", "symmetries"):
+                content[words] = tuple(content[words])
+            plan = cls(**content)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a plan: {error}") from error
         if plan.placement not in PLACEMENTS:
@@ -177,8 +178,89 @@ def matrix_from(content: dict[str, Any]) -> Matrix:
     return Matrix(shape=tuple(rest.pop("shape")), blocks=blocks, **rest)
 
 
-def _entry_from(content: dict[str, Any]) -> Entry:
+def _entry_from(content: dict[str, Any]) -> PlanEntry:
     matrix = content.pop("matrix")
     matrix = None if matrix is None else matrix_from(matrix)
     shape, aliases = tuple(content.pop("shape")), tuple(content.pop("aliases"))
-    return Entry(shape=shape, aliases=aliases, matrix=matrix, **content)
+    return PlanEntry(shape=shape, aliases=aliases, matrix=matrix, **content)
+
+
+def _render(plan: Plan) -> str:
+    """Return the plan as a table in which repeated layers share a line."""
+    lines: dict[tuple[str, ...], list[PlanEntry]] = {}
+    for entry in plan.entries:
+        lines.setdefault((layer_template(entry.name), *_cells(entry)), []).append(entry)
+    matrices = [(_joined_names(e), *key[1:]) for key, e in lines.items() if not e[0].vector]
+    vectors = [(_joined_names(e), *key[1:]) for key, e in lines.items() if e[0].vector]
+    rows = [*matrices, *vectors]
+    widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(4)]
+    text = [f"{plan.placement} placement for {plan.model}", ""]
+    for row in [_HEADER, tuple("-" * width for width in [*widths, _REASON_WIDTH]), *rows]:
+        text += _wrapped(row, widths)
+    text += ["", _summary(plan)]
+    if plan.folds:
+        folded = ", ".join(f"{field} {value:.4g}" for field, value in plan.folds)
+        text += [f"Taken over from the model by initialize_: {folded}."]
+    for sentence in plan.assumptions:
+        text += textwrap.wrap(f"Assumes: {sentence}.", 100, subsequent_indent="  ")
+    if plan.symmetries:
+        text += ["Symmetries that remain:"]
+    for sentence in plan.symmetries:
+        text += textwrap.wrap(sentence, 100, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(line.rstrip() for line in text)
+
+
+def _cells(entry: PlanEntry) -> tuple[str, str, str, str]:
+    shape = "x".join(str(size) for size in entry.shape)
+    extras = []
+    if entry.matrix is not None:
+        shape += " (in x out)" if entry.matrix.transposed else ""
+        inits = {block.init for block in entry.matrix.blocks} - {1.0}
+        if inits:
+            extras.append("init " + ", ".join(f"{init:.4g}" for init in sorted(inits)))
+        if entry.matrix.carries and entry.matrix.scale == "log":
+            extras.append("log scale")
+    if entry.lr_scale != 1.0:
+        extras.append(f"lr x{entry.lr_scale:g}")
+    if entry.weight_decay is not None:
+        extras.append(f"decay {entry.weight_decay:g}")
+    if entry.aliases:
+        extras.append(f"also {', '.join(entry.aliases)}")
+    reason = entry.reason + (f" [{'; '.join(extras)}]" if extras else "")
+    return shape, entry.role, entry.multipliers, reason
+
+
+def _joined_names(entries: list[PlanEntry]) -> str:
+    """Name several parameters at once: `layers.{0..35}.mlp.up_proj.weight`."""
+    if len(entries) == 1:
+        return entries[0].name
+    names = [entry.name.split(".") for entry in entries]
+    parts = []
+    for column in zip(*names, strict=True):
+        if len(set(column)) == 1:
+            parts.append(column[0])
+        else:
+            numbers = sorted({int(part) for part in column})
+            contiguous = numbers == list(range(numbers[0], numbers[-1] + 1))
+            shown = [f"{numbers[0]}..{numbers[-1]}"] if contiguous else [str(n) for n in numbers]
+            parts.append("{" + ",".join(shown) + "}")
+    return ".".join(parts)
+
+
+def _wrapped(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    reasons = textwrap.wrap(row[4], _REASON_WIDTH) or [""]
+    first = "  ".join(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True))
+    indent = " " * (sum(widths) + 2 * len(widths))
+    return [f"{first}  {reasons[0]}", *(indent + line for line in reasons[1:])]
+
+
+def _summary(plan: Plan) -> str:
+    matrices = [entry for entry in plan.entries if not entry.vector]
+    carrying = [entry for entry in matrices if entry.carries]
+    share = plan.num_multipliers / max(plan.num_parameters, 1)
+    unknown = sum("unknown" in entry.role for entry in matrices)
+    text = (
+        f"{len(carrying)} of {len(matrices)} matrices carry multipliers: "
+        f"{plan.num_multipliers:,} numbers beside {plan.num_parameters:,} parameters ({share:.3%})."
+    )
+    return text + (f" {unknown} of unknown role." if unknown else "")

@@ -1,4 +1,4 @@
-"""From a model to a plan: reads its roles, applies a placement and rules, matrix by matrix."""
+"""Make a plan for a model: read its roles, apply a placement and rules, matrix by matrix."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from learnable_multipliers._placement import (
     choose,
     derived_choices,
 )
-from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._rules import Rule, unmatched
-from learnable_multipliers.roles import UNKNOWN, Part, Reading, read_roles
+from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derive import Carried, derived_placement
 
@@ -35,32 +35,32 @@ def plan(
 ) -> Plan:
     """Decide for every parameter of `model` which multipliers it carries.
 
-    Looks at names, module types and shapes only; works on the meta device. With `derive`, the
+    Reads names, module types and shapes only, so it works on the meta device. With `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
-    are in `symmetry/derive.py`), by running a copy of it on `inputs`: what the model is called
-    with, random tokens if not given. The symmetries that remain are listed with the plan.
+    are in `symmetry/_derive.py`), by running a copy of it on `inputs`: the arguments of the
+    forward pass, random tokens by default. The symmetries that remain are listed with the plan.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)
         raise ValueError(f"unknown placement {placement!r}; choose from {choices}")
     bare = unwrap(model)
-    reading = read_roles(bare)
-    readings = [
+    roles = read_roles(bare)
+    parameters = [
         replace(
             parameter,
             name=canonical_name(parameter.name),
             aliases=tuple(canonical_name(alias) for alias in parameter.aliases),
         )
-        for parameter in reading.parameters
+        for parameter in roles.parameters
     ]
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
     carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
     planner = _Planner(placement, tuple(rules), carried)
-    entries = tuple(planner.entry(parameter) for parameter in readings)
-    planner.check(readings)
+    entries = tuple(planner.entry(parameter) for parameter in parameters)
+    planner.check(parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
-    assumptions = reading.assumptions if placement == "symmetry-aware" and not derive else ()
+    assumptions = roles.assumptions if placement == "symmetry-aware" and not derive else ()
     made = Plan(
         model=type(bare).__name__,
         placement=placement,
@@ -69,11 +69,11 @@ def plan(
         assumptions=(*assumptions, *kept),
     )
     if derive:
-        left = find_symmetries(bare, made, inputs)
-        unsure = dict.fromkeys((*unconfirmed, *left.unconfirmed))
-        told = [str(symmetry) for symmetry in left]
-        told += [f"perhaps, not confirmed through a small twin: {words}" for words in unsure]
-        made = replace(made, symmetries=tuple(told))
+        remaining = find_symmetries(bare, made, inputs)
+        unsure = dict.fromkeys((*unconfirmed, *remaining.unconfirmed))
+        words = [str(symmetry) for symmetry in remaining]
+        words += [f"perhaps, found on a small proxy but not confirmed: {text}" for text in unsure]
+        made = replace(made, symmetries=tuple(words))
     return made
 
 
@@ -110,32 +110,32 @@ class _Planner:
         self.rules = rules
         self.used: set[int] = set()
         self.undecided: list[str] = []
-        self.found_vectors: dict[int, Reading] = {}
+        self.found_vectors: dict[int, ParameterRole] = {}
         # Logical matrices (name, role) whose rule asks for the model's own multipliers.
         self.to_fold: set[tuple[str, str]] = set()
 
-    def entry(self, reading: Reading) -> Entry:
-        if reading.is_vector:
-            return self._vector(reading)
-        reading = self._describe(reading)
+    def entry(self, parameter: ParameterRole) -> PlanEntry:
+        if parameter.is_vector:
+            return self._vector(parameter)
+        parameter = self._describe(parameter)
         derived: Mapping[int, Choice] = {}
-        if reading.name in self.carried:
-            reading, derived = derived_choices(reading, self.carried[reading.name])
+        if parameter.name in self.carried:
+            parameter, derived = derived_choices(parameter, self.carried[parameter.name])
         decisions = [
-            self._decide(reading, part, derived.get(index))
-            for index, part in enumerate(reading.parts)
+            self._decide(parameter, part, derived.get(index))
+            for index, part in enumerate(parameter.parts)
         ]
         rules = [decision.rule for decision in decisions]
-        entry = Entry(
-            name=reading.name,
-            shape=reading.shape,
-            aliases=reading.aliases,
+        entry = PlanEntry(
+            name=parameter.name,
+            shape=parameter.shape,
+            aliases=parameter.aliases,
             reason=_joined_reasons(decisions),
-            lr_scale=_agreed(reading, "lr_scale", rules) or 1.0,
-            weight_decay=_agreed(reading, "weight_decay", rules),
+            lr_scale=_agreed(parameter, "lr_scale", rules) or 1.0,
+            weight_decay=_agreed(parameter, "weight_decay", rules),
             init_pending=any(decision.pending for decision in decisions),
         )
-        if reading.opaque and all(decision.kind == "none" for decision in decisions):
+        if parameter.opaque and all(decision.kind == "none" for decision in decisions):
             return entry
         blocks = tuple(
             Block(
@@ -149,19 +149,19 @@ class _Planner:
         )
         try:
             matrix = Matrix(
-                shape=reading.shape,
+                shape=parameter.shape,
                 blocks=blocks,
-                repeats=reading.repeats,
+                repeats=parameter.repeats,
                 col=_shared_column(decisions),
-                transposed=reading.transposed,
-                scale=_agreed(reading, "scale", rules) or "linear",
+                transposed=parameter.transposed,
+                scale=_agreed(parameter, "scale", rules) or "linear",
             )
         except ValueError as error:
-            raise ValueError(f"{reading.name}: {error}") from error
+            raise ValueError(f"{parameter.name}: {error}") from error
         return replace(entry, matrix=matrix)
 
-    def check(self, readings: Sequence[Reading]) -> None:
-        """Raise what is wrong with the rules as a whole."""
+    def check(self, parameters: Sequence[ParameterRole]) -> None:
+        """Raise if a rule matches nothing, or if a role is needed and unknown."""
         for index, rule in enumerate(self.rules):
             if index in self.used or rule.optional:
                 continue
@@ -171,7 +171,7 @@ class _Planner:
                     f"rule {rule.pattern!r} finds {vector.name!r} of shape {vector.shape}, which "
                     "is not a matrix: multipliers need one (a vector is a scale already)"
                 )
-            raise unmatched(rule, [reading.name for reading in readings])
+            raise unmatched(rule, [parameter.name for parameter in parameters])
         if self.undecided:
             shown = ", ".join(self.undecided[:5])
             more = f" and {len(self.undecided) - 5} more" if len(self.undecided) > 5 else ""
@@ -183,9 +183,9 @@ class _Planner:
             )
 
     def fold(
-        self, entries: tuple[Entry, ...], fixed: Sequence[FixedMultiplier]
-    ) -> tuple[tuple[Entry, ...], tuple[tuple[str, float], ...], tuple[str, ...]]:
-        """Start multipliers at the model's own fixed ones; return also which, and which not."""
+        self, entries: tuple[PlanEntry, ...], fixed: Sequence[FixedMultiplier]
+    ) -> tuple[tuple[PlanEntry, ...], tuple[tuple[str, float], ...], tuple[str, ...]]:
+        """Start multipliers at the model's fixed ones; also return which are folded, which stay."""
         if not self.to_fold:
             return entries, (), ()
         if not fixed:
@@ -215,81 +215,81 @@ class _Planner:
                 inits[target] = inits.get(target, 1.0) * multiplier.value
         return tuple(_started_at(entry, inits) for entry in entries), tuple(folds), tuple(kept)
 
-    def _vector(self, reading: Reading) -> Entry:
-        entry = Entry(
-            name=reading.name,
-            shape=reading.shape,
-            aliases=reading.aliases,
+    def _vector(self, parameter: ParameterRole) -> PlanEntry:
+        entry = PlanEntry(
+            name=parameter.name,
+            shape=parameter.shape,
+            aliases=parameter.aliases,
             vector=True,
-            reason="frozen" if reading.frozen else reading.note,
+            reason="frozen" if parameter.frozen else parameter.note,
         )
         for index, rule in enumerate(self.rules):
-            if rule.only is not None or not rule.finds(reading.name):
+            if rule.only is not None or not rule.finds(parameter.name):
                 continue
             if rule.kind not in (None, "none") or rule.describes or rule.init is not None:
-                self.found_vectors.setdefault(index, reading)
+                self.found_vectors.setdefault(index, parameter)
             else:
                 self.used.add(index)
             return replace(entry, lr_scale=rule.lr_scale or 1.0, weight_decay=rule.weight_decay)
         return entry
 
-    def _describe(self, reading: Reading) -> Reading:
+    def _describe(self, parameter: ParameterRole) -> ParameterRole:
         """Apply what the first rule for this parameter says it is."""
-        rule = next((r for r in self.rules if r.only is None and r.finds(reading.name)), None)
+        rule = next((r for r in self.rules if r.only is None and r.finds(parameter.name)), None)
         if rule is None or not rule.describes:
-            return reading
+            return parameter
         if rule.transposed is not None:
-            reading = replace(reading, transposed=rule.transposed)
+            parameter = replace(parameter, transposed=rule.transposed)
         if rule.split is not None:
             parts = tuple(Part(role, size) for role, size in rule.split.items())
-            return replace(reading, parts=parts, repeats=rule.repeats, opaque=False)
-        rows = reading.shape[-1 if reading.transposed else -2]
+            return replace(parameter, parts=parts, repeats=rule.repeats, opaque=False)
+        rows = parameter.shape[-1 if parameter.transposed else -2]
         parts = (Part(rule.role or UNKNOWN, rows),)
-        return replace(reading, parts=parts, repeats=1, opaque=False)
+        return replace(parameter, parts=parts, repeats=1, opaque=False)
 
-    def _decide(self, reading: Reading, part: Part, derived: Choice | None) -> _Decision:
+    def _decide(self, parameter: ParameterRole, part: Part, derived: Choice | None) -> _Decision:
         for index, rule in enumerate(self.rules):
-            if rule.finds(reading.name) and rule.only in (None, part.role):
+            if rule.finds(parameter.name) and rule.only in (None, part.role):
                 self.used.add(index)
                 break
         else:
             rule = None
-        if reading.frozen:
+        if parameter.frozen:
             return _Decision(part, Choice("none", "frozen"))
         choice = None
         if rule is not None and rule.kind is not None:
             choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
         elif derived is not None:
             choice = derived
-        elif (choice := choose(self.placement, reading, part)) is None:
-            self.undecided.append(f"{reading.name} ({reading.note})")
+        elif (choice := choose(self.placement, parameter, part)) is None:
+            self.undecided.append(f"{parameter.name} ({parameter.note})")
             choice = Choice("none", "unknown role")
         if part.role == "tied-embedding" and choice.kind in ("row", "row+col"):
             raise ValueError(
-                f"{reading.name} is tied to the head ({', '.join(reading.aliases)}): its row "
+                f"{parameter.name} is tied to the head ({', '.join(parameter.aliases)}): its row "
                 "multipliers would scale single logits. Give it columns, "
-                f'Rule(r"{reading.name}", "col"), or untie the two.'
+                f'Rule(r"{parameter.name}", "col"), or untie the two.'
             )
         decision = _Decision(part, choice, rule)
         if rule is not None and rule.init == "fold":
-            self.to_fold.add((reading.name, part.role))
+            self.to_fold.add((parameter.name, part.role))
         elif decision.init != 1.0 and choice.kind == "none":
             raise ValueError(
-                f"rule {rule and rule.pattern!r} starts {reading.name} ({part.role}) at "
+                f"rule {rule and rule.pattern!r} starts {parameter.name} ({part.role}) at "
                 f"{decision.init:g}, but it carries no multiplier; give the rule a kind"
             )
         return decision
 
 
-def _agreed(reading: Reading, attribute: str, rules: Sequence[Rule | None]) -> Any:
-    """Return what the rules of a matrix's blocks say; they must say the same."""
-    said = {None if rule is None else getattr(rule, attribute) for rule in rules}
-    if len(said) > 1:
+def _agreed(parameter: ParameterRole, attribute: str, rules: Sequence[Rule | None]) -> Any:
+    """Return a setting of the rules of a matrix's blocks; raise if they differ."""
+    values = {None if rule is None else getattr(rule, attribute) for rule in rules}
+    if len(values) > 1:
         raise ValueError(
-            f"{reading.name} is one stored matrix, but rules give its blocks different "
-            f"{attribute}: {', '.join(str(value) for value in said)}"
+            f"{parameter.name} is one stored matrix, but rules give its blocks different "
+            f"{attribute}: {', '.join(str(value) for value in values)}"
         )
-    return said.pop()
+    return values.pop()
 
 
 def _shared_column(decisions: Sequence[_Decision]) -> bool:
@@ -304,19 +304,18 @@ def _shared_column(decisions: Sequence[_Decision]) -> bool:
 
 
 def _joined_reasons(decisions: Sequence[_Decision]) -> str:
-    """Say each reason once, with the blocks it is for, and the one about columns last."""
+    """Return each reason once, with the blocks it is for, and the one about columns last."""
     reasons: dict[str, list[str]] = {}
     for decision in decisions:
         reasons.setdefault(decision.choice.reason, []).append(decision.part.role)
-    if len(reasons) == 1:
-        said = list(reasons)
-    else:
-        said = [f"{', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
+    parts = list(reasons)
+    if len(reasons) > 1:
+        parts = [f"{', '.join(roles)}: {reason}" for reason, roles in reasons.items()]
     columns = {decision.choice.columns: None for decision in decisions if decision.choice.columns}
-    return "; ".join([*said, *columns])
+    return "; ".join([*parts, *columns])
 
 
-def _started_at(entry: Entry, inits: dict[tuple[str, str], float]) -> Entry:
+def _started_at(entry: PlanEntry, inits: dict[tuple[str, str], float]) -> PlanEntry:
     if entry.matrix is None or not any(name == entry.name for name, _ in inits):
         return entry
     blocks = tuple(

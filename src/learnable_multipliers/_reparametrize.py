@@ -2,7 +2,7 @@
 
 `reparametrize` registers a torch parametrization on every matrix that carries multipliers, so
 that `module.weight` *is* the effective weight: kernels that read it directly see it too.
-`merge` turns the model back into the very model it was, with the effective weights inside.
+`merge` restores the original model, with the effective weights in place of the raw ones.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
     """
     if is_reparametrized(model):
         raise ValueError("the model carries multipliers already; lrm.merge(model) removes them")
-    plan.refuse_pending()
+    plan.check_initialized()
     parameters = plan.resolve(model)
     for entry in plan.entries:
         if entry.matrix is None or not entry.matrix.carries:
@@ -104,7 +104,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
             _share(tied_owner, tied_leaf, owner.parametrizations[leaf])  # pyright: ignore[reportIndexIssue, reportArgumentType]
     for module in model.modules():
         if callable(getattr(module, "save_pretrained", None)):
-            module.__dict__["save_pretrained"] = _refuse_to_save
+            module.__dict__["save_pretrained"] = _raise_on_save
     return model
 
 
@@ -155,7 +155,7 @@ def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def is_reparametrized(model: nn.Module) -> bool:
-    """Tell whether any matrix of the model carries multipliers on the explicit path."""
+    """Return whether any matrix of the model carries multipliers on the explicit path."""
     return next(_parametrized(model), None) is not None
 
 
@@ -225,7 +225,7 @@ def _copy_class(cls: type) -> type:
     )
 
 
-def _refuse_to_save(*_args: object, **_kwargs: object) -> NoReturn:
+def _raise_on_save(*_args: object, **_kwargs: object) -> NoReturn:
     raise ValueError(
         "this model holds raw weights and multipliers; saved as it is, it would load as another "
         "model. Save a merged copy: lrm.merge(copy.deepcopy(model)).save_pretrained(...), or "

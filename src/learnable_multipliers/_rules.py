@@ -1,4 +1,4 @@
-"""Rules: what a user says about parameters, by name or by role, in order of precedence."""
+"""Rules: settings a user gives to parameters, by name or by role; the first match wins."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Rule:
     only: str | None = None
     """Restrict the rule to logical matrices of this role: a block of a fused matrix, too."""
     role: str | None = None
-    """Tell the role of a matrix that is unknown or misread."""
+    """Set the role of a matrix that is unknown or misread."""
     split: Mapping[str, int] | None = None
-    """Tell the row blocks of a fused matrix: role -> rows, in order, within one repeat."""
+    """Set the row blocks of a fused matrix: role -> rows, in order, within one repeat."""
     repeats: int = 1
     """How often the pattern of `split` repeats down the rows (heads, where interleaved)."""
     transposed: bool | None = None
-    """Tell that the weight is stored (in, out)."""
+    """Set whether the weight is stored (in, out)."""
     scale: Scale | None = None
     init: float | Literal["fold"] | None = None
     """Initial value of the product of the multipliers. `fold` takes over the model's own fixed
@@ -59,7 +59,7 @@ class Rule:
         if self.init_keeps not in ("function", "raw"):
             raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
         if self.only is not None and self.describes:
-            raise ValueError("a rule with `only` cannot tell a matrix's role, split or axes")
+            raise ValueError("a rule with `only` cannot set a matrix's role, split or axes")
         if self.role is not None and self.split is not None:
             raise ValueError("give `role` for a whole matrix or `split` for its blocks, not both")
 
@@ -69,12 +69,12 @@ class Rule:
         return self.role is not None or self.split is not None or self.transposed is not None
 
     def finds(self, name: str) -> bool:
-        """Tell whether the pattern occurs in a parameter's name."""
+        """Return whether the pattern occurs in a parameter's name."""
         return re.search(self.pattern, name) is not None
 
 
 def unmatched(rule: Rule, names: Sequence[str]) -> ValueError:
-    """Say that a rule matched nothing, and which names come closest."""
+    """Return the error for a rule that matched nothing, with the closest names."""
     found = [name for name in names if rule.finds(name)]
     if found and rule.only is not None:
         return ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from learnable_multipliers._names import named_parameters
-from learnable_multipliers._plan import Entry, Plan
+from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._reparametrize import is_reparametrized
 
 MULTIPLIER_WEIGHT_DECAY = 2e-3
@@ -37,7 +37,7 @@ def param_groups(
     trained = {name: p for name, p in present.items() if p.requires_grad}
     if not explicit:
         plan.resolve(model)
-    plan.refuse_pending()
+    plan.check_initialized()
     # The plan's entries by the names their weights have in this model.
     entries = {
         _raw_name(entry.name) if explicit and entry.carries else entry.name: entry
@@ -48,7 +48,7 @@ def param_groups(
 
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def put(name: str, kind: str, decay: float, lr_scale: float, entry: Entry | None) -> None:
+    def put(name: str, kind: str, decay: float, lr_scale: float, entry: PlanEntry | None) -> None:
         group = groups.setdefault(
             (kind, decay, lr_scale),
             {"params": [], "kind": kind, "weight_decay": decay, "lr_scale": lr_scale},

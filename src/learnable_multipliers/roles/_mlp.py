@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from torch import nn
 
 from learnable_multipliers.roles._fused import known_layout
-from learnable_multipliers.roles._layers import (
+from learnable_multipliers.roles._norms import Norms, norms_around
+from learnable_multipliers.roles._tree import (
+    UNKNOWN,
+    ParameterRole,
+    Part,
+    Site,
+    Tree,
     features,
     has_homogeneous_activation,
+    is_homogeneous,
     is_linear,
     is_norm,
     learnable_norm,
-    lets_scale_through,
 )
-from learnable_multipliers.roles._norms import Norms, norms_around
-from learnable_multipliers.roles._reading import UNKNOWN, Part, Reading
-from learnable_multipliers.roles._tree import Site, Tree
 
 _GATED = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -43,7 +46,7 @@ _UNGATED = (
 _DOWN_NORMS = ("ffn_sub_norm", "ffn_layernorm", "sub_norm", "inner_norm")
 
 
-def mlp(site: Site) -> Iterator[Reading]:
+def mlp(site: Site) -> Iterator[ParameterRole]:
     """Read an MLP whose matrices are children of one module."""
     linears = site.linears
     homogeneous = has_homogeneous_activation(site.module)
@@ -51,7 +54,7 @@ def mlp(site: Site) -> Iterator[Reading]:
         if {gate, up, down} <= linears.keys():
             shape = features(linears[gate])
             fits = shape == features(linears[up]) == features(linears[down])[::-1]
-            # Numbers alone cannot tell three square matrices apart.
+            # Three square matrices cannot be told apart by their shapes.
             if fits and not (gate == "w1" and shape[0] == shape[1]):
                 yield from _matrices(site, {gate: "gate", up: "up"}, down, homogeneous)
             return
@@ -82,7 +85,7 @@ def mlp(site: Site) -> Iterator[Reading]:
             yield from _matrices(site, {up: "ungated-up"}, down, homogeneous)
 
 
-def sequential_mlp(site: Site) -> Iterator[Reading]:
+def sequential_mlp(site: Site) -> Iterator[ParameterRole]:
     """Read `nn.Sequential(Linear, activation, Linear)`: its order is its computation."""
     if not isinstance(site.module, nn.Sequential):
         return
@@ -97,10 +100,10 @@ def sequential_mlp(site: Site) -> Iterator[Reading]:
     pointwise = not activation._modules and not list(activation.parameters())
     mixes = is_norm(activation) or "softm" in type(activation).__name__.lower()
     if pointwise and not mixes and features(first)[::-1] == features(last):
-        yield from _matrices(site, {up: "ungated-up"}, down, lets_scale_through(activation))
+        yield from _matrices(site, {up: "ungated-up"}, down, is_homogeneous(activation))
 
 
-def experts(site: Site) -> Iterator[Reading]:
+def experts(site: Site) -> Iterator[ParameterRole]:
     """Read stacks of experts, stored (experts, out, in) or (experts, in, out)."""
     module = site.module
     shapes = {
@@ -134,7 +137,7 @@ def experts(site: Site) -> Iterator[Reading]:
     # A norm behind a mixture sees the sum of its experts, not each one's scale.
     parts[down] = (Part("down", width),)
     for leaf, stack in parts.items():
-        yield Reading(
+        yield ParameterRole(
             name=site.path(leaf),
             shape=shapes[leaf],
             parts=stack,
@@ -147,7 +150,7 @@ def experts(site: Site) -> Iterator[Reading]:
 
 def _matrices(
     site: Site, inputs: dict[str, str], down: str, homogeneous: bool
-) -> Iterator[Reading]:
+) -> Iterator[ParameterRole]:
     norms = norms_around(site.tree, site.name, "mlp")
     for leaf, role in inputs.items():
         part = Part(role, features(site.linears[leaf])[0])
@@ -155,7 +158,7 @@ def _matrices(
     yield _down(site, down, norms)
 
 
-def _down(site: Site, leaf: str, norms: Norms) -> Reading:
+def _down(site: Site, leaf: str, norms: Norms) -> ParameterRole:
     in_mixture = any(hasattr(module, "experts") for module in site.tree.lineage(site.name))
     part = Part("down", features(site.linears[leaf])[0], row_norm="" if in_mixture else norms.after)
     inner = learnable_norm(site.module, _DOWN_NORMS)
@@ -163,7 +166,7 @@ def _down(site: Site, leaf: str, norms: Norms) -> Reading:
 
 
 def _gates_plainly(module: nn.Module) -> bool:
-    """Tell whether a stack is [gate | up] and used as act(gate) * up."""
+    """Return whether a stack is [gate | up] and used as act(gate) * up."""
     if getattr(module, "is_concatenated", False):
         # transformers marks its expert classes; some bring a gate of their own.
         apply_gate = getattr(type(module), "_apply_gate", None)
@@ -174,7 +177,7 @@ def _gates_plainly(module: nn.Module) -> bool:
 def _is_transposed(
     into: tuple[int, ...], down: tuple[int, ...], fused: int, tree: Tree
 ) -> bool | None:
-    """Tell the two axes of a stack apart by what fits; None where both readings do."""
+    """Return whether a stack is stored (in, out), by its shapes; None where both orders fit."""
     stored = into[-1] == down[-2] and into[-2] == fused * down[-1]
     turned = into[-2] == down[-1] and into[-1] == fused * down[-2]
     if stored and turned:

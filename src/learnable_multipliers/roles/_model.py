@@ -7,69 +7,64 @@ from dataclasses import replace
 
 from torch import nn
 
-from learnable_multipliers.roles import _attention as attention
-from learnable_multipliers.roles import _mlp as mlp
-from learnable_multipliers.roles import _ssm as ssm
-from learnable_multipliers.roles._layers import features, is_linear, is_norm
-from learnable_multipliers.roles._norms import final_norm
-from learnable_multipliers.roles._reading import UNKNOWN, ModelReading, Part, Reading
-from learnable_multipliers.roles._tree import Site, Tree, conv1d_axes
-
-_RECOGNIZERS = (
-    attention.torch_attention,
-    attention.attention,
-    attention.bert_layer,
-    ssm.mamba2,
-    mlp.experts,
-    mlp.mlp,
-    mlp.sequential_mlp,
+from learnable_multipliers.roles._mixers import (
+    SSM_VECTORS,
+    attention,
+    bert_layer,
+    mamba2,
+    torch_attention,
 )
+from learnable_multipliers.roles._mlp import experts, mlp, sequential_mlp
+from learnable_multipliers.roles._norms import final_norm
+from learnable_multipliers.roles._tree import (
+    UNKNOWN,
+    ModelRoles,
+    ParameterRole,
+    Part,
+    Site,
+    Tree,
+    conv1d_axes,
+    features,
+    is_linear,
+    is_norm,
+)
+
+_RECOGNIZERS = (torch_attention, attention, bert_layer, mamba2, experts, mlp, sequential_mlp)
 _HEADS = (
-    "lm_head",
-    "head",
-    "output",
-    "output_projection",
-    "unembed",
-    "unembedding",
-    "embed_out",
-    "to_logits",
-    "lm_loss",
-    "proj_out",
-    "generator_lm_head",
-    "score",
-    "classifier",
+    *("lm_head", "head", "output", "output_projection", "unembed", "unembedding", "embed_out"),
+    *("to_logits", "lm_loss", "proj_out", "generator_lm_head", "score", "classifier"),
     "qa_outputs",
 )
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
 _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
-def read_roles(model: nn.Module) -> ModelReading:
+def read_roles(model: nn.Module) -> ModelRoles:
     """Return what each parameter of `model` is."""
     tree = Tree(model)
-    groups: dict[str, Reading] = {}
+    groups: dict[str, ParameterRole] = {}
     for name, module in tree.modules.items():
         for recognize in _RECOGNIZERS:
-            for reading in recognize(Site(name, module, tree)):
-                groups.setdefault(reading.name, reading)
+            for role in recognize(Site(name, module, tree)):
+                groups.setdefault(role.name, role)
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    readings = []
+    found = []
     for parameter, (name, *aliases) in names.items():
-        reading = _agree([_read(tree, groups, alias) for alias in (name, *aliases)])
+        role = _merge_aliases([_read(tree, groups, alias) for alias in (name, *aliases)])
         frozen = not parameter.requires_grad
-        readings.append(replace(reading, name=name, aliases=tuple(aliases), frozen=frozen))
-    return ModelReading(tuple(readings), tuple(tree.assumptions))
+        found.append(replace(role, name=name, aliases=tuple(aliases), frozen=frozen))
+    return ModelRoles(tuple(found), tuple(tree.assumptions))
 
 
-def _read(tree: Tree, groups: dict[str, Reading], name: str) -> Reading:
+def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterRole:
     """Return what the parameter is, seen from one of its names."""
     owner_name, _, leaf = name.rpartition(".")
     owner = tree.modules[owner_name]
     shape = tuple(owner.get_parameter(leaf).shape)
     if note := _vector(owner_name, owner, leaf, shape):
-        return Reading(name=name, shape=shape, note=note)
+        return ParameterRole(name=name, shape=shape, note=note)
     if name in groups:
         return groups[name]
     if ".parametrizations." in f".{name}":
@@ -93,25 +88,25 @@ def _read(tree: Tree, groups: dict[str, Reading], name: str) -> Reading:
     return _whole(name, shape, UNKNOWN, what, opaque=True)
 
 
-def _agree(seen: list[Reading]) -> Reading:
-    """Merge what the names of one shared parameter say about it."""
+def _merge_aliases(seen: list[ParameterRole]) -> ParameterRole:
+    """Merge the roles that a shared parameter has under each of its names."""
     first = seen[0]
-    roles = {tuple(part.role for part in reading.parts) for reading in seen}
+    roles = {tuple(part.role for part in role.parts) for role in seen}
     if len(roles) == 1:
         return first
     if roles == {("embedding",), ("head",)}:
         part = Part("tied-embedding", first.shape[0])
         return replace(first, parts=(part,), note="one matrix is both embedding and head")
-    said = " and ".join(sorted("/".join(role) for role in roles))
+    names = " and ".join(sorted("/".join(role) for role in roles))
     parts = (Part(UNKNOWN, first.shape[0]),)
-    return replace(first, parts=parts, repeats=1, note=f"shared by names that say {said}")
+    return replace(first, parts=parts, repeats=1, note=f"shared by names that say {names}")
 
 
 def _whole(
     name: str, shape: tuple[int, ...], role: str, note: str, *, opaque: bool = False
-) -> Reading:
+) -> ParameterRole:
     parts = (Part(role, shape[0]),)
-    return Reading(name=name, shape=shape, parts=parts, opaque=opaque, note=note)
+    return ParameterRole(name=name, shape=shape, parts=parts, opaque=opaque, note=note)
 
 
 def _is_position_table(name: str, owner: nn.Embedding) -> bool:
@@ -126,7 +121,7 @@ def _is_head(tree: Tree, name: str) -> bool:
     get_head = getattr(tree.model, "get_output_embeddings", None)
     if callable(get_head) and get_head() is owner:
         return True
-    # A linear map from a table's features back to its tokens, or a telling name at the top.
+    # A linear map from a table's features back to its tokens, or a known name at the top.
     out, into = features(owner)
     back = any(
         (table.num_embeddings, table.embedding_dim) == (out, into)
@@ -148,14 +143,14 @@ def _is_router(tree: Tree, name: str) -> bool:
 
 
 def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:
-    """Say in words why a parameter is a vector; empty where it is not."""
+    """Return why a parameter is a vector; empty where it is not."""
     if leaf.endswith("bias"):
         return "bias"
     if isinstance(owner, nn.Embedding) and re.search(r"relative|bias", owner_name.split(".")[-1]):
         return "a table of attention biases"
     if is_norm(owner):
         return "norm: its weight scales what it feeds"
-    if leaf in ssm.VECTORS:
+    if leaf in SSM_VECTORS:
         return "one value per head or channel"
     if isinstance(owner, nn.Conv1d) and owner.groups == owner.in_channels > 1:
         # More than a row multiplier: it mixes a few steps in time too (paper app. C).

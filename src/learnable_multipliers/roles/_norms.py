@@ -1,7 +1,7 @@
 """Which learnable norms feed and follow a block, by where they sit and what they are called.
 
-A module tree does not show the order of computation, so names decide, and what is taken for
-granted is said in words. A norm's weight acts as a multiplier only where it is trained, and only
+A module tree does not show the order of computation, so names decide, and assumptions are
+reported in words. A norm's weight acts as a multiplier only where it is trained, and only
 where what it normalizes goes into the block alone: in a residual post-norm model it goes into
 the residual stream as well.
 """
@@ -15,8 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from learnable_multipliers.roles._layers import is_learnable_norm, is_linear, is_norm
-from learnable_multipliers.roles._tree import Tree
+from learnable_multipliers.roles._tree import Tree, is_learnable_norm, is_linear, is_norm
 
 BlockKind = Literal["mixer", "mlp"]
 """`mixer` is attention or a state-space mixer: what comes first in a layer."""
@@ -98,7 +97,7 @@ def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
-    """Tell a residual post-norm layer: by its own word, or as no norm follows the last layer."""
+    """Return whether a layer is residual post-norm: it says so, or no norm follows the last one."""
     for level in levels:
         for flag in ("norm_first", "do_layer_norm_before", "normalize_before"):
             first = getattr(tree.modules[level], flag, None)
@@ -116,17 +115,17 @@ def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
 
 
 def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
-    """Tell which of a layer's norms sit in front of the block, and which behind it."""
+    """Return which of a layer's norms sit in front of the block, and which behind it."""
     names = {path: path.rpartition(".")[2].lower() for path in paths}
     behind = [path for path in paths if re.search(r"(^|_)post(_|norm|$)", names[path])]
     front = [path for path in paths if path not in behind]
     own_mlp = [path for path in front if _subject(names[path]) == "mlp"]
     # Llama's `post_attention_layernorm` feeds its MLP. In Gemma 2 and OLMo 2 it follows
     # attention: there the MLP has a norm of its own, or every norm follows its block.
-    telling = [path for path in behind if re.match(r"post_att(entio)?n", names[path])]
+    ambiguous = [path for path in behind if re.match(r"post_att(entio)?n", names[path])]
     if front and not own_mlp:
-        behind = [path for path in behind if path not in telling]
-        own_mlp = telling
+        behind = [path for path in behind if path not in ambiguous]
+        own_mlp = ambiguous
     after = [path for path in behind if _subject(names[path]) == kind]
     if kind == "mixer":
         return [path for path in front if _subject(names[path]) in ("mixer", "")], after
@@ -137,7 +136,7 @@ def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
 
 
 def _subject(name: str) -> BlockKind | Literal[""]:
-    """Tell which block a norm's name speaks of."""
+    """Return which block a norm's name refers to."""
     of_mixer = re.search(r"att(entio)?n|(^|_)sa_|mixer|temporal|operator", name)
     of_mlp = re.search(r"mlp|ffn|(^|_)ff(_|\d|$)|feed_?forward|moe|channel", name)
     if of_mixer and not of_mlp:
@@ -156,7 +155,7 @@ def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
 
 
 def _is_norm_like(module: nn.Module) -> bool:
-    """Tell a norm, or a list of them where a layer has several blocks of a kind."""
+    """Return whether a module is a norm, or a list of norms for several blocks of a kind."""
     if isinstance(module, nn.ModuleList):
         return len(module) > 0 and all(is_norm(child) for child in module)
     return is_norm(module)
@@ -169,16 +168,16 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Tell a module that holds other modules with matrices beside matrices of its own."""
+    """Return whether a module holds other modules with matrices beside matrices of its own."""
     inner = (child for child in module.children() if not is_linear(child))
     return any(is_linear(part) for child in inner for part in child.modules())
 
 
 def _in_list(name: str) -> bool:
-    """Tell a place in a list of layers: norms above it belong to no one layer."""
+    """Return whether this is an element of a list of layers: norms above it belong to no layer."""
     return name.rpartition(".")[2].isdigit()
 
 
 def _is_final(name: str) -> bool:
-    """Tell the norm at the end of a model, where a block sits beside it without a layer."""
+    """Return whether a name is that of the norm at the end of a model."""
     return re.search(r"^norm$|final|norm_?f$|ln_?f$|out(put)?_?norm|head", name.lower()) is not None

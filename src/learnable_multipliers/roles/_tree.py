@@ -1,18 +1,77 @@
-"""The module tree of a model, and one place in it."""
+"""The module tree of a model: its layers, what is known about each parameter, and where.
+
+Roles are assigned to rows of a stored matrix (`Part`), collected by parameter (`ParameterRole`) and
+by model (`ModelRoles`). A recognizer sees one module of the tree at a time (`Site`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from learnable_multipliers.roles._layers import is_conv1d, linears, weight_shape
-from learnable_multipliers.roles._reading import Part, Reading
+UNKNOWN = "unknown"
+ROLES = (
+    *("embedding", "position-embedding", "tied-embedding", "head"),
+    *("query", "key", "value", "attention-out", "query-latent", "kv-latent"),
+    *("gate", "up", "ungated-up", "down"),
+    *("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt", "ssm-out"),
+    *("router", UNKNOWN),
+)
+"""`ungated-up` is the first matrix of an MLP without a gate: its rows meet the activation alone.
+The two latents are the low-rank inputs of multi-head latent attention."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One logical matrix: all rows of a stored one, or one block of a fused one."""
+
+    role: str
+    size: int
+    """Rows in one repeat of the stored matrix's row pattern."""
+    row_norm: str = ""
+    """Name of the learnable norm behind it, whose weight already scales these rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRole:
+    """What one parameter of a model does, and how it is laid out."""
+
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    """Other names of the same parameter (tied weights)."""
+    frozen: bool = False
+    parts: tuple[Part, ...] = ()
+    """Empty for a vector: it is a scale or a shift already and carries nothing."""
+    repeats: int = 1
+    transposed: bool = False
+    column_norm: str = ""
+    """Name of the learnable norm in front, whose weight already scales the columns."""
+    homogeneous: bool = False
+    """The activation behind it is positively homogeneous (ReLU and its powers)."""
+    opaque: bool = False
+    """Not known to be laid out as a matrix or a stack of matrices."""
+    note: str = ""
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether the parameter is not a matrix."""
+        return not self.parts
+
+
+@dataclass(frozen=True)
+class ModelRoles:
+    """Every parameter of a model, once, in the model's order."""
+
+    parameters: tuple[ParameterRole, ...]
+    assumptions: tuple[str, ...] = ()
 
 
 class Tree:
-    """A model's modules by name, and what is taken for granted while reading them."""
+    """A model's modules by name, and the assumptions made while reading them."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -38,7 +97,7 @@ class Tree:
             yield self.modules[name]
 
     def assume(self, sentence: str) -> None:
-        """Note, once, what is taken for granted."""
+        """Record an assumption, once."""
         if sentence not in self.assumptions:
             self.assumptions.append(sentence)
 
@@ -54,7 +113,8 @@ class Site:
     @property
     def linears(self) -> dict[str, nn.Module]:
         """The linear layers directly inside the module."""
-        return linears(self.module)
+        children = self.module.named_children()
+        return {leaf: child for leaf, child in children if is_linear(child)}
 
     def path(self, leaf: str) -> str:
         """Return the full name of something inside the module."""
@@ -68,10 +128,10 @@ class Site:
         homogeneous: bool = False,
         repeats: int = 1,
         note: str | None = None,
-    ) -> Reading:
-        """Return the reading of the weight of the linear layer at `leaf`."""
+    ) -> ParameterRole:
+        """Return the role of the weight of the linear layer at `leaf`."""
         layer = self.module.get_submodule(leaf)
-        reading = Reading(
+        role = ParameterRole(
             name=self.path(f"{leaf}.weight"),
             shape=weight_shape(layer),
             parts=parts,
@@ -80,14 +140,83 @@ class Site:
             repeats=repeats,
             note=note or f"{leaf} of {type(self.module).__name__}",
         )
-        return conv1d_axes(layer, reading)
+        return conv1d_axes(layer, role)
 
 
-def conv1d_axes(layer: nn.Module, reading: Reading) -> Reading:
-    """Turn the axes where the layer is GPT-2's Conv1D."""
+def conv1d_axes(layer: nn.Module, role: ParameterRole) -> ParameterRole:
+    """Transpose the axes where the layer is GPT-2's Conv1D."""
     if not is_conv1d(layer):
-        return reading
-    if len(reading.parts) == 1:
-        part = replace(reading.parts[0], size=reading.shape[1])
-        reading = replace(reading, parts=(part,))
-    return replace(reading, transposed=True)
+        return role
+    if len(role.parts) == 1:
+        role = replace(role, parts=(replace(role.parts[0], size=role.shape[1]),))
+    return replace(role, transposed=True)
+
+
+# Questions about single modules.
+
+_HOMOGENEOUS = {
+    *("ReLU", "LeakyReLU", "PReLU", "ReLUSquaredActivation"),
+    *("relu", "leaky_relu", "relu2"),
+}
+_ACTIVATIONS = ("act_fn", "act", "activation", "activation_fn", "nonlinearity")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether this is GPT-2's transposed linear layer, which stores (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether this is a linear layer: torch's, GPT-2's, or another library's by name."""
+    if isinstance(module, nn.Linear) or is_conv1d(module):
+        return True
+    weight = getattr(module, "weight", None)
+    return type(module).__name__.endswith("Linear") and getattr(weight, "ndim", 0) == 2
+
+
+def weight_shape(module: nn.Module) -> tuple[int, ...]:
+    """Return the stored shape of a layer's weight."""
+    return tuple(module.get_parameter("weight").shape)
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """Return (out, in) of a linear layer, however it stores its weight."""
+    shape = weight_shape(linear)
+    return (shape[1], shape[0]) if is_conv1d(linear) else (shape[0], shape[1])
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether this is a normalization layer: named so, and without matrices inside."""
+    named = re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
+    return named and all(_num_axes(parameter) <= 1 for parameter in module.parameters())
+
+
+def is_learnable_norm(module: nn.Module) -> bool:
+    """Return whether this is a norm with a trained weight: only that acts as a multiplier."""
+    return is_norm(module) and any(
+        parameter.requires_grad and not name.endswith("bias")
+        for name, parameter in module.named_parameters()
+    )
+
+
+def learnable_norm(module: nn.Module, names: tuple[str, ...]) -> str:
+    """Return the name of a child that is a learnable norm of one of `names`; empty if none is."""
+    children = dict(module.named_children())
+    return next((n for n in names if n in children and is_learnable_norm(children[n])), "")
+
+
+def _num_axes(parameter: nn.Parameter) -> int:
+    return sum(size != 1 for size in parameter.shape)
+
+
+def is_homogeneous(activation: object) -> bool:
+    """Return whether f(s x) is a power of s times f(x) for s > 0, as for ReLU."""
+    label = getattr(activation, "__name__", type(activation).__name__)
+    return label in _HOMOGENEOUS
+
+
+def has_homogeneous_activation(module: nn.Module) -> bool:
+    """Return whether the activation kept in the module is positively homogeneous."""
+    kept = (getattr(module, leaf, None) for leaf in _ACTIVATIONS)
+    activation = next((found for found in kept if found is not None), None)
+    return activation is not None and is_homogeneous(activation)

@@ -16,7 +16,7 @@ from learnable_multipliers._multiplier import (
     sum_by_scalar,
 )
 from learnable_multipliers._names import named_parameters, unwrap
-from learnable_multipliers.roles import Reading, read_roles
+from learnable_multipliers.roles import ParameterRole, read_roles
 
 AxisKind = Literal["row", "col", "scalar", "vector", "one-plus"]
 
@@ -138,7 +138,7 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     return found
 
 
-def _layout(reading: Reading | None, shape: Sequence[int], is_filter: bool) -> Layout:
+def _layout(reading: ParameterRole | None, shape: Sequence[int], is_filter: bool) -> Layout:
     # One filter for each channel is often a bare parameter, (channels, 1, taps).
     is_stack = len(shape) == 3 and shape[1] > 1 and not is_filter
     if len(shape) == 2 or is_stack:

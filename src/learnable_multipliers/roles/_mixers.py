@@ -1,4 +1,4 @@
-"""Recognizes attention: separate or fused q, k, v, latent attention, and the output matrix."""
+"""Recognizes sequence mixers: attention (separate, fused or latent q, k, v) and Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from torch import nn
 
 from learnable_multipliers.roles._fused import QKV, known_layout
-from learnable_multipliers.roles._layers import features, is_norm, learnable_norm
 from learnable_multipliers.roles._norms import Norms, norms_around
-from learnable_multipliers.roles._reading import UNKNOWN, Part, Reading
-from learnable_multipliers.roles._tree import Site
+from learnable_multipliers.roles._tree import (
+    UNKNOWN,
+    ParameterRole,
+    Part,
+    Site,
+    features,
+    is_norm,
+    learnable_norm,
+)
 
 # Names by role. A name counts only beside the rest of its group.
 _NAMES = {
@@ -20,18 +26,8 @@ _NAMES = {
     "value": ("v_proj", "wv", "Wv", "to_v", "v", "value", "v_lin", "value_proj", "project_v"),
 }
 _OUT = (
-    "o_proj",
-    "wo",
-    "Wo",
-    "to_out",
-    "out_proj",
-    "c_proj",
-    "dense",
-    "o",
-    "out_lin",
-    "attention_out",
-    "out",
-    "proj",
+    *("o_proj", "wo", "Wo", "to_out", "out_proj", "c_proj"),
+    *("dense", "o", "out_lin", "attention_out", "out", "proj"),
 )
 _NORMS = {
     "query": ("q_norm", "q_layernorm", "query_norm", "query_layernorm", "norm_q", "q_ln", "ln_q"),
@@ -47,7 +43,7 @@ QK_NORM = (
 )
 
 
-def attention(site: Site) -> Iterator[Reading]:
+def attention(site: Site) -> Iterator[ParameterRole]:
     """Read an attention block: its projections, then the matrix that reads the heads."""
     if not _is_softmax_attention(site):
         return
@@ -57,13 +53,13 @@ def attention(site: Site) -> Iterator[Reading]:
     yield from inputs
     if out is None or not inputs:
         return
-    _doubt(site, {reading.name for reading in inputs} | {site.path(f"{out}.weight")})
+    _note_unrecognized(site, {role.name for role in inputs} | {site.path(f"{out}.weight")})
     inner = learnable_norm(site.module, _OUT_NORMS)
     part = Part("attention-out", features(site.linears[out])[0], row_norm=norms.after)
     yield site.linear(out, part, column_norm=inner and site.path(inner))
 
 
-def torch_attention(site: Site) -> Iterator[Reading]:
+def torch_attention(site: Site) -> Iterator[ParameterRole]:
     """Read `torch.nn.MultiheadAttention`, whose fused layout is torch's own contract."""
     module = site.module
     if not isinstance(module, nn.MultiheadAttention):
@@ -73,19 +69,19 @@ def torch_attention(site: Site) -> Iterator[Reading]:
     fused = module.in_proj_weight is not None
     groups = {"in_proj_weight": QKV} if fused else {f"{r[0]}_proj_weight": (r,) for r in QKV}
     for leaf, roles in groups.items():
-        # Across to an encoder, keys and values read what no norm of this layer feeds.
-        across = _is_across(site) and roles != ("query",)
-        yield Reading(
+        # In cross-attention, no norm of this layer feeds the keys and values.
+        cross = _is_cross_attention(site) and roles != ("query",)
+        yield ParameterRole(
             name=site.path(leaf),
             shape=tuple(module.get_parameter(leaf).shape),
             parts=tuple(Part(role, width) for role in roles),
-            column_norm="" if across else norms.before,
+            column_norm="" if cross else norms.before,
             note="torch.nn.MultiheadAttention",
         )
     yield site.linear("out_proj", Part("attention-out", width, row_norm=norms.after))
 
 
-def bert_layer(site: Site) -> Iterator[Reading]:
+def bert_layer(site: Site) -> Iterator[ParameterRole]:
     """Read the layer BERT and its descendants share: dense layers in modules of their own."""
     inside = dict(site.module.named_modules())
     roles = {
@@ -103,7 +99,7 @@ def bert_layer(site: Site) -> Iterator[Reading]:
         yield site.linear(path, part, column_norm=norm and site.path(f"{block}.{norm}"))
 
 
-def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[Reading]:
+def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
     leaves = {role: _only(site, names) for role, names in _NAMES.items()}
     query = leaves["query"]
     if query is None:
@@ -118,7 +114,7 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[Reading]:
         assert leaf is not None
         rows, _ = features(site.linears[leaf])
         note = None
-        column_norm = "" if role != "query" and _is_across(site) else norms.before
+        column_norm = "" if role != "query" and _is_cross_attention(site) else norms.before
         if role == "query" and out is not None and rows != features(site.linears[out])[1]:
             role = UNKNOWN
             read = features(site.linears[out])[1]
@@ -127,13 +123,13 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[Reading]:
         yield site.linear(leaf, part, column_norm=column_norm, note=note)
 
 
-def _fused(site: Site, norms: Norms) -> Iterator[Reading]:
+def _fused(site: Site, norms: Norms) -> Iterator[ParameterRole]:
     for leaf, linear in site.linears.items():
         layout = known_layout(site.module, leaf)
         if layout is None or layout.parts[0][0] not in QKV:
             continue
         rows, _ = features(linear)
-        column_norm = "" if _is_across(site) else norms.before
+        column_norm = "" if _is_cross_attention(site) else norms.before
         if layout.num_rows != rows:
             note = f"{rows} rows do not fit the layout known for {type(site.module).__name__}"
             yield site.linear(leaf, Part(UNKNOWN, rows), column_norm=column_norm, note=note)
@@ -146,7 +142,7 @@ def _fused(site: Site, norms: Norms) -> Iterator[Reading]:
             yield site.linear("q_attn", part, column_norm=norms.before)
 
 
-def _latent(site: Site, norms: Norms) -> Iterator[Reading]:
+def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
     """Read multi-head latent attention, by the names and attributes DeepSeek gave it."""
     linears = site.linears
     if not {"kv_a_proj_with_mqa", "kv_b_proj"} <= linears.keys():
@@ -176,21 +172,21 @@ def _is_softmax_attention(site: Site) -> bool:
     module = site.module
     if isinstance(module, nn.MultiheadAttention):
         return False
-    # In a list of blocks, the list carries the telling name.
+    # In a list of blocks, the name of the list counts.
     path = [part for part in site.name.split(".") if not part.isdigit()]
     label = f"{path[-1] if path else ''} {type(module).__name__}"
     if not re.search(r"att(entio)?n|mha", label, re.IGNORECASE):
         return False
-    # Linear-attention cousins convolve and decay q, k, v: other symmetries hold there.
+    # Linear attention convolves and decays q, k, v: other symmetries hold there.
     decays = any(re.search(r"A_log|dt_bias", name) for name, _ in module.named_parameters())
     convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
     return not decays and not convolves
 
 
-def _is_across(site: Site) -> bool:
-    """Tell attention to another sequence: an encoder's output feeds its keys and values."""
-    if isinstance(across := getattr(site.module, "is_cross_attention", None), bool):
-        return across
+def _is_cross_attention(site: Site) -> bool:
+    """Return whether keys and values come from another sequence (cross-attention)."""
+    if isinstance(cross := getattr(site.module, "is_cross_attention", None), bool):
+        return cross
     label = f"{site.name.rpartition('.')[2]} {type(site.module).__name__}".lower()
     return re.search(r"cross|encoder_?attn|enc_?dec|multihead_attn", label) is not None
 
@@ -208,15 +204,9 @@ def _row_norm(site: Site, role: str) -> str:
     return norm and site.path(norm) if role in _NORMS else ""
 
 
-def _doubt(site: Site, known: set[str]) -> None:
-    """Say where an attention block holds more than the matrices and norms that are understood."""
-    named = {
-        *sum(_NORMS.values(), ()),
-        *_SHARED_NORM,
-        *_OUT_NORMS,
-        "q_a_layernorm",
-        "kv_a_layernorm",
-    }
+def _note_unrecognized(site: Site, known: set[str]) -> None:
+    """Record the assumption that further matrices and norms of an attention block imply."""
+    named = {*sum(_NORMS.values(), ()), *_SHARED_NORM, *_OUT_NORMS, *_LATENT_NORMS}
     more = [leaf for leaf in site.linears if site.path(f"{leaf}.weight") not in known]
     more += [n for n, m in site.module.named_children() if is_norm(m) and n not in named]
     if more:
@@ -224,3 +214,35 @@ def _doubt(site: Site, known: set[str]) -> None:
             f"{type(site.module).__name__} holds {', '.join(more)} as well, and the pairs Q and K, "
             "V and attention-out still scale against each other there"
         )
+
+
+SSM_VECTORS = ("A_log", "D", "dt_bias")
+"""Per-head parameters of a mixer; some models store them with two axes."""
+
+
+def mamba2(site: Site) -> Iterator[ParameterRole]:
+    """Read a Mamba-2 mixer: the rows of in_proj are z, x, B, C, dt, and conv1d runs over x, B, C.
+
+    Every size follows from the shapes, and they must add up.
+    """
+    linears = site.linears
+    own = dict(site.module.named_parameters(recurse=False))
+    convolution = getattr(site.module, "conv1d", None)
+    if not isinstance(convolution, nn.Conv1d) or not set(SSM_VECTORS) <= own.keys():
+        return
+    if not {"in_proj", "out_proj"} <= linears.keys():
+        return
+    rows, _ = features(linears["in_proj"])
+    width, inner = features(linears["out_proj"])
+    heads = own["dt_bias"].numel()
+    states, odd = divmod(convolution.out_channels - inner, 2)
+    if odd or states <= 0 or rows != 2 * inner + 2 * states + heads:
+        return
+    norms = norms_around(site.tree, site.name, "mixer")
+    sizes = {"ssm-z": inner, "ssm-x": inner, "ssm-B": states, "ssm-C": states, "ssm-dt": heads}
+    parts = (Part(role, size) for role, size in sizes.items())
+    yield site.linear("in_proj", *parts, column_norm=norms.before)
+    part = Part("ssm-out", width, row_norm=norms.after)
+    # The gated norm on the mixer's output, which Falcon-H1 can switch off.
+    inner_norm = learnable_norm(site.module, ("norm",))
+    yield site.linear("out_proj", part, column_norm=inner_norm and site.path(inner_norm))
