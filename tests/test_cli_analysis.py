@@ -91,14 +91,12 @@ def test_simulate_prints_what_the_library_simulates_and_expects(ask, optimizer, 
         assert row["simulated"] == pytest.approx(simulated.rms[row["step"] - 1], rel=1e-4)
         # 768 numbers: 2.5% in rms, and what the walk itself errs by.
         assert row["expected"] == pytest.approx(row["simulated"], rel=0.15)
-    balance = {
-        "adamw": lambda lr: lrm.equilibrium_rms(lr, 0.5, 0.8),
-        "lion": lambda lr: lrm.equilibrium_rms_lion(lr, 0.5),
-        "sgdm": lambda lr: lrm.equilibrium_rms_sgdm(lr, 0.5, **settings),
-        "muon": lambda lr: lrm.equilibrium_rms_muon(
-            lr, 0.5, shape=(16, 48), **{"coefficients": "quintic", **settings}
-        ),
-    }[optimizer]
+    if optimizer == "muon":
+        settings = {"shape": (16, 48), "coefficients": "quintic", **settings}
+
+    def balance(lr):
+        return lrm.equilibrium_rms(lr, 0.5, optimizer=optimizer, **settings)
+
     assert written["equilibrium"] == pytest.approx(balance(0.02))
     assert written["steps"][-1]["equilibrium"] == pytest.approx(balance(0.02 / 8))
     assert written["relaxation_steps"] == lrm.relaxation_steps(0.02, 0.5) == 50

@@ -80,7 +80,7 @@ def test_names_do_not_matter_to_the_appendix(architecture):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner_norm", [False, True])
-def test_a_large_model_gets_the_papers_placement_through_its_twin(inner_norm):
+def test_a_large_model_gets_the_papers_placement_through_its_proxy(inner_norm):
     model = HybridLM(replace(PRESETS["tiny"], ssm_norm=inner_norm))
     plan = lrm.plan(model, "symmetry-aware", derive=True)
     assert carried(plan) == carried(lrm.plan(model, "symmetry-aware"))

@@ -300,7 +300,7 @@ def test_a_walk_that_is_not_known_is_not_predicted(name):
     found = lrm.diagnose(optimizer, lrs=lrs, start=start)
     reading = found["up_proj.weight"]
     assert (reading.predicted, reading.verdict) == (None, "open")
-    assert reading.note == "its optimizer's walk on noise is not known"
+    assert reading.note == "its optimizer's random walk on noise is not known"
     assert (reading.indicator is None) == (name == "torch SGD")
     # AdamW trains the multipliers whatever trains the rest.
     assert found["up_proj.weight", "row"].predicted is not None

@@ -13,9 +13,6 @@ from learnable_multipliers.equilibrium import (
     brownian_rms,
     brownian_step,
     equilibrium_rms,
-    equilibrium_rms_lion,
-    equilibrium_rms_muon,
-    equilibrium_rms_sgdm,
     lion_walk,
     mixed_walk,
     muon_walk,
@@ -79,9 +76,9 @@ def warmup_constant_decay(peak):
 
 def test_equilibrium_by_hand():
     # a = 1/2, beta1 = 1/2: 1 * sqrt(1/3) * sqrt(1.25 / (0.75 * 0.75)).
-    assert equilibrium_rms(1.0, 0.5, beta1=0.5) == pytest.approx(math.sqrt(1.25 / 3) / 0.75)
+    assert equilibrium_rms(1.0, 0.5, betas=(0.5, 0.9)) == pytest.approx(math.sqrt(1.25 / 3) / 0.75)
     # No momentum: lr / sqrt(1 - a^2) with a = 0.9.
-    assert equilibrium_rms(2.0, 0.05, beta1=0.0) == pytest.approx(2 / math.sqrt(0.19))
+    assert equilibrium_rms(2.0, 0.05, betas=(0.0, 0.9)) == pytest.approx(2 / math.sqrt(0.19))
     # The recipe of the paper at lr 1.28e-3 and decay 0.1.
     assert equilibrium_rms(1.28e-3, 0.1) == pytest.approx(0.0800, rel=1e-3)
     assert relaxation_steps(1.28e-3, 0.1) == pytest.approx(3906.25)
@@ -90,17 +87,17 @@ def test_equilibrium_by_hand():
 @pytest.mark.parametrize("beta1", [0.0, 0.9, 0.99])
 def test_slow_equilibrium_is_root_of_rate_over_twice_decay(beta1):
     lr, decay = 1e-9, 0.1
-    assert equilibrium_rms(lr, decay, beta1) == pytest.approx(math.sqrt(lr / (2 * decay)), rel=1e-7)
+    slow = math.sqrt(lr / (2 * decay))
+    assert equilibrium_rms(lr, decay, betas=(beta1, 0.95)) == pytest.approx(slow, rel=1e-7)
 
 
 def test_muon_without_nesterov_is_wens_formula():
     lr, decay, mu = 0.1, 0.2, 0.95
     a = 1 - lr * decay
     wen = lr * 0.2 * math.sqrt((1 + a * mu) / ((1 - a**2) * (1 - a * mu)))
-    assert equilibrium_rms_muon(lr, decay, mu, nesterov=False) == pytest.approx(wen, rel=1e-12)
-    original = equilibrium_rms_muon(
-        lr, decay, mu, nesterov=False, adjust_lr="original", shape=(64, 25)
-    )
+    settings = {"optimizer": "muon", "momentum": mu, "nesterov": False}
+    assert equilibrium_rms(lr, decay, **settings) == pytest.approx(wen, rel=1e-12)
+    original = equilibrium_rms(lr, decay, adjust_lr="original", shape=(64, 25), **settings)
     assert original == pytest.approx(wen, rel=1e-12)
 
 
@@ -139,20 +136,19 @@ def test_constant_rate_leads_to_the_closed_form_exactly(walk, start_rms):
 
 def test_closed_forms_are_those_of_their_walks():
     assert brownian_rms([0.2] * 3000, 0.1)[-1] == pytest.approx(equilibrium_rms(0.2, 0.1))
-    forms = {
-        equilibrium_rms_muon: muon_walk(),
-        equilibrium_rms_lion: lion_walk(),
-        equilibrium_rms_sgdm: sgdm_walk(),
-    }
-    for form, walk in forms.items():
-        assert brownian_rms([0.2] * 3000, 0.1, walk=walk)[-1] == pytest.approx(form(0.2, 0.1))
+    walks = {"muon": muon_walk(), "lion": lion_walk(), "sgdm": sgdm_walk()}
+    for optimizer, walk in walks.items():
+        closed = equilibrium_rms(0.2, 0.1, optimizer=optimizer)
+        assert brownian_rms([0.2] * 3000, 0.1, walk=walk)[-1] == pytest.approx(closed)
 
 
 def test_slow_sgd_is_the_slow_form_over_one_minus_momentum():
     lr, decay = 1e-9, 0.1
     for momentum, nesterov in ((0.0, False), (0.9, False), (0.9, True)):
         slow = math.sqrt(lr / (2 * decay)) / (1 - momentum)
-        assert equilibrium_rms_sgdm(lr, decay, momentum, nesterov) == pytest.approx(slow, rel=1e-6)
+        settings = {"momentum": momentum, "nesterov": nesterov}
+        found = equilibrium_rms(lr, decay, optimizer="sgdm", **settings)
+        assert found == pytest.approx(slow, rel=1e-6)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.0, 0.9)])
@@ -170,7 +166,8 @@ def test_lions_signs_are_as_alike_as_those_of_its_gaussian(betas):
     k = math.sqrt((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2))
     linear = math.sqrt(1e-9 / (math.pi * 0.1)) / k
     if b1:
-        assert equilibrium_rms_lion(1e-9, 0.1, betas) == pytest.approx(linear, rel=0.05)
+        found = equilibrium_rms(1e-9, 0.1, optimizer="lion", betas=betas)
+        assert found == pytest.approx(linear, rel=0.05)
 
 
 @pytest.mark.parametrize("coefficients", ["quintic", "polar-express"])
@@ -228,7 +225,7 @@ def test_adamw_on_noise_reaches_the_equilibrium(rate_times_decay, betas):
     lr, decay = rate_times_decay * 4, 0.25
     steps = 100 + round(4 / rate_times_decay)
     trajectory = adamw_on_noise([lr] * steps, decay, betas)
-    expected = equilibrium_rms(lr, decay, betas[0])
+    expected = equilibrium_rms(lr, decay, betas=betas)
     assert late_rms(trajectory, steps // 3) == pytest.approx(expected, rel=0.03)
 
 
@@ -266,8 +263,9 @@ def test_muon_on_noise_stays_below_the_estimate_by_what_is_documented(shape, coe
     lr, decay = 0.1, 0.2
     trajectory = muon_on_noise([lr] * 800, decay, shape, coefficients=coefficients)
     measured = late_rms(trajectory, 600)
-    assert measured / equilibrium_rms_muon(lr, decay) == pytest.approx(ratio, abs=0.04)
-    corrected = equilibrium_rms_muon(lr, decay, shape=shape, coefficients=coefficients)
+    estimate = equilibrium_rms(lr, decay, optimizer="muon")
+    assert measured / estimate == pytest.approx(ratio, abs=0.04)
+    corrected = equilibrium_rms(lr, decay, optimizer="muon", shape=shape, coefficients=coefficients)
     assert measured == pytest.approx(corrected, rel=0.04)
 
 
@@ -279,7 +277,11 @@ def test_limits_and_impossible_settings():
         with pytest.raises(ValueError, match="weight_decay"):
             equilibrium_rms(lr, decay)
     with pytest.raises(ValueError, match="beta1"):
-        equilibrium_rms(0.1, 0.1, beta1=1.0)
+        equilibrium_rms(0.1, 0.1, betas=(1.0, 0.95))
+    with pytest.raises(ValueError, match="choose from adamw, muon, lion, sgdm"):
+        equilibrium_rms(0.1, 0.1, optimizer="adam")
+    with pytest.raises(ValueError, match="adamw has no momentum; it takes betas"):
+        equilibrium_rms(0.1, 0.1, momentum=0.9)
     with pytest.raises(ValueError, match="shape"):
         muon_walk(adjust_lr="original")
     with pytest.raises(ValueError, match="shape"):

@@ -246,7 +246,7 @@ def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
     take_steps(model, opt, 3)
     health = monitor.health()
     assert {r.note for r in health.readings if r.kind == "matrix"} == {
-        "its optimizer's walk on noise is not known"
+        "its optimizer's random walk on noise is not known"
     }
     assert health.metrics()["trapped/matrices"] == 0.0
     with pytest.raises(TypeError, match=r"not SGD; wrap it: lrm.LearnableMultipliers\("):

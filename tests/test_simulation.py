@@ -40,14 +40,14 @@ BETAS = [(0.9, 0.95), (0.9, 0.999), (0.95, 0.98), (0.8, 0.95), (0.0, 0.99)]
 @pytest.mark.parametrize("betas", BETAS)
 @pytest.mark.parametrize("rate_times_decay", [1e-2, 1e-3])
 def test_adamw_comes_to_the_closed_form(rate_times_decay, betas):
-    closed = lrm.equilibrium_rms(rate_times_decay / DECAY, DECAY, betas[0])
+    closed = lrm.equilibrium_rms(rate_times_decay / DECAY, DECAY, betas=betas)
     assert settled("adamw", rate_times_decay, betas=betas) == pytest.approx(closed, rel=0.03)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.98)])
 def test_adamw_comes_to_the_closed_form_at_slow_rates(betas):
-    closed = lrm.equilibrium_rms(1e-4 / DECAY, DECAY, betas[0])
+    closed = lrm.equilibrium_rms(1e-4 / DECAY, DECAY, betas=betas)
     found = settled("adamw", 1e-4, (50, 100), betas=betas)
     assert found == pytest.approx(closed, rel=0.03)
 
@@ -65,20 +65,20 @@ def test_adamw_comes_to_the_closed_form_at_the_slowest_rate(away):
 
 
 FORMS = {
-    "lion": (lrm.equilibrium_rms_lion, {"betas": (0.9, 0.99)}),
-    "lion of slow betas": (lrm.equilibrium_rms_lion, {"betas": (0.95, 0.98)}),
-    "sgdm": (lrm.equilibrium_rms_sgdm, {"momentum": 0.9}),
-    "sgdm with nesterov": (lrm.equilibrium_rms_sgdm, {"momentum": 0.95, "nesterov": True}),
-    "sgdm without momentum": (lrm.equilibrium_rms_sgdm, {"momentum": 0.0}),
+    "lion": {"betas": (0.9, 0.99)},
+    "lion of slow betas": {"betas": (0.95, 0.98)},
+    "sgdm": {"momentum": 0.9},
+    "sgdm with nesterov": {"momentum": 0.95, "nesterov": True},
+    "sgdm without momentum": {"momentum": 0.0},
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("rate_times_decay", [1e-2, 1e-3])
 def test_lion_and_sgd_come_to_their_closed_forms(rate_times_decay, name):
-    form, settings = FORMS[name]
-    closed = form(rate_times_decay / DECAY, DECAY, **settings)
-    found = settled(name.split()[0], rate_times_decay, **settings)
+    optimizer, settings = name.split()[0], FORMS[name]
+    closed = lrm.equilibrium_rms(rate_times_decay / DECAY, DECAY, optimizer=optimizer, **settings)
+    found = settled(optimizer, rate_times_decay, **settings)
     assert found == pytest.approx(closed, rel=0.02)
 
 
@@ -87,7 +87,7 @@ def test_lion_and_sgd_come_to_their_closed_forms(rate_times_decay, name):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_comes_to_its_corrected_formula(shape, coefficients, nesterov):
     given = {"nesterov": nesterov, "coefficients": coefficients}
-    closed = lrm.equilibrium_rms_muon(0.01 / DECAY, DECAY, shape=shape[1:], **given)
+    closed = lrm.equilibrium_rms(0.01 / DECAY, DECAY, optimizer="muon", shape=shape[1:], **given)
     assert settled("muon", 0.01, shape, **given) == pytest.approx(closed, rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Symmetries of a model told through its small twin: the same as asked of the model itself."""
+"""Symmetries found through a small proxy are those found on the model itself."""
 
 import math
 import time
@@ -14,8 +14,8 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.presets import PRESETS
-from learnable_multipliers.symmetry._index_patterns import Pattern, describe, resized
-from learnable_multipliers.symmetry._proxy import make_twin
+from learnable_multipliers.symmetry._proxy import make_proxy
+from learnable_multipliers.symmetry._transfer import Pattern, describe, resized_patterns
 from test_symmetry import families_of, told
 
 # Patterns
@@ -48,7 +48,7 @@ def test_a_pattern_is_found_again_from_its_members(pattern):
 @given(patterns())
 def test_a_pattern_at_its_own_length_is_among_those_it_can_have(pattern):
     members = pattern.members()
-    fitted = [p.members() for (p,) in resized([pattern], [len(members)])]
+    fitted = [p.members() for (p,) in resized_patterns([pattern], [len(members)])]
     assert any(torch.equal(members, other) for other in fitted)
 
 
@@ -122,7 +122,7 @@ def test_a_pattern_at_another_size_is_among_those_guessed(layout, small, large):
     known = [describe(torch.tensor(members)) for members in layout(*small)]
     assert None not in known
     wanted = [torch.tensor(members) for members in layout(*large)]
-    guesses = list(resized(known, [len(members) for members in wanted]))
+    guesses = list(resized_patterns(known, [len(members) for members in wanted]))
     right = [
         guess
         for guess in guesses
@@ -135,7 +135,7 @@ def test_a_pattern_at_another_size_is_among_those_guessed(layout, small, large):
         assert len({math.prod(pattern.member_sizes) for pattern in guess}) == 1
 
 
-# The same symmetries through a twin as without
+# The same symmetries through a proxy as without
 
 OURS = ModelConfig(
     vocab_size=19,
@@ -221,29 +221,29 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "placement"), CASES)
-def test_a_twin_tells_what_the_model_itself_does(architecture, placement):
+def test_a_proxy_gives_the_symmetries_of_the_model_itself(architecture, placement):
     model = build(architecture)
-    twin = make_twin(model)
-    sizes, small = dict(model.named_parameters()), dict(twin.named_parameters())
+    proxy = make_proxy(model)
+    sizes, small = dict(model.named_parameters()), dict(proxy.named_parameters())
     assert any(sizes[name].shape != small[name].shape for name in sizes.keys() & small.keys())
     plan = planned(model, placement)
-    through = lrm.find_symmetries(model, plan, twin=twin)
-    itself = lrm.find_symmetries(model, plan, twin=None)
+    through = lrm.find_symmetries(model, plan, proxy=proxy)
+    itself = lrm.find_symmetries(model, plan, proxy=None)
     assert told(families_of(through)) == told(families_of(itself))
     assert through.nullity == itself.nullity
     assert through.unconfirmed == ()
 
 
 @pytest.mark.slow
-def test_a_twin_is_asked_by_default_where_the_model_is_large():
+def test_a_proxy_is_used_by_default_where_the_model_is_large():
     large = HybridLM(replace(OURS, vocab_size=3000, hidden_size=24, num_layers=1))
-    found = lrm.find_symmetries(large, lrm.plan(large, "symmetry-aware"), twin="auto")
+    found = lrm.find_symmetries(large, lrm.plan(large, "symmetry-aware"), proxy="auto")
     # Exchanges of embedding, attention-out and down; two norms; the residual stream.
     assert found.nullity == len(found) == 6
     assert found.unconfirmed == ()
 
 
-# What a twin cannot tell
+# What a proxy cannot show
 
 
 class Attention(nn.Module):
@@ -274,10 +274,10 @@ class Tokens(nn.Module):
         return self.attention(self.tokens(ids))
 
 
-def test_a_wrong_twin_confirms_nothing_wrong_and_says_what_is_open():
+def test_a_wrong_proxy_confirms_nothing_wrong_and_says_what_is_open():
     model, wrong = Tokens(6, norms=False), Tokens(4, norms=True)
-    through = lrm.find_symmetries(model, None, twin=wrong)
-    itself = told(families_of(lrm.find_symmetries(model, None, twin=None)))
+    through = lrm.find_symmetries(model, None, proxy=wrong)
+    itself = told(families_of(lrm.find_symmetries(model, None, proxy=None)))
     assert told(families_of(through)) <= itself
     # With norms, queries and keys have no scale of their own; without, only their product has.
     for leaf in "qk":
@@ -286,13 +286,13 @@ def test_a_wrong_twin_confirms_nothing_wrong_and_says_what_is_open():
         assert words in str(through)
     assert "the list may be incomplete" in str(through)
 
-    right = lrm.find_symmetries(model, None, twin=Tokens(4, norms=False))
+    right = lrm.find_symmetries(model, None, proxy=Tokens(4, norms=False))
     assert told(families_of(right)) == itself
     assert right.unconfirmed == ()
     assert "incomplete" not in str(right)
 
 
-def test_a_twin_with_norms_on_queries_and_keys_misleads_no_llama():
+def test_a_proxy_with_norms_on_queries_and_keys_misleads_no_llama():
     pytest.importorskip("transformers")
     import families
 
@@ -300,29 +300,29 @@ def test_a_twin_with_norms_on_queries_and_keys_misleads_no_llama():
     model = families.build("llama", **sizes)
     wrong = families.build("qwen3", **{**sizes, "hidden_size": 8, "head_dim": 4, "vocab_size": 13})
     plan = lrm.plan(model, "full")
-    through = lrm.find_symmetries(model, plan, twin=wrong)
-    itself = told(families_of(lrm.find_symmetries(model, plan, twin=None)))
+    through = lrm.find_symmetries(model, plan, proxy=wrong)
+    itself = told(families_of(lrm.find_symmetries(model, plan, proxy=None)))
     assert told(families_of(through)) < itself
     q = "model.layers.0.self_attn.q_proj"
     assert any(words.startswith(f"rows of {q}, in 4 sets of 4") for words in through.unconfirmed)
 
 
-def test_a_twin_has_no_part_that_its_model_leaves_out():
+def test_a_proxy_has_no_part_that_its_model_leaves_out():
     for architecture, config in CONFIGS.items():
-        twin = make_twin(HybridLM(config)).config
+        proxy = make_proxy(HybridLM(config)).config
         for part in ("has_attention", "has_ssm", "has_mlp", "tie_embeddings", "ssm_norm"):
-            assert getattr(twin, part) == getattr(config, part), architecture
-        assert twin.num_layers == 2
-        assert (twin.num_heads == twin.num_kv_heads) == (config.num_heads == config.num_kv_heads)
-    assert make_twin(HybridLM(replace(OURS, num_layers=1))).config.num_layers == 1
+            assert getattr(proxy, part) == getattr(config, part), architecture
+        assert proxy.num_layers == 2
+        assert (proxy.num_heads == proxy.num_kv_heads) == (config.num_heads == config.num_kv_heads)
+    assert make_proxy(HybridLM(replace(OURS, num_layers=1))).config.num_layers == 1
 
 
 def test_a_model_without_config_says_what_to_do():
     with pytest.raises(ValueError, match="Tokens has no config") as error:
-        make_twin(Tokens(4, norms=False))
+        make_proxy(Tokens(4, norms=False))
     assert "make a small model of the same architecture yourself" in str(error.value)
-    assert "twin=None" in str(error.value)
-    # Large, and so asked through a twin: refused, not asked in hours.
+    assert "proxy=None" in str(error.value)
+    # Large, and so searched through a proxy: refused, not searched for hours.
     with pytest.raises(ValueError, match="has no config"):
         lrm.find_symmetries(nn.Embedding(5000, 8), None, torch.arange(9))
 
@@ -336,8 +336,8 @@ class Stubborn(nn.Linear):
 
 
 def test_a_model_that_cannot_be_small_says_why():
-    with pytest.raises(ValueError, match="RuntimeError: too narrow for this.*twin=None"):
-        make_twin(Stubborn(ModelConfig()))
+    with pytest.raises(ValueError, match="RuntimeError: too narrow for this.*proxy=None"):
+        make_proxy(Stubborn(ModelConfig()))
 
 
 @pytest.mark.slow

@@ -13,18 +13,14 @@ from rich.console import Console
 
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.equilibrium import (
+    RandomWalk,
     Trajectory,
-    Walk,
-    adamw_walk,
     brownian_rms,
-    lion_walk,
-    muon_walk,
+    random_walk,
     relaxation_steps,
-    sgdm_walk,
     simulate_brownian,
 )
-from learnable_multipliers.equilibrium._closed_forms import walk_equilibrium
-from learnable_multipliers.equilibrium._simulation import BrownianOptimizer
+from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, walk_equilibrium
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
@@ -151,15 +147,12 @@ def rates(config: SimulateConfig) -> list[float]:
     return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
 
 
-def walk(config: SimulateConfig) -> Walk:
-    """Return the expected walk of what is simulated."""
+def walk(config: SimulateConfig) -> RandomWalk:
+    """Return the random walk of what is simulated."""
     given = _settings(config)
-    if config.optimizer == "adamw":
-        return adamw_walk(config.betas[0]) if config.betas is not None else adamw_walk()
     if config.optimizer == "muon":
         given.setdefault("coefficients", "quintic")
-        return muon_walk(shape=config.shape, **given)
-    return lion_walk(**given) if config.optimizer == "lion" else sgdm_walk(**given)
+    return random_walk(config.optimizer, shape=config.shape, **given)
 
 
 def rows(config: SimulateConfig, simulated: Trajectory) -> list[dict[str, float | None]]:

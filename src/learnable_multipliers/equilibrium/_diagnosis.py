@@ -1,40 +1,44 @@
 """What each tensor of a run shows of the equilibrium of noise and decay.
 
 Measured rms, the rms that noise would have given, how noisy the gradients are, and the verdict of
-`verdict.py`: for raw weights, multipliers and vectors, and for embeddings row by row.
+`_verdict.py`: for raw weights, multipliers and vectors, and for embeddings row by row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from learnable_multipliers.equilibrium._closed_forms import SETTLED
-from learnable_multipliers.equilibrium._diagnosis_table import render, summarize
-from learnable_multipliers.equilibrium._indicator import noise_indicator
+from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._introspection import Part, Trained, trained_tensors
 from learnable_multipliers.equilibrium._prediction import (
     Expectation,
     Expectations,
-    Pace,
+    TensorWalk,
     has_sparse_rows,
-    pace_of,
     steady_expectation,
+    tensor_walk,
 )
+from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._token_rows import TokenRows, read_rows
-from learnable_multipliers.equilibrium._verdict import Verdict, verdict_of
+from learnable_multipliers.equilibrium._verdict import Verdict, indicator_of, verdict_of
 from learnable_multipliers.optim._base import MultiplierOptimizer
+
+_HEADER = ("tensor", "n", "rms", "noise gives", "log ratio", "2 wd sum lr", "indicator", "verdict")
+_BANDS = ("rows by frequency", "n", "rms", "noise gives", "log ratio", "indicator", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What one tensor shows."""
+class TensorReading:
+    """Measurements of one tensor, and the verdict on it."""
 
     name: str
     """Of the parameter."""
@@ -71,11 +75,11 @@ class Reading:
 class Diagnosis:
     """Readings of every tensor of an optimizer; `print` shows a table, layers on one line."""
 
-    readings: tuple[Reading, ...]
+    readings: tuple[TensorReading, ...]
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
 
-    def __getitem__(self, key: str | tuple[str, str]) -> Reading:
+    def __getitem__(self, key: str | tuple[str, str]) -> TensorReading:
         name, part = (key, "weight") if isinstance(key, str) else key
         for reading in self.readings:
             if (reading.name, reading.part) == (name, part):
@@ -83,7 +87,7 @@ class Diagnosis:
         raise KeyError(f"no {part} of {name!r}")
 
     def __str__(self) -> str:
-        return render(self.readings, self.rows)
+        return _render(self.readings, self.rows)
 
     def measured(self) -> dict[tuple[str, str], float]:
         """Return the rms of each tensor, by parameter name and part."""
@@ -108,7 +112,7 @@ class Diagnosis:
         }
 
 
-def count_verdicts(readings: Iterable[Reading]) -> dict[str, dict[Verdict, int]]:
+def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict, int]]:
     """Return the number of tensors with each verdict, by kind."""
     counts: dict[str, dict[Verdict, int]] = {}
     for reading in readings:
@@ -135,8 +139,8 @@ def diagnose(
         start: A diagnosis from before the first step. Without it a start counts as zero where
             decay has wiped it out, and there is no prediction where it has not.
         frequency: For each row of the embedding, in what share of the steps it has had a gradient
-            (`row_frequency` makes it from counts). Rows are simulated by it; it cannot be told from
-            the moments, which know how long ago a token came last, not how often it comes.
+            (`row_frequency` makes it from counts). Rows are simulated by it; the moments do not
+            contain it: they depend on how long ago a token came last, not on how often it comes.
     """
     if not isinstance(optimizer, MultiplierOptimizer):
         raise TypeError(
@@ -151,16 +155,16 @@ def diagnose(
             f"lrs has {len(history)} learning rates, but the optimizer has taken {taken} steps: "
             "give the rate of each step taken, without those of steps it skipped"
         )
-    paces = {tensor.key: pace_of(optimizer, tensor) for tensor in tensors}
+    walks = {tensor.key: tensor_walk(optimizer, tensor) for tensor in tensors}
     expectations = None
     if history is not None:
-        expectations = Expectations(pace for pace in paces.values() if pace is not None)
+        expectations = Expectations(walks.values())
         for lr in history:
             expectations.step(lr)
     starts = None if start is None else start.measured()
     readings, rows = [], {}
     for tensor in tensors:
-        expected, note = _expectation(optimizer, tensor, paces[tensor.key], expectations, taken)
+        expected, note = _expectation(optimizer, tensor, walks[tensor.key], expectations, taken)
         readings.append(read_tensor(tensor, expected, starts, note))
         if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
             before = start.rows[tensor.name].rms if start is not None else None
@@ -171,23 +175,23 @@ def diagnose(
 
 
 def expectation_so_far(
-    tensor: Trained, pace: Pace | None, expectations: Expectations, taken: int
+    tensor: Trained, walk: TensorWalk | None, expectations: Expectations, taken: int
 ) -> tuple[Expectation | None, str]:
-    """Return what noise would have made of a tensor in a run that was followed; or why not."""
-    note = _not_told(tensor, pace)
-    if note or pace is None:
+    """Return the expected effect of noise on a tensor in a run that was followed; or why not."""
+    note = _why_unknown(tensor, walk)
+    if note or walk is None:
         return None, note
     if tensor.steps < taken:
         return None, f"had a gradient in {tensor.steps} of {taken} steps"
-    if tensor.weight_decay != pace.weight_decay:
+    if tensor.weight_decay != walk.weight_decay:
         return None, "its decay was changed during the run"
-    return expectations.of(pace), ""
+    return expectations.of(walk), ""
 
 
-def _not_told(tensor: Trained, pace: Pace | None) -> str:
-    """Return why no walk tells anything of a tensor, if none does."""
-    if pace is None:
-        return "its optimizer's walk on noise is not known"
+def _why_unknown(tensor: Trained, walk: TensorWalk | None) -> str:
+    """Return why no random walk predicts a tensor's rms; empty where one does."""
+    if walk is None:
+        return "its optimizer's random walk on noise is not known"
     if tensor.steps == 0:
         return "no step yet"
     if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
@@ -198,20 +202,20 @@ def _not_told(tensor: Trained, pace: Pace | None) -> str:
 def _expectation(
     optimizer: MultiplierOptimizer,
     tensor: Trained,
-    pace: Pace | None,
+    walk: TensorWalk | None,
     expectations: Expectations | None,
     taken: int,
 ) -> tuple[Expectation | None, str]:
-    """Return what noise would have made of a tensor; with a reason, if that says too little."""
+    """Return the expected effect of noise on a tensor; with a reason, if there is no prediction."""
     if expectations is not None:
-        return expectation_so_far(tensor, pace, expectations, taken)
-    note = _not_told(tensor, pace)
-    if note or pace is None:
+        return expectation_so_far(tensor, walk, expectations, taken)
+    note = _why_unknown(tensor, walk)
+    if note or walk is None:
         return None, note
     lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
     if lr * tensor.weight_decay == 0:
         return None, "no decay or no rate, so no equilibrium: give lrs"
-    expected = steady_expectation(pace.walk, lr, tensor.weight_decay, tensor.steps)
+    expected = steady_expectation(walk.walk, lr, tensor.weight_decay, tensor.steps)
     early = "too early for the equilibrium at the present rate: give lrs"
     return expected, "" if expected.settling >= SETTLED else early
 
@@ -221,11 +225,11 @@ def read_tensor(
     expected: Expectation | None,
     starts: Mapping[tuple[str, str], float] | None,
     note: str,
-) -> Reading:
-    """Return what a tensor shows beside what was expected, given the rms of all at the start."""
+) -> TensorReading:
+    """Measure a tensor and compare it with what was expected, given the rms of all at the start."""
     size = tensor.value.numel()
     measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
-    indicator = _indicator(tensor)
+    indicator = indicator_of(tensor.first, tensor.second, tensor.beta1, tensor.beta2, tensor.steps)
     predicted = error = None
     settling = None if expected is None else expected.settling
     if expected is not None and not note:
@@ -238,7 +242,7 @@ def read_tensor(
             note = "its start is not forgotten: give start"
         else:
             predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
-    reading = Reading(
+    reading = TensorReading(
         name=tensor.name,
         part=tensor.part,
         kind=tensor.kind,
@@ -257,16 +261,96 @@ def read_tensor(
     return dataclasses.replace(reading, verdict=verdict)
 
 
-def _indicator(tensor: Trained) -> float | None:
-    if tensor.first is None or tensor.second is None or tensor.steps == 0:
-        return None
-    found = noise_indicator(
-        tensor.first, tensor.second, tensor.beta1, tensor.beta2, tensor.steps
-    ).item()
-    return None if math.isnan(found) else found
-
-
 def _role(tensor: Trained) -> str:
     if tensor.matrix is None:
         return tensor.kind
     return "/".join(dict.fromkeys(block.role for block in tensor.matrix.blocks))
+
+
+def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) -> str:
+    """Return the table: medians over the layers of a line, then the rows of embeddings."""
+    lines: dict[tuple[str, str, str], list[TensorReading]] = {}
+    for reading in readings:
+        key = (reading.kind, layer_template(reading.name), reading.part)
+        lines.setdefault(key, []).append(reading)
+    table: list[tuple[str, ...]] = [_HEADER]
+    for kind in ("matrix", "multiplier", "vector"):
+        for (of, name, part), alike in lines.items():
+            if of == kind:
+                shown = name if part == "weight" else f"{name} {part}"
+                table.append(_line(shown, alike))
+    text = _aligned(table)
+    for name, found in rows.items():
+        bands: list[tuple[str, ...]] = [_BANDS]
+        for band in found.bands:
+            label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
+            bands.append(
+                (
+                    label,
+                    str(band.num_rows),
+                    _number(band.measured),
+                    _number(band.predicted),
+                    _signed(band.log_ratio),
+                    _number(band.indicator),
+                    band.verdict,
+                )
+            )
+        text += ["", name, *_aligned(bands)]
+    return "\n".join(text)
+
+
+def summarize(verdicts: Mapping[str, Mapping[Verdict, int]]) -> str:
+    """Return the share of trapped tensors of each kind, in one line."""
+    plural = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
+    shares = []
+    for kind, counts in verdicts.items():
+        total = sum(counts.values())
+        others = ", ".join(f"{counts[word]} {word}" for word in ("free", "open") if counts[word])
+        rest = f": {others}" if others else ""
+        share = counts["trapped"] / total
+        shares.append(f"{counts['trapped']} of {total} {plural[kind]} ({share:.0%}{rest})")
+    return f"trapped are {', '.join(shares)}" if shares else "there is nothing to read"
+
+
+def _line(name: str, readings: list[TensorReading]) -> tuple[str, ...]:
+    verdicts = Counter(reading.verdict for reading in readings)
+    verdict = ", ".join(
+        word if count == len(readings) else f"{count} {word}" for word, count in verdicts.items()
+    )
+    notes = {reading.note for reading in readings} - {""}
+    if notes:
+        verdict += f" ({'; '.join(sorted(notes))})"
+    return (
+        name,
+        str(len(readings)),
+        _number(_median(reading.measured for reading in readings)),
+        _number(_median(reading.predicted for reading in readings)),
+        _signed(_median(reading.log_ratio for reading in readings)),
+        _number(_median(reading.settling for reading in readings)),
+        _number(_median(reading.indicator for reading in readings)),
+        verdict,
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

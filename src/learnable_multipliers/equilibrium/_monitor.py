@@ -1,6 +1,6 @@
-"""The health of a run, as plain metrics and, where something is wrong, in words.
+"""The health of a run, as plain metrics and alarms in words.
 
-Looks on and changes nothing: ranges of the multipliers, drift along scale symmetries, which
+Only observes: ranges of the multipliers, drift along scale symmetries, which
 tensors noise and decay hold, and how noisy gradients are.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import (
-    Reading,
+    TensorReading,
     count_verdicts,
     expectation_so_far,
     read_tensor,
+    summarize,
 )
-from learnable_multipliers.equilibrium._diagnosis_table import summarize
 from learnable_multipliers.equilibrium._introspection import Part, Trained, trained_tensors
-from learnable_multipliers.equilibrium._prediction import Expectations, Pace, pace_of
+from learnable_multipliers.equilibrium._prediction import Expectations, TensorWalk, tensor_walk
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
@@ -47,7 +47,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something to look after."""
+    """A problem that needs attention."""
 
     about: str
     """The same for the same trouble at another step."""
@@ -59,12 +59,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Health:
-    """What a run shows at one step."""
+    """Measurements of a run at one step."""
 
     ranges: tuple[Range, ...]
     drifts: dict[str, tuple[Drift, ...]]
     """By symmetry in words, for each place it comes back in; since the start of the run."""
-    readings: tuple[Reading, ...]
+    readings: tuple[TensorReading, ...]
     """Of every tensor but the rows of embeddings."""
     alarms: tuple[Alarm, ...]
 
@@ -150,18 +150,18 @@ class Monitor:
             words: symmetry_positions(optimizer, alike) for words, alike in self._alike.items()
         }
         self._signs: dict[tuple[str, str], Tensor] = {}
-        self._paces: dict[tuple[str, str], Pace | None] = {}
+        self._walks: dict[tuple[str, str], TensorWalk | None] = {}
         self._starts: dict[tuple[str, str], float] = {}
         self._before = 0
         for tensor in trained_tensors(optimizer):
-            self._paces[tensor.key] = pace_of(optimizer, tensor)
+            self._walks[tensor.key] = tensor_walk(optimizer, tensor)
             self._starts[tensor.key] = read_tensor(tensor, None, None, "").measured
             # A run may be joined late.
             self._before = max(self._before, tensor.steps)
             if tensor.kind == "multiplier" and tensor.value.numel():
                 self._signs[tensor.key] = _values(tensor).sign()
         self._skipped_before = optimizer.num_skipped
-        self._expectations = Expectations(p for p in self._paces.values() if p is not None)
+        self._expectations = Expectations(self._walks.values())
         self._hook = optimizer.register_step_post_hook(
             lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
         )
@@ -174,15 +174,16 @@ class Monitor:
         self._expectations.step(lr)
 
     def resume(self, lrs: Iterable[float], num_skipped: int = 0) -> None:
-        """Be where a run is that was loaded after the monitor was made, at its start.
+        """Continue with a run that was loaded from a checkpoint after the monitor was made.
 
-        Also for one that goes back to an earlier step: nothing is left of what was followed.
+        The monitor must have been made at the run's start. Also for a run that goes back to an
+        earlier step: what was followed before is forgotten.
 
         Args:
             lrs: The learning rate of every step behind it.
             num_skipped: Steps among them that changed nothing.
         """
-        self._expectations = Expectations(p for p in self._paces.values() if p is not None)
+        self._expectations = Expectations(self._walks.values())
         for lr in lrs:
             self.follow(lr)
         self._skipped_before = self._optimizer.num_skipped - num_skipped
@@ -196,11 +197,11 @@ class Monitor:
         """Return what the run shows now."""
         skipped = self._optimizer.num_skipped - self._skipped_before
         taken = self._before + self._expectations.steps - skipped
-        readings: list[Reading] = []
+        readings: list[TensorReading] = []
         carried: list[Trained] = []
         for tensor in trained_tensors(self._optimizer):
-            pace = self._paces[tensor.key]
-            expected, note = expectation_so_far(tensor, pace, self._expectations, taken)
+            walk = self._walks[tensor.key]
+            expected, note = expectation_so_far(tensor, walk, self._expectations, taken)
             readings.append(read_tensor(tensor, expected, self._starts, note))
             carried += [tensor] if tensor.key in self._signs else []
         ranges = _ranges(carried, self._signs)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers.equilibrium._closed_forms import walk_equilibrium
 from learnable_multipliers.equilibrium._introspection import Trained
 from learnable_multipliers.equilibrium._random_walk import (
     BrownianState,
-    Walk,
+    RandomWalk,
     adamw_walk,
     brownian_step,
     mixed_walk,
     muon_walk,
+    walk_equilibrium,
 )
 from learnable_multipliers.optim import Muon
 from learnable_multipliers.optim._base import MultiplierOptimizer
@@ -25,15 +25,24 @@ _SPARSE = {"embedding", "tied-embedding", "position-embedding"}
 
 
 def has_sparse_rows(matrix: Matrix | None) -> bool:
-    """Tell an embedding: its rows get gradients as often as their tokens occur."""
+    """Return whether this is an embedding, whose rows get gradients when their tokens occur."""
     return matrix is not None and any(block.role in _SPARSE for block in matrix.blocks)
 
 
-def walk_of(optimizer: MultiplierOptimizer, tensor: Trained) -> Walk | None:
-    """Return how a tensor would walk on noise; None for an optimizer whose walk is not known."""
+class TensorWalk(NamedTuple):
+    """The random walk of a tensor relative to its run; tensors with equal ones share it."""
+
+    walk: RandomWalk
+    lr_scale: float
+    """Learning rate over that of the run."""
+    weight_decay: float
+
+
+def tensor_walk(optimizer: MultiplierOptimizer, tensor: Trained) -> TensorWalk | None:
+    """Return a tensor's random walk; None for an optimizer whose walk is not known."""
     if tensor.rule == "adamw":
-        return adamw_walk(tensor.beta1)
-    if tensor.rule == "muon" and isinstance(optimizer, Muon):
+        walk = adamw_walk(tensor.beta1)
+    elif tensor.rule == "muon" and isinstance(optimizer, Muon):
         matrix = tensor.matrix
         assert matrix is not None
         sizes = [block.size * matrix.repeats for block in matrix.blocks]
@@ -48,13 +57,15 @@ def walk_of(optimizer: MultiplierOptimizer, tensor: Trained) -> Walk | None:
             )
             for size in sizes
         ]
-        return mixed_walk(walks, sizes)
-    return None
+        walk = mixed_walk(walks, sizes)
+    else:
+        return None
+    return TensorWalk(walk, tensor.lr_scale, tensor.weight_decay)
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a run on noise would have made of a tensor, apart from where it started."""
+    """The effect of a run on noise on a tensor, for any start."""
 
     spread: float
     """RMS that a tensor starting at zero would have by now."""
@@ -83,43 +94,29 @@ class Expectation:
         return deviation / (2 * square * math.sqrt(size))
 
 
-class Pace(NamedTuple):
-    """What tells apart how tensors walk under one schedule: those of one pace walk alike."""
-
-    walk: Walk
-    lr_scale: float
-    """Learning rate over that of the run."""
-    weight_decay: float
-
-
-def pace_of(optimizer: MultiplierOptimizer, tensor: Trained) -> Pace | None:
-    """Return the pace of a tensor; None for an optimizer whose walk is not known."""
-    walk = walk_of(optimizer, tensor)
-    return None if walk is None else Pace(walk, tensor.lr_scale, tensor.weight_decay)
-
-
 class Expectations:
-    """What noise is expected to do at some paces, step by step; each is walked once."""
+    """Expected random walks of the tensors of a run, step by step; equal ones are computed once."""
 
-    def __init__(self, paces: Iterable[Pace]):
-        self._walked = dict.fromkeys(paces, (BrownianState(0.0), 1.0))
+    def __init__(self, walks: Iterable[TensorWalk | None]):
+        known = (walk for walk in walks if walk is not None)
+        self._states = dict.fromkeys(known, (BrownianState(0.0), 1.0))
         self.steps = 0
 
     def step(self, lr: float) -> None:
         """Follow one step of a run, at its learning rate."""
         self.steps += 1
-        for pace, (state, kept) in self._walked.items():
-            own, decay = lr * pace.lr_scale, pace.weight_decay
-            state = brownian_step(state, own, decay, pace.walk)
-            self._walked[pace] = state, kept * abs(1 - own * decay)
+        for walk, (state, kept) in self._states.items():
+            own, decay = lr * walk.lr_scale, walk.weight_decay
+            state = brownian_step(state, own, decay, walk.walk)
+            self._states[walk] = state, kept * abs(1 - own * decay)
 
-    def of(self, pace: Pace) -> Expectation:
-        """Return what is expected by now at one of the paces."""
-        state, kept = self._walked[pace]
+    def of(self, walk: TensorWalk) -> Expectation:
+        """Return what is expected by now of one of the walks."""
+        state, kept = self._states[walk]
         return Expectation(state.rms, kept)
 
 
-def steady_expectation(walk: Walk, lr: float, weight_decay: float, steps: int) -> Expectation:
+def steady_expectation(walk: RandomWalk, lr: float, weight_decay: float, steps: int) -> Expectation:
     """Return what is expected if the rate has always been this one."""
     kept = abs(1 - lr * weight_decay) ** steps
     return Expectation(walk_equilibrium(lr, weight_decay, walk) * math.sqrt(1 - kept**2), kept)

@@ -1,8 +1,10 @@
-"""The expected walk of a weight on pure noise, step by step, under any learning rates.
+"""The random walk of a weight on pure noise: its expected rms, and the equilibrium (eq. 1).
 
 With noise for gradients, w <- a w - lr u (a = 1 - lr * weight_decay) is a random walk with a pull
-to zero, and its rms follows from how the updates u of the optimizer hang together in time. A
-`Walk` says that in four numbers; `brownian_step` follows it exactly, without drawing a sample.
+to zero, and its rms follows from the autocorrelation of the optimizer's updates u. A `RandomWalk`
+describes that by four numbers; `brownian_step` follows the rms exactly under any learning rates,
+without drawing a sample, and `equilibrium_rms` is its fixed point at a constant learning rate.
+`benchmarks/brownian.py` prints the ratios of simulations to these forms.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from learnable_multipliers.equilibrium._orthogonal_noise import overlap_after, rms_after
 from learnable_multipliers.optim._batches import lr_factor
@@ -19,12 +21,22 @@ if TYPE_CHECKING:
     from learnable_multipliers.optim._batches import AdjustLr
     from learnable_multipliers.optim._newton_schulz import Coefficients
 
+BrownianOptimizer = Literal["adamw", "muon", "lion", "sgdm"]
 Onset = Literal["corrected", "full", "growing"]
+
+SETTLED = 4.0
+"""2 * weight_decay * sum(lr) from which on a start is forgotten: e^-4 of its square is left."""
+_SETTINGS = {
+    "adamw": {"betas"},
+    "lion": {"betas"},
+    "muon": {"momentum", "nesterov", "adjust_lr", "coefficients"},
+    "sgdm": {"momentum", "nesterov"},
+}
 
 
 @dataclass(frozen=True)
-class Walk:
-    """How an optimizer's updates on noise are spread and correlated, at a learning rate of 1.
+class RandomWalk:
+    """RMS and autocorrelation of an optimizer's updates on noise, at a learning rate of 1.
 
     E[u_t u_t] = rms^2 and E[u_t u_{t+k}] = rms^2 * overlap * momentum^k for k >= 1.
     """
@@ -56,17 +68,17 @@ class Walk:
 
 
 class BrownianState(NamedTuple):
-    """What is expected of a weight after a walk on noise: what a checkpoint has to keep."""
+    """Expected state of a weight after some steps on noise, from which the walk can go on."""
 
     rms: float
     """RMS of the weight."""
     heading: float = 0.0
-    """-E[w m] with the next momentum: how much of the way so far the next update goes on with."""
+    """-E[w m] with the next momentum: how far the next update continues the way so far."""
     steps: int = 0
     """Steps taken."""
 
 
-def adamw_walk(beta1: float = 0.9) -> Walk:
+def adamw_walk(beta1: float = 0.9) -> RandomWalk:
     """Return AdamW's walk, with a second moment that is steady at 1: u is the first moment.
 
     A small beta2 makes the second moment follow the newest gradients a little: at betas
@@ -74,10 +86,10 @@ def adamw_walk(beta1: float = 0.9) -> Walk:
     was measured at 0.984-0.991; at beta2 = 0.999 it is 1.000 and 0.999-1.000.
     """
     check_momentum("beta1", beta1)
-    return Walk(rms=math.sqrt((1 - beta1) / (1 + beta1)), momentum=beta1)
+    return RandomWalk(rms=math.sqrt((1 - beta1) / (1 + beta1)), momentum=beta1)
 
 
-def sgdm_walk(momentum: float = 0.9, nesterov: bool = False) -> Walk:
+def sgdm_walk(momentum: float = 0.9, nesterov: bool = False) -> RandomWalk:
     """Return the walk of SGD on N(0,1) gradients, u = sum_k mu^k g_{t-k}, with decoupled decay.
 
     Gradients of another rms scale the walk with them, unlike all others here.
@@ -85,10 +97,10 @@ def sgdm_walk(momentum: float = 0.9, nesterov: bool = False) -> Walk:
     check_momentum("momentum", momentum)
     power = _nesterov_power(momentum) if nesterov else 1 / (1 - momentum**2)
     overlap = _nesterov_overlap(momentum) if nesterov else 1.0
-    return Walk(rms=math.sqrt(power), momentum=momentum, overlap=overlap, onset="growing")
+    return RandomWalk(rms=math.sqrt(power), momentum=momentum, overlap=overlap, onset="growing")
 
 
-def lion_walk(betas: tuple[float, float] = (0.9, 0.99)) -> Walk:
+def lion_walk(betas: tuple[float, float] = (0.9, 0.99)) -> RandomWalk:
     """Return Lion's walk: u = sign(c), c_t = b1 m_{t-1} + (1 - b1) g_t, m an average with b2.
 
     c is Gaussian with correlations r b2^k, so signs have (2/pi) arcsin(r b2^k). The walk takes
@@ -102,7 +114,7 @@ def lion_walk(betas: tuple[float, float] = (0.9, 0.99)) -> Walk:
     power = (1 - beta1) ** 2 + past
     overlap = (beta1 * (1 - beta1) * (1 - beta2) / beta2 + past) / power
     signs = _sum_over_lags(beta2, lambda k: 2 / math.pi * math.asin(overlap * beta2**k))
-    return Walk(rms=1.0, momentum=beta2, overlap=signs * (1 - beta2) / beta2, onset="full")
+    return RandomWalk(rms=1.0, momentum=beta2, overlap=signs * (1 - beta2) / beta2, onset="full")
 
 
 def muon_walk(
@@ -112,7 +124,7 @@ def muon_walk(
     adjust_lr: AdjustLr = "match_rms_adamw",
     shape: tuple[int, int] | None = None,
     coefficients: Coefficients | None = None,
-) -> Walk:
+) -> RandomWalk:
     """Return the walk of this library's Muon on an (out, in) matrix.
 
     A semi-orthogonal matrix has an rms of 1/sqrt(max(out, in)), so an update has 0.2 with
@@ -120,7 +132,7 @@ def muon_walk(
     Without `coefficients` the walk is Wen's: as if orthogonalizing only rescaled an update. It
     also makes updates forget each other faster, most so for square matrices; with `coefficients`
     (and a shape) both the rms and the overlap are those of orthogonalized noise
-    (`orthogonal_noise.py`). The first ten Nesterov steps are less alike than the later ones: 6% in
+    (`_orthogonal_noise.py`). The first ten Nesterov steps are less alike than the later ones: 6% in
     rms, measured.
     """
     check_momentum("momentum", momentum)
@@ -140,27 +152,119 @@ def muon_walk(
         overlap = alike * (1 - momentum) / momentum
     if coefficients is not None:
         rms *= rms_after(num_out, num_in, coefficients)
-    return Walk(rms=rms, momentum=momentum, overlap=overlap, onset="full")
+    return RandomWalk(rms=rms, momentum=momentum, overlap=overlap, onset="full")
 
 
-def mixed_walk(walks: Sequence[Walk], sizes: Sequence[int]) -> Walk:
-    """Return the walk of a matrix whose blocks, of these sizes, walk each by itself.
+def mixed_walk(walks: Sequence[RandomWalk], sizes: Sequence[int]) -> RandomWalk:
+    """Return the walk of a matrix whose blocks, of these sizes, are updated independently.
 
     Mean squares and correlations of the parts add up in proportion to their sizes.
     """
     first = walks[0]
     if any((walk.momentum, walk.onset) != (first.momentum, first.onset) for walk in walks):
-        raise ValueError("only walks of one optimizer and momentum can be mixed")
+        raise ValueError("only random walks of one optimizer and momentum can be mixed")
     shares = [size / sum(sizes) for size in sizes]
     power = sum(share * walk.rms**2 for share, walk in zip(shares, walks, strict=True))
     alike = sum(
         share * walk.rms**2 * walk.overlap for share, walk in zip(shares, walks, strict=True)
     )
-    return Walk(math.sqrt(power), first.momentum, alike / power, first.onset)
+    return RandomWalk(math.sqrt(power), first.momentum, alike / power, first.onset)
+
+
+def random_walk(
+    optimizer: BrownianOptimizer,
+    *,
+    shape: tuple[int, int] | None = None,
+    **settings: Any,
+) -> RandomWalk:
+    """Return an optimizer's random walk, given its settings as in `equilibrium_rms`."""
+    given = optimizer_settings(optimizer, **settings)
+    if optimizer == "adamw":
+        return adamw_walk(given["betas"][0]) if given else adamw_walk()
+    if optimizer == "muon":
+        return muon_walk(shape=shape, **given)
+    return lion_walk(**given) if optimizer == "lion" else sgdm_walk(**given)
+
+
+def optimizer_settings(optimizer: BrownianOptimizer, **settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None; raise on those an optimizer does not have."""
+    if optimizer not in get_args(BrownianOptimizer):
+        names = ", ".join(get_args(BrownianOptimizer))
+        raise ValueError(f"unknown optimizer {optimizer!r}; choose from {names}")
+    given = {name: value for name, value in settings.items() if value is not None}
+    foreign = sorted(given.keys() - _SETTINGS[optimizer])
+    if foreign:
+        takes = ", ".join(sorted(_SETTINGS[optimizer]))
+        raise ValueError(f"{optimizer} has no {foreign[0]}; it takes {takes}")
+    return given
+
+
+def equilibrium_rms(
+    lr: float,
+    weight_decay: float,
+    *,
+    optimizer: BrownianOptimizer = "adamw",
+    betas: tuple[float, float] | None = None,
+    momentum: float | None = None,
+    nesterov: bool | None = None,
+    adjust_lr: AdjustLr | None = None,
+    shape: tuple[int, int] | None = None,
+    coefficients: Coefficients | None = None,
+) -> float:
+    """Return the rms that noise and weight decay give a matrix, whatever the data (eq. 1).
+
+    With a = 1 - lr * weight_decay, at a constant learning rate, and "slow" for small lr * wd:
+
+    - adamw: lr sqrt((1-b)/(1+b)) sqrt((1 + a b) / ((1 - a^2)(1 - a b))) with b = beta1; slow,
+      sqrt(lr / (2 wd)).
+    - lion: slow, sqrt(lr d / (2 wd)) with d = 1 + (4/pi) sum_k arcsin(r b2^k); taking arcsin(x) for
+      x gives about sqrt(lr / (pi wd)) / sqrt((1-b1)^2 + b1^2 (1-b2)/(1+b2)), 2-4% off.
+    - sgdm on N(0,1) gradients with decoupled decay: slow, sqrt(lr / (2 wd)) / (1 - momentum). It is
+      proportional to the rms of the gradients. `torch.optim.SGD` adds the decay to the gradient
+      instead: sqrt(lr / (2 wd (1 - momentum))).
+    - muon: slow, 0.2 sqrt((1+mu)/(1-mu)) sqrt(lr / (2 wd)); with Nesterov 8% less at mu = 0.95.
+      It is an upper estimate: with Nesterov and mu = 0.95, Muon was measured at 0.72-0.77 of it for
+      square matrices, 0.78 for 1:3, 0.82 for 1:4 and 0.85 for 1:8 with the "quintic" coefficients,
+      whose singular values are 0.86-0.90 in rms; at 0.88-0.89, 0.98, 1.00 and 0.99 with
+      "polar-express". With `shape` and `coefficients` this correction is in the result.
+
+    Args:
+        betas: AdamW's (0.9, 0.95 by default; beta2 has no part in the form), Lion's (0.9, 0.99).
+        momentum: Muon's (0.95), SGD's (0.9). `nesterov`: Muon's (True), SGD's (False).
+        adjust_lr: Muon's, as in `lrm.Muon`; so are `coefficients`.
+        shape: Of the matrix, (out, in); only Muon's walk depends on it.
+    """
+    walk = random_walk(
+        optimizer,
+        shape=shape,
+        betas=betas,
+        momentum=momentum,
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        coefficients=coefficients,
+    )
+    return walk_equilibrium(lr, weight_decay, walk)
+
+
+def walk_equilibrium(lr: float, weight_decay: float, walk: RandomWalk) -> float:
+    """Return the rms at which a walk's noise and decay balance: lr sqrt(d / (1 - a^2))."""
+    shrink = shrink_per_step(lr, weight_decay)
+    if lr == 0:
+        return 0.0
+    if shrink == 0:
+        return math.inf
+    # 1 - a^2, without the cancellation.
+    return lr * math.sqrt(walk.diffusion(shrink) / (shrink * (2 - shrink)))
+
+
+def relaxation_steps(lr: float, weight_decay: float) -> float:
+    """Return the steps in which rms^2 comes nearer its equilibrium by a factor e: 1/(2 lr wd)."""
+    shrink = shrink_per_step(lr, weight_decay)
+    return 1 / (2 * shrink) if shrink else math.inf
 
 
 def brownian_step(
-    state: BrownianState, lr: float, weight_decay: float, walk: Walk | None = None
+    state: BrownianState, lr: float, weight_decay: float, walk: RandomWalk | None = None
 ) -> BrownianState:
     """Return where one step on noise leads in expectation, at any learning rate.
 
@@ -180,7 +284,10 @@ def brownian_step(
 
 
 def brownian_rms(
-    lrs: Iterable[float], weight_decay: float, start_rms: float = 0.0, walk: Walk | None = None
+    lrs: Iterable[float],
+    weight_decay: float,
+    start_rms: float = 0.0,
+    walk: RandomWalk | None = None,
 ) -> list[float]:
     """Return the expected rms after each step of a run on noise, under its learning rates."""
     walk = walk or adamw_walk()
@@ -203,7 +310,7 @@ def shrink_per_step(lr: float, weight_decay: float) -> float:
 
 
 def check_momentum(name: str, value: float) -> None:
-    """Refuse a momentum that never forgets."""
+    """Raise unless a momentum lies in [0, 1)."""
     if not 0 <= value < 1:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
 

@@ -9,27 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from learnable_multipliers.equilibrium._random_walk import check_momentum, shrink_per_step
+from learnable_multipliers.equilibrium._random_walk import (
+    BrownianOptimizer,
+    check_momentum,
+    optimizer_settings,
+    shrink_per_step,
+)
 from learnable_multipliers.optim._batches import AdjustLr, lr_factor
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
 
-BrownianOptimizer = Literal["adamw", "muon", "lion", "sgdm"]
 Update = Callable[[Tensor], Tensor]
 """From a gradient to the update of a step; keeps the moments."""
 
 _EPS = 1e-12
 """Far below any second moment of N(0,1) gradients, also of rows that rarely get one."""
-_SETTINGS = {
-    "adamw": {"betas"},
-    "lion": {"betas"},
-    "muon": {"momentum", "nesterov", "adjust_lr", "coefficients"},
-    "sgdm": {"momentum", "nesterov"},
-}
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,14 @@ def simulate_brownian(
         frequency: Probability that a row has a gradient in a step, one for all or a tensor for
             rows one by one; in other steps its gradient is zero, as that of a rare token is.
     """
-    given = {
-        "betas": betas,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "adjust_lr": adjust_lr,
-        "coefficients": coefficients,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = optimizer_settings(
+        optimizer,
+        betas=betas,
+        momentum=momentum,
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        coefficients=coefficients,
+    )
     _check(optimizer, settings, shape)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator, dtype=dtype).mul_(start_rms)
@@ -189,20 +187,12 @@ def _chance(frequency: float | Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     return None if bool((chance == 1).all()) else chance.expand(shape[:-1]).unsqueeze(-1)
 
 
-def _check(optimizer: str, settings: dict[str, object], shape: tuple[int, ...]) -> None:
-    if optimizer not in get_args(BrownianOptimizer):
-        names = ", ".join(get_args(BrownianOptimizer))
-        raise ValueError(f"unknown optimizer {optimizer!r}; choose from {names}")
-    foreign = sorted(settings.keys() - _SETTINGS[optimizer])
-    if foreign:
-        takes = ", ".join(sorted(_SETTINGS[optimizer]))
-        raise ValueError(f"{optimizer} has no {foreign[0]}; it takes {takes}")
+def _check(optimizer: str, settings: dict[str, Any], shape: tuple[int, ...]) -> None:
     if len(shape) < (2 if optimizer == "muon" else 1):
         raise ValueError(f"{optimizer} cannot train a weight of shape {shape}")
     for name in ("momentum", "betas"):
         values = settings.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
-            assert isinstance(value, int | float)
             check_momentum(name, value)
     if settings.get("coefficients", "quintic") not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients; choose from {', '.join(COEFFICIENTS)}")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers.equilibrium._indicator import noise_indicator
 from learnable_multipliers.equilibrium._introspection import Trained
 from learnable_multipliers.equilibrium._prediction import Expectation, decayed
 from learnable_multipliers.equilibrium._simulation import simulate_brownian
-from learnable_multipliers.equilibrium._verdict import Verdict, verdict_of
+from learnable_multipliers.equilibrium._verdict import Verdict, indicator_of, verdict_of
 
 _GRID, _NUMBERS = 12, 1024
 """Frequencies that are simulated, and numbers drawn for each: 2% in rms."""
@@ -116,12 +115,9 @@ def _band(
     limits: tuple[float, float],
     settling: float | None,
 ) -> Band:
-    indicator = None
-    if tensor.first is not None and tensor.second is not None and tensor.steps > 0:
-        here = rows.to(tensor.first.device)
-        first, second = tensor.first[here], tensor.second[here]
-        found = noise_indicator(first, second, tensor.beta1, tensor.beta2, tensor.steps).item()
-        indicator = None if math.isnan(found) else found
+    here = rows.to(tensor.value.device)
+    first, second = (None if m is None else m[here] for m in (tensor.first, tensor.second))
+    indicator = indicator_of(first, second, tensor.beta1, tensor.beta2, tensor.steps)
     size = int(rows.sum()) * tensor.value.shape[-1]
     band = Band(
         low=limits[0],

@@ -114,10 +114,10 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     """Return how every trained parameter of a model is stored, by name.
 
     Module types say which weights are stored transposed; what has three dimensions and is not
-    the filters of a convolution is a stack of matrices. Names say nothing here.
-    Where it is given what matrices carry, they have these axes and no others.
+    the filters of a convolution is a stack of matrices. Names are not used.
+    With `carried`, matrices have the axes that they carry and no others.
     """
-    readings = {reading.name: reading for reading in read_roles(unwrap(model)).parameters}
+    roles = {role.name: role for role in read_roles(unwrap(model)).parameters}
     filters = {
         id(parameter)
         for module in model.modules()
@@ -128,7 +128,7 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        layout = _layout(readings.get(name), parameter.shape, id(parameter) in filters)
+        layout = _layout(roles.get(name), parameter.shape, id(parameter) in filters)
         if layout.matrix and carried is not None:
             matrix = carried.get(name)
             if matrix is None or not matrix.carries:
@@ -138,9 +138,9 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     return found
 
 
-def _layout(reading: ParameterRole | None, shape: Sequence[int], is_filter: bool) -> Layout:
+def _layout(role: ParameterRole | None, shape: Sequence[int], is_filter: bool) -> Layout:
     # One filter for each channel is often a bare parameter, (channels, 1, taps).
     is_stack = len(shape) == 3 and shape[1] > 1 and not is_filter
     if len(shape) == 2 or is_stack:
-        return Layout(stack=len(shape) - 2, transposed=reading is not None and reading.transposed)
+        return Layout(stack=len(shape) - 2, transposed=role is not None and role.transposed)
     return Layout(matrix=False)

@@ -9,7 +9,7 @@ Which of two redundant scales goes is a matter of convention; these are the conv
    key, columns that share a value.
 4. Between equals, columns stay and rows go; between rows, the earlier matrix keeps them.
 
-Exchanges and normalization symmetries take nothing away: rows and columns of one matrix are both
+Exchanges and normalization symmetries remove nothing: rows and columns of one matrix are both
 needed, and so is the scale of what is written to a residual stream. What remains of them is listed.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from learnable_multipliers.symmetry._axes import Axis
-from learnable_multipliers.symmetry._find import twin_of
+from learnable_multipliers.symmetry._find import proxy_of
 from learnable_multipliers.symmetry._probe import Probe
 from learnable_multipliers.symmetry._search import search
 from learnable_multipliers.symmetry._symmetry import Symmetries, Term
@@ -43,9 +43,9 @@ class Carried:
 def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried], tuple[str, ...]]:
     """Return what every matrix of a model is to carry, computed from its symmetries.
 
-    Also the symmetries of its twin that were not confirmed: they took nothing away.
+    Also the symmetries of its proxy that were not confirmed: they remove nothing.
     """
-    small = twin_of(model, None, "auto")
+    small = proxy_of(model, None, "auto")
     if small is None:
         probe = Probe(model, inputs)
         return derive(probe, search(probe), heads(probe)), ()

@@ -1,8 +1,8 @@
-"""From a null space to families of symmetries, each in as few scales as it can be told.
+"""From a null space to families of symmetries, each in as few scales as possible.
 
 A null vector of d(outputs)/d(scales) is a rescaling without effect, but any mixture of null
 vectors is one too. The sparse ones are found in three steps: columns that depend on those before
-them tell which axes go together; the null space of these axes alone, in reduced row echelon form,
+them show which axes go together; the null space of these axes alone, in reduced row echelon form,
 has one vector for each member (a channel, a head); and what is left must be constant along axes,
 like the scale of a residual stream.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from learnable_multipliers.symmetry._axes import Axis
 
 # Singular values of an exact symmetry are at 1e-15 of the largest, others above 1e-7: between the
-# two lies a wide gap, and whoever finds a value in it must not guess.
+# two lies a wide gap; a value inside it is an error.
 _ZERO = 1e-11
 _NONZERO = 1e-8
 # Entries of a vector in reduced form are 0, or powers of about 1.
@@ -53,7 +53,7 @@ class Columns:
 
 
 def reduce_columns(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> Columns:
-    """Find rank and nullity of a Jacobian; raise where they cannot be told apart."""
+    """Return rank and nullity of a Jacobian; raise where they are ambiguous."""
     norms, sizes = jacobian.norm(dim=0), sizes.norm(dim=0)
     silent = sizes <= _ZERO * sizes.max()
     alone = (norms <= _ZERO * sizes) & ~silent
@@ -131,7 +131,7 @@ def whole_axes(columns: Columns, axes: Sequence[Axis]) -> list[Tensor]:
 
 
 def entries_alike(columns: Columns, axes: Sequence[Axis]) -> list[Tensor]:
-    """Return the columns of each axis, split where null vectors tell its entries apart.
+    """Return the columns of each axis, split where null vectors differ between its entries.
 
     Biases of queries and values may be one vector, and yet scale differently.
     """
@@ -189,18 +189,17 @@ def reduced(vectors: Tensor) -> Tensor:
     return vectors
 
 
-def independent_of(vectors: Tensor, known: Tensor) -> Tensor:
-    """Return the vectors that are not combinations of those known or of earlier ones."""
-    basis = known
-    fresh = []
+def extend_basis(basis: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an orthonormal basis that also spans some vectors, and which of them were new."""
+    new = []
     for vector in vectors:
         rest = vector / vector.norm()
         for _ in range(2):
             rest = rest - basis.T @ (basis @ rest)
-        if rest.norm() > _ABSENT:
+        new.append(bool(rest.norm() > _ABSENT))
+        if new[-1]:
             basis = torch.cat((basis, rest[None] / rest.norm()))
-            fresh.append(vector)
-    return torch.stack(fresh) if fresh else vectors[:0]
+    return basis, torch.tensor(new)
 
 
 def _split(basis: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

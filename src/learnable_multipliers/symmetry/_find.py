@@ -1,4 +1,4 @@
-"""Finds the scale symmetries of a model: on itself if it is small, else through a small twin."""
+"""Find the scale symmetries of a model: on the model if it is small, else on a small proxy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers.roles import read_roles
 from learnable_multipliers.symmetry._axes import layouts
 from learnable_multipliers.symmetry._probe import Probe
-from learnable_multipliers.symmetry._proxy import make_twin
+from learnable_multipliers.symmetry._proxy import make_proxy
 from learnable_multipliers.symmetry._search import search
 from learnable_multipliers.symmetry._symmetry import Symmetries
 from learnable_multipliers.symmetry._transfer import probe_like, transfer
@@ -24,35 +24,37 @@ if TYPE_CHECKING:
 # Time grows with the cube of the number of scales: half a minute on one core for these.
 _MOST_SCALES = 1500
 
-Twin = nn.Module | Literal["auto"] | None
+Proxy = nn.Module | Literal["auto"] | None
 
 
 def find_symmetries(
-    model: nn.Module, plan: Plan | None, inputs: Any = None, *, twin: Twin = "auto"
+    model: nn.Module, plan: Plan | None, inputs: Any = None, *, proxy: Proxy = "auto"
 ) -> Symmetries:
-    """Return every rescaling of a model's scales that leaves its outputs alone.
+    """Return every rescaling of a model's scales that leaves its outputs unchanged.
 
     The scales are the multipliers that `plan` puts on matrices (all rows and columns for None) and
-    the entries of norm weights, biases and other vectors. `inputs` is what the model is called
-    with: a tensor, a tuple of arguments or a dict of keyword arguments; random tokens for a
-    language model if not given.
+    the entries of norm weights, biases and other vectors. `inputs` are the arguments of the forward
+    pass: a tensor, a tuple or a dict of keyword arguments; random tokens for a language model if
+    not given.
 
-    A small model is asked itself, in float64; a large one through its `twin`, a small model of the
-    same class: made from the model's config ("auto"), or given. Each symmetry of the twin is
-    confirmed on the model before it is told. None asks the model itself, whatever its size.
+    A small model is searched itself, in float64; a large one through its `proxy`, a small model of
+    the same class: made from the model's config ("auto"), or given. Each symmetry of the proxy is
+    confirmed on the model before it is returned. None searches the model itself, whatever its size.
     """
     carried = None if plan is None else matrices_of(plan)
-    small = twin_of(model, carried, twin)
+    small = proxy_of(model, carried, proxy)
     if small is None:
         return search(Probe(model, inputs, carried))
     probe = Probe(small, None, fitted(carried, small))
     return transfer(search(probe), probe, probe_like(probe, model, inputs, carried))
 
 
-def twin_of(model: nn.Module, carried: Mapping[str, Matrix] | None, twin: Twin) -> nn.Module | None:
-    """Return the small model to ask in place of a large one; None to ask the model itself."""
-    if twin != "auto":
-        return twin
+def proxy_of(
+    model: nn.Module, carried: Mapping[str, Matrix] | None, proxy: Proxy
+) -> nn.Module | None:
+    """Return the proxy to search in place of a large model; None to search the model itself."""
+    if proxy != "auto":
+        return proxy
     found = layouts(model, carried)
     shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
     scales = sum(
@@ -60,7 +62,7 @@ def twin_of(model: nn.Module, carried: Mapping[str, Matrix] | None, twin: Twin) 
         for name, layout in found.items()
         for axis in layout.axes(name, shapes[name])
     )
-    return make_twin(model) if scales > _MOST_SCALES else None
+    return make_proxy(model) if scales > _MOST_SCALES else None
 
 
 def matrices_of(plan: Plan) -> dict[str, Matrix]:
@@ -68,23 +70,23 @@ def matrices_of(plan: Plan) -> dict[str, Matrix]:
     return {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}
 
 
-def fitted(carried: Mapping[str, Matrix] | None, twin: nn.Module) -> dict[str, Matrix] | None:
-    """Return the same multipliers on a twin's matrices."""
+def fitted(carried: Mapping[str, Matrix] | None, proxy: nn.Module) -> dict[str, Matrix] | None:
+    """Return the same multipliers at the sizes of the proxy's matrices."""
     if carried is None:
         return None
-    on_twin = {}
-    for reading in read_roles(unwrap(twin)).parameters:
-        matrix = carried.get(reading.name)
+    on_proxy = {}
+    for role in read_roles(unwrap(proxy)).parameters:
+        matrix = carried.get(role.name)
         if matrix is None:
             continue
-        sizes = [part.size for part in reading.parts]
+        sizes = [part.size for part in role.parts]
         if len(sizes) != len(matrix.blocks):
             raise ValueError(
-                f"{reading.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} can "
-                "be told in a small twin of the model: pass twin=None to ask the model itself"
+                f"{role.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} in "
+                "a small proxy of the model: pass proxy=None to search the model itself"
             )
         blocks = [replace(b, size=size) for b, size in zip(matrix.blocks, sizes, strict=True)]
-        on_twin[reading.name] = replace(
-            matrix, shape=reading.shape, blocks=tuple(blocks), repeats=reading.repeats
+        on_proxy[role.name] = replace(
+            matrix, shape=role.shape, blocks=tuple(blocks), repeats=role.repeats
         )
-    return on_twin
+    return on_proxy

@@ -1,4 +1,4 @@
-"""Where multipliers stand along the scale symmetries of a model, and the way back to the middle.
+"""Drift of multipliers along the scale symmetries of a model, and how to undo it.
 
 Nothing in the loss holds a scale in its place along a symmetry (paper sec. 4.1), so noise moves it.
 With x_e the scales, s_k the free factor of each member k of a symmetry (a channel, a head) and P_ek
@@ -99,7 +99,7 @@ def rebalance_(
     """
     orbits = Orbits.of(opt, tuple(symmetries))
     if powers_of_two:
-        _refuse_rounding(orbits)
+        _check_exact_doubling(orbits)
     doublings = orbits.balanced() / math.log(2)
     if powers_of_two:
         doublings = _nearest_integers(doublings)
@@ -140,7 +140,7 @@ class Orbits:
             zeros = 0
             for term in symmetry.terms:
                 scale = scales[term.axis]
-                _refuse_misfit(term.axis, scale, term.members)
+                _check_fit(term.axis, scale, term.members)
                 of_entry = term.members[scale.index]
                 entry = torch.arange(len(of_entry)) + starts[scale.owner]
                 present = (of_entry >= 0) & (x[entry] != 0)
@@ -228,7 +228,7 @@ def _nearest_integers(values: Tensor) -> Tensor:
     return values.sign() * (values.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
 
 
-def _refuse_misfit(axis: Axis, scale: Scale, members: Tensor) -> None:
+def _check_fit(axis: Axis, scale: Scale, members: Tensor) -> None:
     size = len(scale.carried)
     if len(members) != size:
         raise ValueError(
@@ -244,7 +244,7 @@ def _refuse_misfit(axis: Axis, scale: Scale, members: Tensor) -> None:
         )
 
 
-def _refuse_rounding(orbits: Orbits) -> None:
+def _check_exact_doubling(orbits: Orbits) -> None:
     for axis, scale in orbits.scales.items():
         if not scale.doubles_exactly:
             stored = "as x - 1" if axis.offset else "by its logarithm"

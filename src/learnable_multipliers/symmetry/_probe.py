@@ -1,7 +1,7 @@
-"""A model made ready for numerical questions, and the derivative of its outputs by its scales.
+"""A copy of a model to evaluate numerically, and the derivative of its outputs by its scales.
 
-Everything is asked of a copy in float64 with random weights: a symmetry is a property of the
-forward pass, and at random weights nothing else looks like one. The small constants that norms add
+The copy is in float64 and has random weights: a symmetry is a property of the forward pass, and at
+random weights nothing else looks like one. The small constants that norms add
 are set to 0, because normalization symmetries are exact only without them.
 """
 

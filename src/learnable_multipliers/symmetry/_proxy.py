@@ -1,7 +1,7 @@
 """A small model of the same architecture, made from the model's own configuration.
 
-Only this file knows what configurations call their sizes; whoever has others makes a small model
-by hand and asks about that.
+Only this file knows the names that configurations give to their sizes; for other names, make a
+small model by hand and pass that.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
-def make_twin(model: nn.Module) -> nn.Module:
+def make_proxy(model: nn.Module) -> nn.Module:
     """Return a small model of the class and architecture of `model`, with random weights."""
     bare = unwrap(model)
     config = getattr(bare, "config", None)
     advice = (
         "make a small model of the same architecture yourself and pass it instead, or pass "
-        "twin=None to ask the model itself"
+        "proxy=None to search the model itself"
     )
     if config is None:
-        raise ValueError(f"{type(bare).__name__} has no config to make a small twin from: {advice}")
+        raise ValueError(f"{type(bare).__name__} has no config to make a proxy from: {advice}")
     problems = []
     for sizes in _candidates(config):
         try:
             with torch.random.fork_rng(devices=()):
-                twin = type(bare)(_changed(config, sizes))
+                proxy = type(bare)(_changed(config, sizes))
         except Exception as error:  # Whatever a model's own checks raise.
             problems.append(f"{type(error).__name__}: {error}")
             continue
-        return twin.float()
+        return proxy.float()
     raise ValueError(
-        f"no small twin of {type(bare).__name__} could be made ({problems[-1]}): {advice}"
+        f"no small proxy of {type(bare).__name__} could be made ({problems[-1]}): {advice}"
     )
 
 
@@ -93,7 +93,7 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
 
 
 def _present(config: Any, name: str) -> bool:
-    """Whether a configuration has a size; one of 0 leaves its part out, and the twin must too."""
+    """Whether a configuration has a size; one of 0 leaves its part out, and the proxy must too."""
     size = getattr(config, name, None)
     return isinstance(size, int) and size > 0
 

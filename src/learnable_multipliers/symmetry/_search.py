@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from learnable_multipliers.symmetry._families import (
     candidate_groups,
     constant_vectors,
     entries_alike,
-    independent_of,
+    extend_basis,
     null_vectors,
     reduce_columns,
     reduced_along,
@@ -49,7 +50,7 @@ def search(probe: Probe) -> Symmetries:
     if not search.complete:
         raise ValueError(
             f"{columns.nullity - len(search.known)} of {columns.nullity} rescalings without "
-            "effect could not be told as symmetries of axes; please report the model"
+            "effect could not be written as symmetries of axes; please report the model"
         )
     for symmetry in search.found:
         _verify(probe, symmetry)
@@ -84,9 +85,7 @@ class _Search:
             if self.probe.absent(axis).any():
                 continue
             layout = self.probe.layouts[axis.name]
-            matrices = 1
-            for size in self.probe.parameters[axis.name].shape[: layout.stack]:
-                matrices *= size
+            matrices = math.prod(self.probe.parameters[axis.name].shape[: layout.stack])
             vectors = self.columns.basis.new_zeros(matrices, self.columns.basis.shape[1])
             for side, power in ((axis, 1.0), (other, -1.0)):
                 where = self.columns.axes[side]
@@ -116,13 +115,13 @@ class _Search:
             members += reduced_along(self.columns, vectors, _few_entries_first(self.columns, group))
         members.sort(key=lambda vector: int(_support(vector).sum()))
         if members:
-            self._take(independent_of(torch.stack(members), self.known))
+            self._take_new(torch.stack(members))
 
     def constants(self, lumps: Callable[[Columns, Sequence[Axis]], list[Tensor]]) -> None:
         """Take what is left: scales of whole parameters, such as that of a residual stream.
 
         `lumps` says which entries of axes scale as one. Scales that trade with others are
-        eliminated first: what is told then is where the scale cannot go anywhere else, as in the
+        eliminated first: what remains is where the scale cannot go anywhere else, as in the
         matrices that write to a residual stream.
         """
         if self.complete:
@@ -146,30 +145,22 @@ class _Search:
             return int(support.sum() - support[free].sum()), int(support.sum())
 
         if len(vectors):
-            chosen = torch.stack(sorted(vectors, key=ties))
-            self._take(independent_of(chosen, self.known))
+            self._take_new(torch.stack(sorted(vectors, key=ties)))
+
+    def _take_new(self, vectors: Tensor) -> None:
+        """Keep the vectors that are not combinations of those known or of earlier ones."""
+        self._take(vectors[extend_basis(self.known, vectors)[1]])
 
     def _take(self, vectors: Tensor) -> None:
         """Keep vectors as symmetries, those that are alike as members of one."""
         if not len(vectors):
             return
-        self.known = _extended(self.known, vectors)
+        self.known, _ = extend_basis(self.known, vectors)
         self.found += _symmetries(self.probe, self.columns, vectors)
 
 
-def _extended(basis: Tensor, vectors: Tensor) -> Tensor:
-    """Return an orthonormal basis with some more vectors in its span."""
-    for vector in vectors:
-        rest = vector / vector.norm()
-        for _ in range(2):
-            rest = rest - basis.T @ (basis @ rest)
-        if rest.norm() > 1e-6:
-            basis = torch.cat((basis, rest[None] / rest.norm()))
-    return basis
-
-
 def _few_entries_first(columns: Columns, group: Sequence[Axis]) -> list[Axis]:
-    """Return the axes such that a scale that many share is named once: pivots come first."""
+    """Return the axes in order of size: pivots on short axes name a shared scale once."""
     return sorted(group, key=lambda axis: len(columns.of([axis])))
 
 
@@ -212,7 +203,7 @@ def _symmetries(probe: Probe, columns: Columns, vectors: Tensor) -> list[Symmetr
 
 
 def _first_entry(columns: Columns, shape: Sequence[tuple[Axis, float]], vector: Tensor) -> int:
-    """Return the first entry of a member on the shortest of its axes, by which members are told."""
+    """Return the first entry of a member on the shortest of its axes, to sort members by."""
     axis, power = min(shape, key=lambda term: len(columns.of([term[0]])))
     return int((vector[columns.axes[axis]] == power).int().argmax())
 

@@ -1,4 +1,4 @@
-"""What a symmetry is, and how it is said in words."""
+"""Symmetries as data, and their description in words."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Symmetry:
         if self.kind == "exchange":
             where = str(self.terms[0].axis).removeprefix("rows of ")
             return f"rows against columns of {where}, {self.per} (exchange)"
-        return self.said([(_phrase(term, str(term.axis)), term.power) for term in self.terms])
+        return self.in_words([(_phrase(term, str(term.axis)), term.power) for term in self.terms])
 
-    def said(self, phrases: Iterable[tuple[str, float]]) -> str:
+    def in_words(self, phrases: Iterable[tuple[str, float]]) -> str:
         """Return it in words, given those for its terms and their powers."""
         phrases = list(phrases)
         ups = [words for words, power in phrases if power > 0]
@@ -102,7 +102,7 @@ class Symmetry:
 class Symmetries:
     """All scale symmetries of a model: those listed span every rescaling without effect.
 
-    Where they came through a twin, some may be missing: `unconfirmed` says which.
+    Where they were found on a proxy, some may be missing: `unconfirmed` lists which.
     """
 
     found: tuple[Symmetry, ...]
@@ -111,7 +111,7 @@ class Symmetries:
     silent: Mapping[Axis, int]
     """Entries that the inputs did not reach, by axis: nothing is known of them."""
     unconfirmed: tuple[str, ...] = ()
-    """Symmetries of a twin that were not confirmed on the model itself, in words, with where: the
+    """Symmetries of a proxy that were not confirmed on the model itself, in words, with where: the
     model may or may not have them."""
 
     def __iter__(self) -> Iterator[Symmetry]:
@@ -134,7 +134,7 @@ class Symmetries:
     def _doubts(self) -> list[str]:
         if not self.unconfirmed:
             return []
-        words = "the list may be incomplete; of a small twin, but not confirmed here:"
+        words = "the list may be incomplete; found on a small proxy, but not confirmed here:"
         return [words, *(f"  {symmetry}" for symmetry in self.unconfirmed)]
 
     @property
@@ -145,7 +145,7 @@ class Symmetries:
     def alike(self) -> dict[str, tuple[Symmetry, ...]]:
         """Return them by what they are in words: a line for what comes back in every layer.
 
-        All exchanges are alike. Names are cut to their last words where these tell them apart.
+        All exchanges are alike. Names are cut to their last words where these are unique.
         """
         short = _short_names({term.axis.name for s in self.found for term in s.terms})
         alike: dict[str, list[Symmetry]] = {}
@@ -156,7 +156,7 @@ class Symmetries:
         for same in alike.values():
             words = "rows against columns, as a whole (exchange)"
             if same[0].kind != "exchange":
-                words = same[0].said(_phrases(same[0], short))
+                words = same[0].in_words(_phrases(same[0], short))
             # Two templates may be the same in short words.
             named[words] = (*named.get(words, ()), *same)
         return named
@@ -188,8 +188,8 @@ class Symmetries:
                 (sum(self.silent.values()), f"scales not reached by the inputs: {reached}")
             )
         width = max(len(f"{count:,}") for count, _ in lines)
-        told = [f"{count:>{width},}  {words}" for count, words in lines]
-        return "\n".join([*told, *self._doubts()])
+        rows = [f"{count:>{width},}  {words}" for count, words in lines]
+        return "\n".join([*rows, *self._doubts()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -263,26 +263,26 @@ def _template(symmetry: Symmetry) -> str:
             parts[i] = "*"
         axis = Axis(".".join(parts), term.axis.kind)
         phrases.append((_phrase(term, str(axis)), term.power))
-    return symmetry.said(phrases)
+    return symmetry.in_words(phrases)
 
 
 def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, float]]:
-    """Return words for the terms; those that differ in a number alone are told once."""
+    """Return words for the terms; those that differ in a number alone appear once."""
 
     def kind(term: Term) -> tuple[Any, ...]:
         return layer_template(term.axis.name), term.axis.kind, term.power, term.block
 
     counts = Counter(kind(term) for term in symmetry.terms)
-    told: dict[tuple[Any, ...], tuple[str, float]] = {}
+    phrases: dict[tuple[Any, ...], tuple[str, float]] = {}
     for term in symmetry.terms:
         name, count = term.axis.name, counts[kind(term)]
         spread = len(_numbers(name)) > len(symmetry.place)
         shown = name if spread and count == 1 else short[name]
         words = _phrase(term, str(Axis(shown, term.axis.kind)))
-        told.setdefault(
+        phrases.setdefault(
             kind(term), (words + (f" in {count} layers" if count > 1 else ""), term.power)
         )
-    return list(told.values())
+    return list(phrases.values())
 
 
 def _short_names(names: Iterable[str]) -> dict[str, str]:

@@ -1,17 +1,24 @@
-"""Symmetries found on a small twin of a model, carried over to the model itself.
+"""Transfer the symmetries found on a small proxy of a model to the model itself.
 
-Names differ in numbers (layers) alone, and index patterns carry over to other sizes where a
-handful of sizes (heads, channels) is guessed; every guess is checked on the model itself, by the
-derivative of its outputs at random weights. What is not confirmed there is not taken over, but
-told as such.
+Parameter names differ in layer numbers only. The members of a symmetry are described by a `Pattern`
+that carries over to other sizes, up to a few sizes (heads, channels) that are guessed. Every guess
+is checked on the model itself, by the derivative of its outputs at random weights. What is not
+confirmed there is not transferred, but listed as unconfirmed.
+
+The entries of an axis are an array of a few dimensions, row-major. Along some of them the member
+changes, along others it stays the same (query heads that share a key), and along some only one
+index takes part (one of three fused matrices). Heads, groups, channels, halves of a rotation and
+fused parts all appear as such dimensions, without being named.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +27,6 @@ from torch import Tensor, nn
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers.symmetry._axes import Axis
-from learnable_multipliers.symmetry._index_patterns import Pattern, describe, resized
 from learnable_multipliers.symmetry._probe import Probe, random_tokens
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
@@ -28,17 +34,20 @@ from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 _CONFIRMED = 1e-2
 _NUM_PROJECTIONS = 2
 _NUM_TOKENS = 32
+_MOST_DIMENSIONS = 4
+# The parts of a fused matrix: more are not looked for.
+_MOST_PARTS = 4
 
 # Axes and powers of a symmetry, and whether it has all entries of each.
 _Place = frozenset[tuple[str, str, float, bool]]
 
 
 def probe_like(
-    twin: Probe, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
+    proxy: Probe, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
 ) -> Probe:
-    """Return a probe of a large model, made ready as that of its twin was."""
+    """Return a probe of a large model, prepared like that of its proxy."""
     inputs = random_tokens(model, most=_NUM_TOKENS) if inputs is None else inputs
-    names = namesakes(twin.shifted, [name for name, _ in named_parameters(model)])
+    names = namesakes(proxy.shifted, [name for name, _ in named_parameters(model)])
     return Probe(model, inputs, carried, dtype=torch.float32, shifted=names)
 
 
@@ -48,8 +57,8 @@ def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
     return [name for name in among if _kind(name) in kinds]
 
 
-def transfer(found: Symmetries, twin: Probe, probe: Probe) -> Symmetries:
-    """Return the symmetries of a model, given those of its twin."""
+def transfer(found: Symmetries, proxy: Probe, probe: Probe) -> Symmetries:
+    """Return the symmetries of a model, given those of its proxy."""
     model = _Model(probe)
     carried: dict[_Place, Symmetry] = {}
     tried: dict[_Place, str] = {}
@@ -60,7 +69,7 @@ def transfer(found: Symmetries, twin: Probe, probe: Probe) -> Symmetries:
         for names in places:
             place = _place(symmetry, names)
             tried.setdefault(place, str(replace(symmetry, terms=_renamed(symmetry, names))))
-            moved = model.resized(symmetry, twin, names)
+            moved = model.resized(symmetry, proxy, names)
             # Layers may differ: what holds in one may be part of what holds in the other.
             if moved and (place not in carried or moved.num_members > carried[place].num_members):
                 carried[place] = moved
@@ -72,7 +81,7 @@ def transfer(found: Symmetries, twin: Probe, probe: Probe) -> Symmetries:
 
 @dataclass
 class _Slot:
-    """A term that is to be placed on the model's own axis."""
+    """A term of the proxy's symmetry, to be placed on the model's axis."""
 
     axis: Axis
     power: float
@@ -91,11 +100,11 @@ class _Model:
         self.effects = dict(zip(probe.axes, derivatives.split(sizes, 1), strict=True))
 
     def resized(
-        self, symmetry: Symmetry, twin: Probe, names: dict[str, list[str]]
+        self, symmetry: Symmetry, proxy: Probe, names: dict[str, list[str]]
     ) -> Symmetry | None:
-        """Return a symmetry of the twin at the model's sizes, if the model confirms it."""
+        """Return a symmetry of the proxy at the model's sizes, if the model confirms it."""
         if symmetry.num_members == 1:
-            return self._as_a_whole(symmetry, twin, names)
+            return self._as_a_whole(symmetry, proxy, names)
         slots = [
             _Slot(axis, term.power, describe(term.members), self.probe.num_entries(axis))
             for term in symmetry.terms
@@ -105,7 +114,7 @@ class _Model:
         if not known:
             return None
         patterns = [slot.pattern for slot in known if slot.pattern is not None]
-        for fitted in resized(patterns, [slot.length for slot in known]):
+        for fitted in resized_patterns(patterns, [slot.length for slot in known]):
             placed = [
                 Term(slot.axis, slot.power, pattern.members())
                 for slot, pattern in zip(known, fitted, strict=True)
@@ -119,29 +128,23 @@ class _Model:
         return None
 
     def _as_a_whole(
-        self, symmetry: Symmetry, twin: Probe, names: dict[str, list[str]]
+        self, symmetry: Symmetry, proxy: Probe, names: dict[str, list[str]]
     ) -> Symmetry | None:
         """Return a symmetry of one member at the model's sizes, if the model confirms it."""
         options: dict[tuple[Axis, float, Pattern | None], list[Term]] = {}
         for term in symmetry.terms:
-            all_there_are = torch.equal(term.members < 0, twin.absent(term.axis))
+            all_there_are = torch.equal(term.members < 0, proxy.absent(term.axis))
             pattern = None if all_there_are else describe(term.members)
             if pattern is None and not all_there_are:
                 return None
             for name in names[term.axis.name]:
                 axis = Axis(name, term.axis.kind)
-                # Those of several layers of the twin stand for the same ones here: each once.
-                options[axis, term.power, pattern] = [
-                    Term(axis, term.power, members)
-                    for members in (
-                        [self._everywhere(axis)]
-                        if pattern is None
-                        else [
-                            fitted.members()
-                            for (fitted,) in resized([pattern], [self.probe.num_entries(axis)])
-                        ]
-                    )
-                ]
+                # Those of several layers of the proxy stand for the same ones here: each once.
+                whole = [self._everywhere(axis)]
+                if pattern is not None:
+                    fits = resized_patterns([pattern], [self.probe.num_entries(axis)])
+                    whole = [fitted.members() for (fitted,) in fits]
+                options[axis, term.power, pattern] = [Term(axis, term.power, m) for m in whole]
         for terms in itertools.product(*options.values()):
             confirmed = self._confirmed(symmetry, terms, 1)
             if confirmed is not None:
@@ -178,14 +181,14 @@ class _Model:
             change.index_add_(1, place, effect)
             size.index_add_(0, place, effect.square().sum(0))
         left = change[:, :count].norm(dim=0) / size[:count].sqrt().clamp(min=1e-30)
-        # Where nothing has an effect, nothing is known.
+        # Without any effect on the outputs, nothing is confirmed.
         if float(left.max()) > _CONFIRMED or not size[:count].any():
             return None
         return Symmetry(symmetry.kind, tuple(terms), count)
 
 
 def _namesakes(symmetry: Symmetry, probe: Probe) -> Iterator[dict[str, list[str]]]:
-    """Yield for each place in the model the names that stand for those of the twin.
+    """Yield for each place in the model the names that stand for those of the proxy.
 
     A symmetry inside one layer comes back in every layer that has all its parameters; one that
     spans layers takes all parameters of its kinds.
@@ -212,7 +215,7 @@ def _namesakes(symmetry: Symmetry, probe: Probe) -> Iterator[dict[str, list[str]
 
 
 def _place(symmetry: Symmetry, names: Mapping[str, list[str]]) -> _Place:
-    """Return what a symmetry scales in the model: those of one place are one, told in two ways."""
+    """Return what a symmetry scales in the model: two of one place are the same symmetry."""
     return frozenset(
         (name, term.axis.kind, term.power, term.block is None)
         for term in symmetry.terms
@@ -221,7 +224,7 @@ def _place(symmetry: Symmetry, names: Mapping[str, list[str]]) -> _Place:
 
 
 def _renamed(symmetry: Symmetry, names: Mapping[str, list[str]]) -> tuple[Term, ...]:
-    """Return a twin's terms under the names of the model, one for each."""
+    """Return a proxy's terms under the names of the model, one for each."""
     renamed = {
         (name, term.axis.kind, number % len(symmetry.terms)): replace(
             term, axis=Axis(name, term.axis.kind)
@@ -243,3 +246,121 @@ def _numbers(name: str) -> tuple[str, ...]:
 def _at(name: str, place: tuple[str, ...]) -> str:
     numbers = iter(place)
     return re.sub(r"(?<=\.)\d+(?=\.)", lambda _: next(numbers), name)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Dimensions of an axis, each with its use."""
+
+    sizes: tuple[int, ...]
+    uses: tuple[str, ...]
+    """`member`: the member changes along it; `free`: it does not; a number: only this place."""
+
+    @property
+    def member_sizes(self) -> tuple[int, ...]:
+        """Sizes of the dimensions along which the member changes."""
+        return tuple(s for s, use in zip(self.sizes, self.uses, strict=True) if use == "member")
+
+    def members(self) -> Tensor:
+        """Return the member of each entry, -1 for none."""
+        member = torch.zeros(self.sizes, dtype=torch.long)
+        absent = torch.zeros(self.sizes, dtype=torch.bool)
+        for dimension, (size, use) in enumerate(zip(self.sizes, self.uses, strict=True)):
+            shape = [-1 if i == dimension else 1 for i in range(len(self.sizes))]
+            place = torch.arange(size).view(shape)
+            if use == "member":
+                member = member * size + place
+            elif use != "free":
+                absent = absent | (place != int(use))
+        return member.masked_fill(absent, -1).flatten()
+
+
+def describe(members: Tensor) -> Pattern | None:
+    """Return the pattern with the fewest dimensions that gives these members, if one does."""
+    parts = bool((members < 0).any())
+    for count in range(1, _MOST_DIMENSIONS + 1):
+        for sizes in _factorizations(len(members), count):
+            for uses in _uses(sizes, parts):
+                pattern = Pattern(sizes, uses)
+                if torch.equal(pattern.members(), members):
+                    return pattern
+    return None
+
+
+def resized_patterns(
+    patterns: Sequence[Pattern], lengths: Sequence[int]
+) -> Iterator[list[Pattern]]:
+    """Yield ways in which axes of other lengths can have these patterns together.
+
+    Members are shared: the dimensions along which the member changes have the same sizes in all.
+    Fused parts stay as many as they are.
+    """
+    refined = max((pattern.member_sizes for pattern in patterns), key=len)
+    if not refined:
+        # A single member: the axes have nothing in common.
+        options = [
+            _fitted(pattern, (), length) for pattern, length in zip(patterns, lengths, strict=True)
+        ]
+        yield from map(list, itertools.product(*options))
+        return
+    for total in sorted(_common_divisors(lengths), reverse=True):
+        for sizes in _factorizations(total, len(refined), least=1):
+            options = [
+                list(_fitted(pattern, sizes, length))
+                for pattern, length in zip(patterns, lengths, strict=True)
+            ]
+            yield from map(list, itertools.product(*options))
+
+
+def _fitted(pattern: Pattern, members: tuple[int, ...], length: int) -> Iterator[Pattern]:
+    """Yield the pattern at another length, given the sizes along which members change."""
+    whole = len(pattern.member_sizes)
+    if whole not in (len(members), 1):
+        return
+    total = math.prod(members)
+    if whole == 1:
+        members = (total,)
+    uses = zip(pattern.sizes, pattern.uses, strict=True)
+    fixed = math.prod(size for size, use in uses if use not in ("member", "free"))
+    rest, remainder = divmod(length, total * fixed)
+    if remainder or not rest:
+        return
+    num_free = pattern.uses.count("free")
+    if not num_free and rest != 1:
+        return
+    for free in _factorizations(rest, num_free, least=1) if num_free else [()]:
+        next_member, next_free = iter(members), iter(free)
+        sizes = tuple(
+            next(next_member) if use == "member" else next(next_free) if use == "free" else size
+            for size, use in zip(pattern.sizes, pattern.uses, strict=True)
+        )
+        yield Pattern(sizes, pattern.uses)
+
+
+def _uses(sizes: tuple[int, ...], parts: bool) -> Iterator[tuple[str, ...]]:
+    choices = [
+        ("member", "free", *(map(str, range(size)) if parts and size <= _MOST_PARTS else ()))
+        for size in sizes
+    ]
+    for uses in itertools.product(*choices):
+        # Neighbours of one use are one dimension.
+        if all(a != b or a.isdigit() for a, b in itertools.pairwise(uses)):
+            yield uses
+
+
+@cache
+def _factorizations(number: int, count: int, least: int = 2) -> tuple[tuple[int, ...], ...]:
+    """Return the ways to write a number as a product of `count` ordered factors."""
+    if count == 1:
+        return ((number,),) if number >= least or number == 1 else ()
+    return tuple(
+        (first, *rest)
+        for first in range(least, number + 1)
+        if number % first == 0
+        for rest in _factorizations(number // first, count - 1, least)
+        if min(rest) >= least
+    )
+
+
+def _common_divisors(lengths: Sequence[int]) -> list[int]:
+    return [d for d in range(1, min(lengths) + 1) if all(n % d == 0 for n in lengths)]
