@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from learnable_multipliers._multiplier import KINDS, Kind, Scale
-from learnable_multipliers.roles import ROLES
+from learnable_multipliers.roles import check_role
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ class Rule:
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"unknown kind {self.kind!r}; choose from {', '.join(KINDS)}")
         for role in (self.only, self.role, *(self.split or ())):
-            if role is not None and role not in ROLES:
-                close = difflib.get_close_matches(role, ROLES, n=3, cutoff=0.0)
-                raise ValueError(f"unknown role {role!r}; closest: {', '.join(close)}")
+            if role is not None:
+                check_role(role)
         if isinstance(self.init, str) and self.init != "fold":
             raise ValueError(f"init is a number or 'fold', got {self.init!r}")
         if self.init_keeps not in ("function", "raw"):

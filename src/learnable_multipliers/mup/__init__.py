@@ -1,8 +1,8 @@
 """Width: the recipes of table 1, Falcon-H1's forward multipliers, and a check by training.
 
-`recipes` says what a recipe changes with width and what that must do to activations; `rates` turns
-it into rules and `mup_*` fields; `falcon_h1` holds the published numbers; `coordinates` trains a
-model at several widths and measures, `comparison` puts what came out beside a recipe.
+`_recipes` defines what changes with width, what that must do to activations, and the rules and
+`mup_*` fields that apply it; `_falcon_h1` holds the published numbers; `_coordinates` trains a
+model at several widths and measures; `_comparison` compares the results with a recipe.
 """
 
 from learnable_multipliers.mup._comparison import (
@@ -25,12 +25,14 @@ from learnable_multipliers.mup._falcon_h1 import (
     FalconH1Shape,
     falcon_h1_multipliers,
 )
-from learnable_multipliers.mup._rates import TunedRates, mup_fields, rules
 from learnable_multipliers.mup._recipes import (
     RECIPES,
     Recipe,
     Scaling,
+    TunedRates,
     Widths,
+    mup_fields,
+    rules,
     scale_layer,
     scale_roles,
 )

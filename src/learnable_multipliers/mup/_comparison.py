@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from learnable_multipliers.equilibrium import SETTLED
 from learnable_multipliers.mup._coordinates import QUANTITIES, Coordinates, Run
 from learnable_multipliers.mup._recipes import Recipe
-
-EQUILIBRIUM = 4.0
-"""Relaxations 2 wd sum(lr) after which a weight is taken to be in its equilibrium."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Comparison:
         return self.measured.value - self.expected
 
     def differs(self, tolerance: float = 0.15) -> bool:
-        """Tell whether it is off by more than `tolerance` and by more than two errors."""
+        """Return whether it is off by more than `tolerance` and by more than two errors."""
         return abs(self.deviation) > max(tolerance, 2 * self.measured.error)
 
 
@@ -53,7 +51,7 @@ def fit_exponent(widths: Sequence[float], values: Sequence[float]) -> Exponent:
     spread = sum((a - mean_x) ** 2 for a in x)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
     residual = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
-    # Two points lie on a line: nothing is left to tell an error from.
+    # Two points lie on a line: there are no residuals to estimate an error from.
     error = math.sqrt(residual / (len(x) - 2) / spread) if len(x) > 2 else math.inf
     return Exponent(slope, error)
 
@@ -117,12 +115,12 @@ def table(runs: Sequence[Run], recipe: Recipe, tolerance: float = 0.15) -> str:
         f"{row.label} at width {run.width} ({row.relaxations:.1f})"
         for run in runs
         for row in run.coordinates
-        if row.relaxations < EQUILIBRIUM
+        if row.relaxations < SETTLED
     ]
     if early:
         more = f" and {len(early) - 4} more" if len(early) > 4 else ""
         text.append(
-            f"not yet in equilibrium, 2 wd sum(lr) < {EQUILIBRIUM:g}: {', '.join(early[:4])}{more}"
+            f"not yet in equilibrium, 2 wd sum(lr) < {SETTLED:g}: {', '.join(early[:4])}{more}"
         )
     losses = ", ".join(f"{run.loss:.3f} ({run.width})" for run in runs)
     return "\n".join([*(line.rstrip() for line in text), f"loss (width): {losses}"])
@@ -131,7 +129,7 @@ def table(runs: Sequence[Run], recipe: Recipe, tolerance: float = 0.15) -> str:
 def _cell(comparison: Comparison, tolerance: float) -> str:
     value, error = comparison.measured.value, comparison.measured.error
     digits = f"{100 * error:.0f}" if math.isfinite(error) else "?"
-    # The sign of nothing is plus.
+    # No negative zero.
     shown = f"{round(value, 2) + 0.0:+.2f}({digits})"
     return f"{shown}{'*' if comparison.differs(tolerance) else ''}"
 

@@ -3,7 +3,7 @@
 The technical report (arXiv 2507.22448) tuned 12 of them at one shape; configs of four sizes are
 public, and the rules here give all of their values. Learning rate and decay are the same at every
 size: this is the last recipe of table 1. Its factors on learning rates and decays are not public;
-`rates.TunedRates` holds one's own.
+`TunedRates` takes your own.
 """
 
 from __future__ import annotations

@@ -7,6 +7,13 @@ about that is returned as `assumptions`, in words.
 """
 
 from learnable_multipliers.roles._model import read_roles
-from learnable_multipliers.roles._tree import ROLES, UNKNOWN, ModelRoles, ParameterRole, Part
+from learnable_multipliers.roles._tree import (
+    ROLES,
+    UNKNOWN,
+    ModelRoles,
+    ParameterRole,
+    Part,
+    check_role,
+)
 
-__all__ = ["ROLES", "UNKNOWN", "ModelRoles", "ParameterRole", "Part", "read_roles"]
+__all__ = ["ROLES", "UNKNOWN", "ModelRoles", "ParameterRole", "Part", "check_role", "read_roles"]

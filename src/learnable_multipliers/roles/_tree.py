@@ -6,6 +6,7 @@ by model (`ModelRoles`). A recognizer sees one module of the tree at a time (`Si
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,13 @@ ROLES = (
 )
 """`ungated-up` is the first matrix of an MLP without a gate: its rows meet the activation alone.
 The two latents are the low-rank inputs of multi-head latent attention."""
+
+
+def check_role(role: str) -> None:
+    """Raise if a role is not one of `ROLES`, with the closest ones."""
+    if role not in ROLES:
+        close = difflib.get_close_matches(role, ROLES, n=3, cutoff=0.0)
+        raise ValueError(f"unknown role {role!r}; closest: {', '.join(close)}")
 
 
 @dataclass(frozen=True)
