@@ -27,6 +27,30 @@ _KINDS: dict[tuple[bool, bool], Kind] = {
     (False, True): "col",
     (True, True): "row+col",
 }
+# Reasons of the symmetry-aware placement, by role.
+_ROWS_LEFT_OUT = {
+    "key": "rows pair with the query's, which has one scale per head",
+    "value": "rows pair with the columns of attention-out, one scale per head",
+    "up": "rows pair with the columns of down",
+    **dict.fromkeys(("ssm-x", "ssm-B", "ssm-C"), "conv1d scales its rows"),
+    **dict.fromkeys(
+        ("query-latent", "kv-latent"),
+        "rows pair with the columns of the matrix that reads the latent",
+    ),
+}
+_ROWS = {
+    "query": "rows: attention scale of each head",
+    **dict.fromkeys(("gate", "ungated-up", "ssm-z"), "rows meet the activation"),
+    "ssm-dt": "rows meet the softplus",
+    "embedding": "rows: one scale per token",
+    "position-embedding": "rows: one scale per position",
+}
+_COLUMNS = {
+    "attention-out": "columns: one scale per value channel of each head",
+    "down": "columns: one scale per hidden channel",
+    "ssm-out": "columns: no inner norm scales them",
+    **dict.fromkeys(("embedding", "position-embedding"), "columns: one scale per feature"),
+}
 
 
 class Choice(NamedTuple):
@@ -91,42 +115,18 @@ def _symmetry_aware_row(parameter: ParameterRole, part: Part) -> tuple[bool, str
     """Decide on rows: not where another scale follows on the same features."""
     if part.row_norm:
         return False, f"{_leaf(part.row_norm)} behind it scales its rows"
-    if part.role == "key":
-        return False, "rows pair with the query's, which has one scale per head"
-    if part.role == "value":
-        return False, "rows pair with the columns of attention-out, one scale per head"
-    if part.role == "up":
-        return False, "rows pair with the columns of down"
+    if part.role in _ROWS_LEFT_OUT:
+        return False, _ROWS_LEFT_OUT[part.role]
     if part.role in ("gate", "ungated-up") and parameter.homogeneous:
         return False, "a scale passes its activation and pairs with the columns of down"
-    if part.role in ("ssm-x", "ssm-B", "ssm-C"):
-        return False, "conv1d scales its rows"
-    if part.role in ("query-latent", "kv-latent"):
-        return False, "rows pair with the columns of the matrix that reads the latent"
-    reasons = {
-        "query": "rows: attention scale of each head",
-        "gate": "rows meet the activation",
-        "ungated-up": "rows meet the activation",
-        "ssm-z": "rows meet the activation",
-        "ssm-dt": "rows meet the softplus",
-        "embedding": "rows: one scale per token",
-        "position-embedding": "rows: one scale per position",
-    }
-    return True, reasons.get(part.role, "rows: scale of the block's output")
+    return True, _ROWS.get(part.role, "rows: scale of the block's output")
 
 
 def _symmetry_aware_col(parameter: ParameterRole, part: Part) -> tuple[bool, str]:
     """Decide on columns: not where a learnable norm feeds the same features."""
     if parameter.column_norm:
         return False, f"{_leaf(parameter.column_norm)} in front scales its columns"
-    reasons = {
-        "attention-out": "columns: one scale per value channel of each head",
-        "down": "columns: one scale per hidden channel",
-        "ssm-out": "columns: no inner norm scales them",
-        "embedding": "columns: one scale per feature",
-        "position-embedding": "columns: one scale per feature",
-    }
-    return True, reasons.get(part.role, "columns: no norm in front")
+    return True, _COLUMNS.get(part.role, "columns: no norm in front")
 
 
 def _leaf(name: str) -> str:

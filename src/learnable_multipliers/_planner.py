@@ -10,7 +10,7 @@ from torch import nn
 
 from learnable_multipliers._forward_multipliers import FixedMultiplier, fixed_multipliers
 from learnable_multipliers._multiplier import Block, Kind, Matrix
-from learnable_multipliers._names import canonical_name, unwrap
+from learnable_multipliers._names import unwrap
 from learnable_multipliers._placement import (
     PLACEMENTS,
     Choice,
@@ -45,20 +45,12 @@ def plan(
         raise ValueError(f"unknown placement {placement!r}; choose from {choices}")
     bare = unwrap(model)
     roles = read_roles(bare)
-    parameters = [
-        replace(
-            parameter,
-            name=canonical_name(parameter.name),
-            aliases=tuple(canonical_name(alias) for alias in parameter.aliases),
-        )
-        for parameter in roles.parameters
-    ]
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
     carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
     planner = _Planner(placement, tuple(rules), carried)
-    entries = tuple(planner.entry(parameter) for parameter in parameters)
-    planner.check(parameters)
+    entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
+    planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
     assumptions = roles.assumptions if placement == "symmetry-aware" and not derive else ()
     made = Plan(

@@ -7,7 +7,6 @@ Measured rms, the rms that noise would have given, how noisy the gradients are, 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +28,12 @@ from learnable_multipliers.equilibrium._prediction import (
 )
 from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._token_rows import TokenRows, read_rows
-from learnable_multipliers.equilibrium._verdict import Verdict, indicator_of, verdict_of
+from learnable_multipliers.equilibrium._verdict import (
+    Verdict,
+    indicator_of,
+    log_ratio,
+    verdict_of,
+)
 from learnable_multipliers.optim._base import MultiplierOptimizer
 
 _HEADER = ("tensor", "n", "rms", "noise gives", "log ratio", "2 wd sum lr", "indicator", "verdict")
@@ -66,9 +70,7 @@ class TensorReading:
     @property
     def log_ratio(self) -> float | None:
         """log(measured / predicted)."""
-        if not self.predicted or not self.measured or math.isinf(self.predicted):
-            return None
-        return math.log(self.measured / self.predicted)
+        return log_ratio(self.measured, self.predicted)
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def read_tensor(
             note = "its start is not forgotten: give start"
         else:
             predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
-    reading = TensorReading(
+    return TensorReading(
         name=tensor.name,
         part=tensor.part,
         kind=tensor.kind,
@@ -254,11 +256,9 @@ def read_tensor(
         error=error,
         settling=settling,
         indicator=indicator,
-        verdict="open",
+        verdict=verdict_of(log_ratio(measured, predicted), error, settling, indicator, size),
         note=note,
     )
-    verdict = verdict_of(reading.log_ratio, error, settling, indicator, size)
-    return dataclasses.replace(reading, verdict=verdict)
 
 
 def _role(tensor: Trained) -> str:

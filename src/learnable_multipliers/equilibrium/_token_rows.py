@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,12 @@ from torch import Tensor
 from learnable_multipliers.equilibrium._introspection import Trained
 from learnable_multipliers.equilibrium._prediction import Expectation, decayed
 from learnable_multipliers.equilibrium._simulation import simulate_brownian
-from learnable_multipliers.equilibrium._verdict import Verdict, indicator_of, verdict_of
+from learnable_multipliers.equilibrium._verdict import (
+    Verdict,
+    indicator_of,
+    log_ratio,
+    verdict_of,
+)
 
 _GRID, _NUMBERS = 12, 1024
 """Frequencies that are simulated, and numbers drawn for each: 2% in rms."""
@@ -41,9 +46,7 @@ class Band:
     @property
     def log_ratio(self) -> float | None:
         """log(measured / predicted)."""
-        if not self.predicted or not self.measured:
-            return None
-        return math.log(self.measured / self.predicted)
+        return log_ratio(self.measured, self.predicted)
 
 
 @dataclass(frozen=True)
@@ -119,18 +122,18 @@ def _band(
     first, second = (None if m is None else m[here] for m in (tensor.first, tensor.second))
     indicator = indicator_of(first, second, tensor.beta1, tensor.beta2, tensor.steps)
     size = int(rows.sum()) * tensor.value.shape[-1]
-    band = Band(
+    measured = _root_mean_square(rms[rows])
+    expected = None if predicted is None else _root_mean_square(predicted[rows])
+    error = 1 / math.sqrt(2 * size)
+    return Band(
         low=limits[0],
         high=limits[1],
         num_rows=int(rows.sum()),
-        measured=_root_mean_square(rms[rows]),
-        predicted=None if predicted is None else _root_mean_square(predicted[rows]),
+        measured=measured,
+        predicted=expected,
         indicator=indicator,
-        verdict="open",
+        verdict=verdict_of(log_ratio(measured, expected), error, settling, indicator, size),
     )
-    error = 1 / math.sqrt(2 * size)
-    verdict = verdict_of(band.log_ratio, error, settling, indicator, size)
-    return replace(band, verdict=verdict)
 
 
 def _spread(

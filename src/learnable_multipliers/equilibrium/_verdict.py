@@ -55,6 +55,13 @@ def noise_indicator(
     return ratio / noise_ratio(beta1, beta2, steps)
 
 
+def log_ratio(measured: float, predicted: float | None) -> float | None:
+    """Return log(measured / predicted); None where there is no prediction, or no logarithm."""
+    if not predicted or not measured or math.isinf(predicted):
+        return None
+    return math.log(measured / predicted)
+
+
 def indicator_of(
     first: Tensor | None, second: Tensor | None, beta1: float, beta2: float, steps: int
 ) -> float | None:
@@ -66,7 +73,7 @@ def indicator_of(
 
 
 def verdict_of(
-    log_ratio: float | None,
+    ratio: float | None,
     error: float | None,
     settling: float | None,
     indicator: float | None,
@@ -75,14 +82,14 @@ def verdict_of(
     """Return the verdict on a tensor of `size` numbers.
 
     Args:
-        log_ratio: log(measured / predicted), and `error`, its standard deviation on noise.
+        ratio: log(measured / predicted), and `error`, its standard deviation on noise.
         settling: 2 wd sum(lr) so far.
         indicator: Its standard deviation on noise is sqrt(2 / size).
     """
     if indicator is not None and indicator > SIGNAL + _SIGMAS * math.sqrt(2 / max(size, 1)):
         return "free"
-    if log_ratio is None or error is None or settling is None:
+    if ratio is None or error is None or settling is None:
         return "open"
-    if abs(log_ratio) > WITHIN + _SIGMAS * error:
+    if abs(ratio) > WITHIN + _SIGMAS * error:
         return "free"
     return "trapped" if settling >= SETTLED else "open"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from learnable_multipliers._names import canonical_name, unwrap
 from learnable_multipliers.roles._mixers import (
     SSM_VECTORS,
     attention,
@@ -40,7 +41,8 @@ _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|pos
 
 
 def read_roles(model: nn.Module) -> ModelRoles:
-    """Return what each parameter of `model` is."""
+    """Return what each parameter of `model` does, by the names it has without wrappers."""
+    model = unwrap(model)
     tree = Tree(model)
     groups: dict[str, ParameterRole] = {}
     for name, module in tree.modules.items():
@@ -53,8 +55,9 @@ def read_roles(model: nn.Module) -> ModelRoles:
     found = []
     for parameter, (name, *aliases) in names.items():
         role = _merge_aliases([_read(tree, groups, alias) for alias in (name, *aliases)])
+        others = tuple(canonical_name(alias) for alias in aliases)
         frozen = not parameter.requires_grad
-        found.append(replace(role, name=name, aliases=tuple(aliases), frozen=frozen))
+        found.append(replace(role, name=canonical_name(name), aliases=others, frozen=frozen))
     return ModelRoles(tuple(found), tuple(tree.assumptions))
 
 

@@ -15,7 +15,7 @@ from learnable_multipliers._multiplier import (
     spread_scalars,
     sum_by_scalar,
 )
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import named_parameters
 from learnable_multipliers.roles import ParameterRole, read_roles
 
 AxisKind = Literal["row", "col", "scalar", "vector", "one-plus"]
@@ -117,7 +117,7 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     the filters of a convolution is a stack of matrices. Names are not used.
     With `carried`, matrices have the axes that they carry and no others.
     """
-    roles = {role.name: role for role in read_roles(unwrap(model)).parameters}
+    roles = {role.name: role for role in read_roles(model).parameters}
     filters = {
         id(parameter)
         for module in model.modules()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import named_parameters
 from learnable_multipliers.roles import read_roles
 from learnable_multipliers.symmetry._axes import layouts
 from learnable_multipliers.symmetry._probe import Probe
@@ -75,7 +75,7 @@ def fitted(carried: Mapping[str, Matrix] | None, proxy: nn.Module) -> dict[str, 
     if carried is None:
         return None
     on_proxy = {}
-    for role in read_roles(unwrap(proxy)).parameters:
+    for role in read_roles(proxy).parameters:
         matrix = carried.get(role.name)
         if matrix is None:
             continue
