@@ -316,7 +316,7 @@ def raw_gradients(model, opt):
     return found
 
 
-def twins():
+def equal_runs():
     """Return the same model and optimizer twice in float64, one of them rebalanced."""
     symmetries = symmetries_of("hand-written", "full")
     pair = []
@@ -332,7 +332,7 @@ def twins():
 
 
 def test_raw_gradients_are_the_same_and_those_of_multipliers_divided():
-    (model, opt), (other, moved) = twins()
+    (model, opt), (other, moved) = equal_runs()
     backward(model, 9)
     backward(other, 9)
     before, after = lrm.multipliers(opt), lrm.multipliers(moved)
@@ -349,7 +349,7 @@ def test_raw_gradients_are_the_same_and_those_of_multipliers_divided():
 
 
 def test_the_next_raw_update_is_the_same_and_relative_updates_of_multipliers_are_not():
-    (model, opt), (other, moved) = twins()
+    (model, opt), (other, moved) = equal_runs()
     before, before_moved = lrm.multipliers(opt), lrm.multipliers(moved)
     raw = {name: weight.clone() for name, weight in lrm.optim.raw_weights(opt).items()}
     step(model, opt, 9)

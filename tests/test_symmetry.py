@@ -117,7 +117,7 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-class Twin:
+class RescaledCopy:
     """A copy of a model with random weights of ours in float64 and norms without an epsilon."""
 
     def __init__(self, model: nn.Module, inputs, one_plus: set[str] = frozenset()):
@@ -191,7 +191,7 @@ class Twin:
         return float((changed - reference).norm() / reference.norm())
 
 
-def assert_holds(twin: Twin, found: list[Family]) -> None:
+def assert_holds(rescaled: RescaledCopy, found: list[Family]) -> None:
     """Each family leaves the outputs alone, and with any one power changed it does not."""
     draw = random.Random(7)
     space = Space(found)
@@ -204,7 +204,7 @@ def assert_holds(twin: Twin, found: list[Family]) -> None:
     for f in found:
         members = list(f.members)
         log_scales = [draw.uniform(-0.6, 0.6) for _ in members]
-        assert twin.change(members, log_scales) < 1e-10, f
+        assert rescaled.change(members, log_scales) < 1e-10, f
         place = draw.randrange(len(members))
         member = members[place]
         for term in sorted({(name, axis, power) for (name, axis, _), power in member.items()}):
@@ -221,7 +221,7 @@ def assert_holds(twin: Twin, found: list[Family]) -> None:
                 continue
             others = [0.0] * place + [0.5] + [0.0] * (len(members) - place - 1)
             controls = [*members[:place], control, *members[place + 1 :]]
-            assert twin.change(controls, others) > 1e-6, (f, changed)
+            assert rescaled.change(controls, others) > 1e-6, (f, changed)
 
 
 # Architectures
@@ -262,7 +262,7 @@ def test_finds_the_symmetries_worked_out_by_hand(architecture, placement):
     scales = {scale for f in found for member in f.members for scale in member}
     one_plus = {name for name, axis, _ in scales if axis == "one-plus"}
     assert bool(one_plus) == architecture.startswith("gemma")
-    assert_holds(Twin(model, token_ids(), one_plus), found)
+    assert_holds(RescaledCopy(model, token_ids(), one_plus), found)
 
 
 @pytest.mark.slow
@@ -277,10 +277,10 @@ def test_layers_share_the_scale_of_the_residual_stream_and_nothing_else(architec
 
 def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
     model = build("falcon-h1")
-    twin = Twin(model, token_ids())
-    before = twin.outputs()
+    rescaled = RescaledCopy(model, token_ids())
+    before = rescaled.outputs()
     layer = "model.layers.0"
-    weights = twin.weights
+    weights = rescaled.weights
     # Attention and mixer: queries and keys both grow with the norm, values with it once.
     weights[f"{layer}.input_layernorm.weight"] *= 2
     weights[f"{layer}.self_attn.q_proj.weight"] /= 4
@@ -292,7 +292,7 @@ def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
     weights[f"{layer}.pre_ff_layernorm.weight"] *= 3
     weights[f"{layer}.feed_forward.gate_proj.weight"] /= 3
     weights[f"{layer}.feed_forward.down_proj.weight"] /= 3
-    torch.testing.assert_close(twin.outputs(), before, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(rescaled.outputs(), before, rtol=1e-11, atol=1e-11)
 
     found = families_of(find(model, "symmetry-aware"))
     residual = [f for f in found if f.kind == "normalization"]
@@ -332,7 +332,7 @@ def check(model: nn.Module, inputs: Tensor, expected: list[Family], plan=None) -
     assert symmetries.nullity == sum(len(f.members) for f in expected)
     found = families_of(symmetries)
     assert_same(found, expected)
-    assert_holds(Twin(model, inputs), found)
+    assert_holds(RescaledCopy(model, inputs), found)
     return symmetries
 
 

@@ -1,10 +1,10 @@
-"""What Newton-Schulz makes of noise: how large it comes out, and how alike two come out.
+"""Noise after Newton-Schulz: its rms, and the correlation of two samples.
 
 Muon orthogonalizes momenta that share most of their gradients. Two N(0,1) matrices of
 correlation r have, orthogonalized, a correlation below r, the more so the nearer the matrix is to a
 square, whose smallest singular values belong to noise alone. No closed form is known. Singular
 values of noise over the Frobenius norm go by the aspect ratio and 1/sqrt(short side), so a small
-matrix of the same aspect, scaled to the large one's singular values, tells both numbers.
+matrix of the same aspect, scaled to the large one's singular values, gives both numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GRID = tuple(1 - (1 - i / 16) ** 2 for i in range(17))
 
 def rms_after(num_out: int, num_in: int, coefficients: Coefficients) -> float:
     """Return the rms of orthogonalized noise over that of a semi-orthogonal matrix."""
-    return _measured(*_twin(num_out, num_in), coefficients)[0]
+    return _measured(*_proxy(num_out, num_in), coefficients)[0]
 
 
 def overlap_after(
     correlation: float, num_out: int, num_in: int, coefficients: Coefficients
 ) -> float:
     """Return the correlation that two noises of a given one have once orthogonalized."""
-    ratios = _measured(*_twin(num_out, num_in), coefficients)[1]
+    ratios = _measured(*_proxy(num_out, num_in), coefficients)[1]
     place = 16 * (1 - (1 - correlation) ** 0.5)
     below = min(int(place), 15)
     # The ratio of the two correlations is smooth; the line between two of its points will do.
@@ -41,7 +41,7 @@ def overlap_after(
     return ratio * correlation
 
 
-def _twin(num_out: int, num_in: int) -> tuple[int, int, int]:
+def _proxy(num_out: int, num_in: int) -> tuple[int, int, int]:
     """Return the sides of a small matrix of the same aspect, and the short side it stands for."""
     short, long = sorted((max(num_out, 1), max(num_in, 1)))
     aspect = min(long / short, _LONGEST_ASPECT)

@@ -1,7 +1,7 @@
 """Row layouts of fused matrices that are known exactly, by the class that reads them.
 
-Nothing in a weight's shape tells whether `qkv` is [q | k | v] or interleaved by head, and both
-are in use. A class is listed here after reading its forward pass; a fused matrix of any other
+A weight's shape does not show whether `qkv` is [q | k | v] or interleaved by head, and both are in
+use. A class is listed here after reading its forward pass; a fused matrix of any other
 class is reported as unknown, and a rule with `split=` describes it.
 """
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from learnable_multipliers.roles._tree import features
 
 QKV = ("query", "key", "value")
 
@@ -29,99 +31,92 @@ class Layout:
         return self.repeats * sum(size for _, size in self.parts)
 
 
+Reader = Callable[[Any, int], Layout | None]
+"""From the module that owns a fused matrix, and its number of rows, to the layout of the rows."""
+
+
 def known_layout(owner: nn.Module, leaf: str) -> Layout | None:
     """Return the layout of `owner`'s fused matrix `leaf`, None where it is not known."""
     read = KNOWN.get((type(owner).__name__, leaf))
-    return None if read is None else read(owner)
+    return None if read is None else read(owner, features(owner.get_submodule(leaf))[0])
 
 
-def _split_evenly(roles: tuple[str, ...], leaf: str) -> Callable[[Any], Layout]:
+def _evenly(*roles: str) -> Reader:
     """Whole blocks of one size, one after the other."""
-
-    def read(owner: Any) -> Layout:
-        linear = getattr(owner, leaf)
-        # Conv1D of GPT-2 keeps its width in `nf`.
-        rows = linear.nf if hasattr(linear, "nf") else linear.weight.shape[0]
-        return Layout(tuple((role, rows // len(roles)) for role in roles))
-
-    return read
+    return lambda _, rows: Layout(tuple((role, rows // len(roles)) for role in roles))
 
 
-def _by_head(owner: Any) -> Layout:
-    """[head, (q, k, v), head_dim]: GPT-NeoX, Bloom, Persimmon."""
+def _qkv(query: int, key_value: int, repeats: int = 1) -> Layout:
+    return Layout((("query", query), ("key", key_value), ("value", key_value)), repeats)
+
+
+def _by_head(owner: Any, rows: int) -> Layout:
+    """[head, (q, k, v), head_dim]: Bloom, Persimmon."""
     num_heads = getattr(owner, "num_heads", None) or owner.num_attention_heads
-    head_dim = owner.query_key_value.weight.shape[0] // (3 * num_heads)
-    return Layout(tuple((role, head_dim) for role in QKV), repeats=num_heads)
+    head_dim = rows // (3 * num_heads)
+    return _qkv(head_dim, head_dim, num_heads)
 
 
-def _neox(owner: Any) -> Layout:
-    head_size = owner.head_size
-    num_heads = owner.query_key_value.weight.shape[0] // (3 * head_size)
-    return Layout(tuple((role, head_size) for role in QKV), repeats=num_heads)
+def _neox(owner: Any, rows: int) -> Layout:
+    return _qkv(owner.head_size, owner.head_size, rows // (3 * owner.head_size))
 
 
-def _phi3(owner: Any) -> Layout:
-    rows = owner.qkv_proj.weight.shape[0]
-    kv = owner.num_key_value_heads * owner.head_dim
-    return Layout((("query", rows - 2 * kv), ("key", kv), ("value", kv)))
+def _phi3(owner: Any, rows: int) -> Layout:
+    key_value = owner.num_key_value_heads * owner.head_dim
+    return _qkv(rows - 2 * key_value, key_value)
 
 
-def _falcon(owner: Any) -> Layout:
-    head_dim = owner.head_dim
+def _falcon(owner: Any, _: int) -> Layout:
     if owner.new_decoder_architecture:
         groups = owner.num_kv_heads
-        queries = owner.num_heads // groups * head_dim
-        return Layout((("query", queries), ("key", head_dim), ("value", head_dim)), groups)
+        return _qkv(owner.num_heads // groups * owner.head_dim, owner.head_dim, groups)
     if owner.multi_query:
-        queries = owner.num_heads * head_dim
-        return Layout((("query", queries), ("key", head_dim), ("value", head_dim)))
-    return Layout(tuple((role, head_dim) for role in QKV), repeats=owner.num_heads)
+        return _qkv(owner.num_heads * owner.head_dim, owner.head_dim)
+    return _qkv(owner.head_dim, owner.head_dim, owner.num_heads)
 
 
-def _gpt2(owner: Any) -> Layout:
+def _gpt2(owner: Any, rows: int) -> Layout | None:
     # Cross-attention keeps queries apart, in `q_attn`.
     roles = QKV[1:] if owner.is_cross_attention else QKV
-    return _split_evenly(roles, "c_attn")(owner)
+    return _evenly(*roles)(owner, rows)
 
 
-def _bigcode(owner: Any) -> Layout | None:
+def _bigcode(owner: Any, _: int) -> Layout | None:
     if owner.is_cross_attention:
         return None
     if owner.multi_query:
-        kv = owner.kv_dim
-        return Layout((("query", owner.embed_dim), ("key", kv), ("value", kv)))
-    return Layout(tuple((role, owner.head_dim) for role in QKV), repeats=owner.num_heads)
+        return _qkv(owner.embed_dim, owner.kv_dim)
+    return _qkv(owner.head_dim, owner.head_dim, owner.num_heads)
 
 
-def _codegen(owner: Any) -> Layout:
+def _codegen(_: Any, rows: int) -> Layout:
     # Rows keep the order of the four tensor-parallel shards the model was trained on.
-    shards = 4
-    part = owner.qkv_proj.weight.shape[0] // (3 * shards)
-    return Layout((("query", part), ("value", part), ("key", part)), repeats=shards)
+    part = rows // 12
+    return Layout((("query", part), ("value", part), ("key", part)), repeats=4)
 
 
-_GATE_UP = ("gate", "up")
+_GATE_UP = _evenly("gate", "up")
 
-KNOWN: dict[tuple[str, str], Callable[[Any], Layout | None]] = {
+KNOWN: dict[tuple[str, str], Reader] = {
     ("BloomAttention", "query_key_value"): _by_head,
     ("CodeGenAttention", "qkv_proj"): _codegen,
-    # nanoGPT's, as copied far and wide.
-    ("CausalSelfAttention", "c_attn"): _split_evenly(QKV, "c_attn"),
+    # nanoGPT's.
+    ("CausalSelfAttention", "c_attn"): _evenly(*QKV),
     ("FalconAttention", "query_key_value"): _falcon,
     ("GPT2Attention", "c_attn"): _gpt2,
     ("GPTBigCodeAttention", "c_attn"): _bigcode,
     ("GPTNeoXAttention", "query_key_value"): _neox,
     ("GPTNeoXJapaneseAttention", "query_key_value"): _neox,
-    ("MptAttention", "Wqkv"): _split_evenly(QKV, "Wqkv"),
+    ("MptAttention", "Wqkv"): _evenly(*QKV),
     ("PersimmonAttention", "query_key_value"): _by_head,
     ("Phi3Attention", "qkv_proj"): _phi3,
     ("Phi4MultimodalAttention", "qkv_proj"): _phi3,
-    ("Glm4MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
-    ("GlmMLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
-    ("GraniteMoeSWAMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
-    ("GraniteMoeSharedMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
-    ("GraniteMoeHybridMLP", "input_linear"): _split_evenly(_GATE_UP, "input_linear"),
-    ("ModernBertDecoderMLP", "Wi"): _split_evenly(_GATE_UP, "Wi"),
-    ("Phi3MLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
-    ("Phi4MultimodalMLP", "gate_up_proj"): _split_evenly(_GATE_UP, "gate_up_proj"),
+    ("Glm4MLP", "gate_up_proj"): _GATE_UP,
+    ("GlmMLP", "gate_up_proj"): _GATE_UP,
+    ("GraniteMoeSWAMLP", "input_linear"): _GATE_UP,
+    ("GraniteMoeSharedMLP", "input_linear"): _GATE_UP,
+    ("GraniteMoeHybridMLP", "input_linear"): _GATE_UP,
+    ("ModernBertDecoderMLP", "Wi"): _GATE_UP,
+    ("Phi3MLP", "gate_up_proj"): _GATE_UP,
+    ("Phi4MultimodalMLP", "gate_up_proj"): _GATE_UP,
 }

@@ -54,7 +54,7 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
         if {gate, up, down} <= linears.keys():
             shape = features(linears[gate])
             fits = shape == features(linears[up]) == features(linears[down])[::-1]
-            # Three square matrices cannot be told apart by their shapes.
+            # The shapes of three square matrices do not distinguish them.
             if fits and not (gate == "w1" and shape[0] == shape[1]):
                 yield from _matrices(site, {gate: "gate", up: "up"}, down, homogeneous)
             return
