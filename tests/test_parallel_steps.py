@@ -19,10 +19,14 @@ import learnable_multipliers as lrm
 from learnable_multipliers.optim import _batches as batches
 from learnable_multipliers.optim._exchange import assigned, newton_schulz_cost
 from learnable_multipliers.optim._muon import is_hidden
-from learnable_multipliers.optim._packed_multipliers import MultiplierBank
+from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
-from learnable_multipliers.optim._process_group import Team, team_of
-from learnable_multipliers.optim._sharding import local, local_gradient, share_after
+from learnable_multipliers.optim._sharding import (
+    local,
+    local_gradient,
+    process_group_of,
+    shard_after,
+)
 from parallel_training import (
     STEPS,
     Collectives,
@@ -122,17 +126,12 @@ def shapes(preset):
 
 def message(found, cuts):
     """Return how many numbers a step sends, with the cuts that are made of each matrix."""
-    shared = [(matrix, share_after(shape, matrix, cuts(matrix))) for shape, matrix in found]
-    carrying = [i for i, (m, _) in enumerate(shared) if m is not None and m.carries]
+    shards = [shard_after(shape, matrix, cuts(matrix)) for shape, matrix in found]
+    carrying = {i: m for i, (_, m) in enumerate(found) if m is not None and m.carries}
     device = torch.device("cpu")
-    bank = MultiplierBank(
-        [shared[i][0] for i in carrying],
-        [shared[i][1].extent for i in carrying],
-        torch.float32,
-        device,
-    )
-    banks = {torch.float32: (bank, carrying)}
-    return PackedSums(Team(None, 16, 0), shared, banks, torch.float32, device).size
+    packed = {torch.float32: PackedMultipliers(carrying, shards, torch.float32, device)}
+    group = types.SimpleNamespace(size=lambda: 16)
+    return PackedSums(group, shards, packed, torch.float32, device).size
 
 
 def test_a_half_billion_model_sends_less_than_two_megabytes():
@@ -468,11 +467,11 @@ def some_ranks():
         return
     parameter = types.SimpleNamespace(device_mesh=Mesh(), placements=())
     known = {}
-    team = team_of([parameter], known)
-    assert team == team_of([parameter], known)
+    group = process_group_of([parameter], known)
+    assert group is process_group_of([parameter], known)
     number = torch.ones(())
-    torch.distributed.all_reduce(number, group=team.group)
-    assert number == team.size == 3
+    torch.distributed.all_reduce(number, group=group)
+    assert number == group.size() == 3
 
 
 def test_ranks_outside_a_mesh_are_not_needed_for_its_group():

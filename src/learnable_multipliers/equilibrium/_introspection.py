@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix, carried_rows, initial_values
+from learnable_multipliers.kernels._parameter import ParameterState
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full
-from learnable_multipliers.optim._slots import Slot
 from learnable_multipliers.optim._wrapper import LearnableMultipliers
 
 Part = Literal["weight", "row", "col", "scalar"]
@@ -61,18 +61,20 @@ class Trained:
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
     base = float(optimizer.param_groups[0]["lr"])
-    for slot in optimizer._bound().slots:
+    for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
-        rate = float(slot.group["lr"])
-        yield from _tensors_of(optimizer, slot, rate / base if rate and base else 1.0)
+        rate = float(parameter.group["lr"])
+        yield from _tensors_of(optimizer, parameter, rate / base if rate and base else 1.0)
 
 
-def _tensors_of(optimizer: MultiplierOptimizer, slot: Slot, share: float) -> Iterator[Trained]:
-    group, matrix = slot.group, slot.matrix
-    state = optimizer.state[slot.parameter]
-    adamw_betas = optimizer._adamw_settings(group)[:2]
+def _tensors_of(
+    optimizer: MultiplierOptimizer, parameter: ParameterState, share: float
+) -> Iterator[Trained]:
+    group, matrix = parameter.group, parameter.matrix
+    state = optimizer.state[parameter.parameter]
+    adamw_betas = optimizer.adamw_settings(group)[:2]
     rule = _rule(optimizer, group, matrix)
-    moments = optimizer.raw_state(slot)
+    moments = optimizer.moments_of(parameter)
     if isinstance(optimizer, Muon) and rule == "muon":
         names, betas = ("momentum_buffer", MEAN_SQUARE), (optimizer.momentum, 0.0)
     else:
@@ -81,14 +83,14 @@ def _tensors_of(optimizer: MultiplierOptimizer, slot: Slot, share: float) -> Ite
         betas = group.get("betas", adamw_betas) if wrapped else adamw_betas
     first, second = (full(moments[key]) if key in moments else None for key in names)
     is_matrix = matrix is not None or group["kind"] == "matrix"
-    shared: dict[str, Any] = {"name": slot.name, "matrix": matrix, "steps": int(state["step"])}
+    shared: dict[str, Any] = {"name": parameter.name, "matrix": matrix, "steps": int(state["step"])}
     yield Trained(
         part="weight",
         kind="matrix" if is_matrix else "vector",
-        value=full(state.get("raw", slot.parameter.detach())),
+        value=full(state.get("raw", parameter.parameter.detach())),
         start_rms=None,
         rule=rule,
-        lr_scale=share * optimizer._lr({**group, "lr": 1.0}, matrix),
+        lr_scale=share * optimizer.raw_lr({**group, "lr": 1.0}, matrix),
         weight_decay=float(group.get("weight_decay", 0.0)),
         first=first,
         second=second,

@@ -11,12 +11,12 @@ from learnable_multipliers.kernels._backend import Backend, takes_triton
 
 
 def choose_kernels(backend: Backend, device: torch.device, dtypes: set[torch.dtype]) -> Any:
-    """Return what does the work, for raw weights of these dtypes.
+    """Return the module with the kernels for raw weights of these dtypes.
 
-    Triton takes others than float32 when asked to; `auto` leaves them to PyTorch.
+    `auto` takes PyTorch for others than float32; Triton refuses them when asked to.
     """
     if not takes_triton(backend, device) or (backend == "auto" and dtypes - {torch.float32}):
         return reference
-    from learnable_multipliers.kernels._triton_launch import TritonKernels
+    from learnable_multipliers.kernels import _triton_launch
 
-    return TritonKernels()
+    return _triton_launch

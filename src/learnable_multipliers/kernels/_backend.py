@@ -1,4 +1,4 @@
-"""Who computes: PyTorch or Triton, by device and by wish."""
+"""Which kernels run, PyTorch or Triton, and how small tensors reach their device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 
 # Looked up once, not in every forward pass: torch.compile traces `takes_triton`.
 HAS_TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Host memory that the copies in captured CUDA graphs read again at every replay.
+_CAPTURED: list[Tensor] = []
 
 
 def takes_triton(backend: Backend, device: torch.device, obstacle: str | None = None) -> bool:
@@ -30,3 +33,14 @@ def takes_triton(backend: Backend, device: torch.device, obstacle: str | None = 
     if backend == "triton" and obstacle is not None:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}; use 'torch' or 'auto'")
     return backend == "triton" or (backend == "auto" and device.type == "cuda" and obstacle is None)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a small tensor from the host without a synchronization."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # From pageable memory the copy would wait for all work queued on the device.
+    pinned = tensor.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(pinned)
+    return pinned.to(device, non_blocking=True)

@@ -1,4 +1,7 @@
-"""Launches the Triton kernels: tables of addresses, one launch for all parameters of a kind."""
+"""The kernels of `_reference.py` in Triton, with the same names and arguments.
+
+Tables of addresses let one launch serve all parameters of a kind.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from learnable_multipliers.kernels import _triton_kernels as k
-from learnable_multipliers.kernels._transfer import sent
-from learnable_multipliers.kernels._work import Rates, Work
+from learnable_multipliers.kernels._backend import to_device
+from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
+
+decides_on_host = False
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -30,8 +35,6 @@ _COLUMNS = 256
 _FLAT = 16384
 """Numbers per program where nothing is multiplied."""
 _BLOCK = 1024
-_MOST_TABLES = 48
-"""Lists of parameters whose tables are kept; more of them start over."""
 
 
 @dataclass
@@ -40,6 +43,7 @@ class _Kind:
 
     grad_type: Any
     weight_type: Any
+    reduce_tile: tuple[int, int]
     factors: bool
     owns_raw: bool
     even: bool
@@ -47,7 +51,7 @@ class _Kind:
     aligned: bool
     """So does every row, so that whole vectors can be read."""
     tile: tuple[int, int]
-    works: list[Work] = field(default_factory=list)
+    states: list[ParameterState] = field(default_factory=list)
     row_blocks: Tensor | None = None
     """Programs over blocks of rows, for updates."""
     reduce_blocks: Tensor | None = None
@@ -58,29 +62,30 @@ class _Kind:
 
 
 class _Tables:
-    """Everything the kernels look up for one list of parameters."""
+    """Everything the kernels look up for one set of parameters."""
 
-    def __init__(self, works: list[Work]):
-        device = works[0].raw.device
-        self.device = device
-        self.rows = 1 + max(work.index for work in works)
+    def __init__(self, states: ParameterSet, grad_dtypes: list[torch.dtype]):
+        self.device = device = states.states[0].raw.device
+        self.grad_dtypes = grad_dtypes
+        self.rows = 1 + max(states.indices)
         addresses = torch.zeros(self.rows, k.FIELDS.value, dtype=torch.int64)
         kinds: dict[tuple[Any, ...], _Kind] = {}
-        for work in works:
-            _check(work)
-            if work.raw.numel() == 0:
+        for state, grad_dtype in zip(states, grad_dtypes, strict=True):
+            _check(state)
+            if state.raw.numel() == 0:
                 continue
-            addresses[work.index] = torch.tensor(_addresses(work))
-            cols = _grid(work)[2]
+            addresses[state.index] = torch.tensor(_addresses(state))
+            cols = _grid(state)[2]
             tile = _LONG_ROWS if cols >= _LONG_ROWS[1] else _SHORT_ROWS
-            even = all(t.data_ptr() % 16 == 0 for t in (work.weight, work.raw, *work.moments))
+            even = all(t.data_ptr() % 16 == 0 for t in (state.weight, state.raw, *state.moments))
             aligned = even and cols % 16 == 0
-            flags = (work.factors is not None, work.owns_raw, even, aligned, tile)
-            key = (work.grad.dtype, work.weight.dtype, *flags)
-            types = _TYPES[work.grad.dtype], _TYPES[work.weight.dtype]
-            kinds.setdefault(key, _Kind(*types, *flags)).works.append(work)
+            flags = (state.factors is not None, state.owns_raw, even, aligned, tile)
+            types = _TYPES[grad_dtype], _TYPES[state.weight.dtype]
+            kind = _Kind(*types, _REDUCE_TILES[grad_dtype.itemsize], *flags)
+            key = (grad_dtype, state.weight.dtype, *flags)
+            kinds.setdefault(key, kind).states.append(state)
         self.addresses = addresses.to(device)
-        self.indices = torch.tensor([work.index for work in works]).to(device)
+        self.indices = torch.tensor(states.indices).to(device)
         self._found: list[tuple[int, ...]] = []
         self._where: list[tuple[int, ...]] = []
         self._adjust: list[float] = []
@@ -89,7 +94,7 @@ class _Tables:
         self.num_partials = self.num_squares = 0
         # Where the partial squares of each parameter lie, by its index.
         self._square_runs: dict[int, range] = {}
-        self._order = [work.index for work in works]
+        self._order = states.indices
         self._square_lines: Tensor | None = None
         for kind in self.kinds:
             self._lay_out(kind, device)
@@ -98,26 +103,26 @@ class _Tables:
 
     def _lay_out(self, kind: _Kind, device: torch.device) -> None:
         blocks, reduces, columns, runs, samples = [], [], [], [], []
-        for work in kind.works:
-            stack, rows, cols = _grid(work)
+        for state in kind.states:
+            stack, rows, cols = _grid(state)
             for e in range(stack):
                 first, last = e * rows, (e + 1) * rows
-                blocks.append(_programs(work, range(first, last, kind.tile[0]), last, e))
-                samples.append(_programs(work, range(0, max(rows, cols), _BLOCK), rows, e))
+                blocks.append(_programs(state, range(first, last, kind.tile[0]), last, e))
+                samples.append(_programs(state, range(0, max(rows, cols), _BLOCK), rows, e))
                 if kind.factors:
                     starts = range(first, last, _REDUCE_ROWS)
-                    summed = _programs(work, range(0, cols, _COLUMNS), cols, e)
+                    summed = _programs(state, range(0, cols, _COLUMNS), cols, e)
                     summed[:, k.PARTIAL.value] = self.num_partials
                     summed[:, k.NUM_BLOCKS.value] = len(starts)
                     columns.append(summed)
-                    reduced = _programs(work, starts, last, e)
+                    reduced = _programs(state, starts, last, e)
                     where = self.num_partials + cols * torch.arange(len(starts))
                     reduced[:, k.PARTIAL.value] = where
                     reduces.append(reduced)
                     self.num_partials += cols * len(starts)
             if not kind.factors:
-                size = work.raw.numel()
-                run = _programs(work, range(0, size, _FLAT), size, 0)
+                size = state.raw.numel()
+                run = _programs(state, range(0, size, _FLAT), size, 0)
                 run[:, k.STOP.value] = (run[:, k.START.value] + _FLAT).clamp(max=size)
                 runs.append(run)
 
@@ -126,20 +131,23 @@ class _Tables:
             return torch.cat([empty, *programs]).to(device)
 
         first = self.num_squares
-        for work in kind.works:
-            stack, rows, _ = _grid(work)
-            whole = work.raw.numel()
+        for state in kind.states:
+            stack, rows, _ = _grid(state)
+            whole = state.raw.numel()
             count = stack * -(-rows // _REDUCE_ROWS) if kind.factors else -(-whole // _FLAT)
-            self._square_runs[work.index] = range(first, first + count)
+            self._square_runs[state.index] = range(first, first + count)
             first += count
         kind.row_blocks, kind.samples = table(blocks), table(samples)
         kind.reduce_blocks, kind.column_blocks = table(reduces), table(columns)
         kind.runs = table(runs)
         self.num_squares += len(kind.reduce_blocks) if kind.factors else len(kind.runs)
 
-    def refresh(self, works: list[Work], updates: Sequence[Tensor] = ()) -> None:
+    def refresh(self, states: ParameterSet, updates: Sequence[Tensor]) -> None:
         """Send the addresses that have changed since the last time; mostly none have."""
-        found = [(work.grad.data_ptr(), work.weight.data_ptr()) for work in works]
+        found = [
+            (0 if state.grad is None else state.grad.data_ptr(), state.weight.data_ptr())
+            for state in states
+        ]
         if found != self._found:
             self._found = found
             self._send(found, slice(k.GRAD.value, k.WEIGHT.value + 1))
@@ -150,10 +158,10 @@ class _Tables:
 
     def _send(self, listed: list[tuple[int, ...]], columns: slice) -> None:
         fresh = torch.tensor(listed, dtype=torch.int64)
-        self.addresses[self.indices, columns] = sent(fresh, self.device)
+        self.addresses[self.indices, columns] = to_device(fresh, self.device)
 
     def squares_of_each(self) -> Tensor:
-        """Return the squared norm of each parameter's gradient, in the order of the works."""
+        """Return the squared norm of each parameter's gradient, in the order of the set."""
         if self._square_lines is None:
             runs = [torch.tensor(self._square_runs.get(i, ())).long() for i in self._order]
             self._square_lines = torch.nn.utils.rnn.pad_sequence(
@@ -167,240 +175,231 @@ class _Tables:
         """Return the learning-rate factors of all parameters, on the device."""
         if list(adjust) != self._adjust:
             self._adjust = list(adjust)
-            self._factors[self.indices] = sent(torch.tensor(adjust).float(), self.device)
+            self._factors[self.indices] = to_device(torch.tensor(adjust).float(), self.device)
         return self._factors
 
 
-class TritonKernels:
-    """The kernels of `reference.py`, with the same names and arguments."""
-
-    decides_on_host = False
-
-    def __init__(self) -> None:
-        self._tables: dict[int, tuple[list[Work], list[torch.dtype], _Tables]] = {}
-
-    def reduce(self, works: list[Work], each: Tensor | None = None) -> Tensor:
-        """Write the row and column sums of every matrix; return the gradients' squared norm."""
-        for work in works:
-            if not work.grad.is_contiguous():
-                work.grad = work.grad.contiguous()
-            elif work.grad.data_ptr() % 16:
-                # A view into a bucket of gradients can start anywhere.
-                work.grad = work.grad.clone()
-        tables = self._tables_for(works)
-        tables.refresh(works)
-        start = 0
-        for kind in tables.kinds:
-            if kind.factors:
-                count = len(kind.reduce_blocks)
-                k.reduce_kernel[(count,)](
-                    tables.addresses,
-                    kind.reduce_blocks,
-                    tables.partials,
-                    tables.squares[start:],
-                    kind.grad_type,
-                    kind.aligned,
-                    *_REDUCE_TILES[kind.works[0].grad.element_size()],
-                    num_warps=_WARPS,
-                )
-                k.column_sums_kernel[(len(kind.column_blocks),)](
-                    tables.addresses, kind.column_blocks, tables.partials, _COLUMNS, num_warps=2
-                )
-            else:
-                count = len(kind.runs)
-                k.squares_kernel[(count,)](
-                    tables.addresses,
-                    kind.runs,
-                    tables.squares[start:],
-                    kind.grad_type,
-                    _BLOCK,
-                    num_warps=_WARPS,
-                )
-            start += count
-        if each is not None:
-            each[tables.indices] = tables.squares_of_each()
-        return tables.squares.sum()
-
-    def tabulate(self, rates: Rates) -> tuple[Tensor, Tensor]:
-        """Return the hyper-parameters of all raw weights, and those of their multipliers."""
-        size = len(rates.steps)
-        tables = rates.steps.new_empty(2, size, k.HYPERS.value)
-        k.tabulate_kernel[(triton.cdiv(size, _COLUMNS),)](
-            rates.table, rates.class_of, rates.steps, tables[0], tables[1], size, _COLUMNS
-        )
-        return tables[0], tables[1]
-
-    def adamw_(self, works: list[Work], hyper: Tensor, clip: Tensor, go: Tensor) -> None:
-        """Update raw weights by AdamW and write the effective weights."""
-        tables = self._tables_for(works)
-        tables.refresh(works)
-        for kind in tables.kinds:
-            if kind.factors:
-                k.adamw_kernel[(len(kind.row_blocks),)](
-                    tables.addresses,
-                    kind.row_blocks,
-                    hyper,
-                    clip,
-                    go,
-                    kind.grad_type,
-                    kind.weight_type,
-                    kind.aligned,
-                    *kind.tile,
-                    num_warps=_WARPS,
-                )
-            else:
-                k.adamw_flat_kernel[(len(kind.runs),)](
-                    tables.addresses,
-                    kind.runs,
-                    hyper,
-                    clip,
-                    go,
-                    kind.grad_type,
-                    kind.weight_type,
-                    kind.owns_raw,
-                    kind.even,
-                    _BLOCK,
-                    num_warps=_WARPS,
-                )
-
-    def muon_momentum_(
-        self,
-        works: list[Work],
-        updates: Sequence[Tensor],
-        clip: Tensor,
-        momentum: float,
-        nesterov: bool,
-        go: Tensor,
-    ) -> None:
-        """Update the momentum of every raw gradient and write what is to be orthogonalized."""
-        tables = self._tables_for(works)
-        tables.refresh(works, updates)
-        for kind in tables.kinds:
-            k.momentum_kernel[(len(kind.row_blocks),)](
+def reduce(active: ParameterSet, each: Tensor | None = None) -> Tensor:
+    """Write the row and column sums of every matrix; return the gradients' squared norm."""
+    for state in active:
+        assert state.grad is not None, state.name
+        if not state.grad.is_contiguous():
+            state.grad = state.grad.contiguous()
+        elif state.grad.data_ptr() % 16:
+            # A view into a bucket of gradients can start anywhere.
+            state.grad = state.grad.clone()
+    tables = _tables_for(active)
+    start = 0
+    for kind in tables.kinds:
+        if kind.factors:
+            count = len(kind.reduce_blocks)
+            k.reduce_kernel[(count,)](
                 tables.addresses,
-                kind.row_blocks,
-                clip,
-                go,
-                momentum,
+                kind.reduce_blocks,
+                tables.partials,
+                tables.squares[start:],
                 kind.grad_type,
-                _TYPES[updates[0].dtype],
-                kind.factors,
-                nesterov,
                 kind.aligned,
-                *kind.tile,
+                *kind.reduce_tile,
                 num_warps=_WARPS,
             )
+            k.column_sums_kernel[(len(kind.column_blocks),)](
+                tables.addresses, kind.column_blocks, tables.partials, _COLUMNS, num_warps=2
+            )
+        else:
+            count = len(kind.runs)
+            k.squares_kernel[(count,)](
+                tables.addresses,
+                kind.runs,
+                tables.squares[start:],
+                kind.grad_type,
+                _BLOCK,
+                num_warps=_WARPS,
+            )
+        start += count
+    if each is not None:
+        each[tables.indices] = tables.squares_of_each()
+    return tables.squares.sum()
 
-    def muon_apply_(
-        self,
-        works: list[Work],
-        updates: Sequence[Tensor],
-        hyper: Tensor,
-        adjust: Sequence[float],
-        go: Tensor,
-    ) -> None:
-        """Decay raw weights, take the orthogonalized step and write the effective weights."""
-        tables = self._tables_for(works)
-        tables.refresh(works, [update.contiguous() for update in updates])
-        factors = tables.factors(adjust)
-        for kind in tables.kinds:
-            k.apply_kernel[(len(kind.row_blocks),)](
+
+def tabulate(rates: Tensor, class_of: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hyper-parameters of all raw weights, and those of their multipliers."""
+    size = len(steps)
+    tables = steps.new_empty(2, size, k.HYPERS.value)
+    k.tabulate_kernel[(triton.cdiv(size, _COLUMNS),)](
+        rates, class_of, steps, tables[0], tables[1], size, _COLUMNS
+    )
+    return tables[0], tables[1]
+
+
+def adamw_(active: ParameterSet, hyper: Tensor, clip: Tensor, go: Tensor) -> None:
+    """Update raw weights by AdamW and write the effective weights."""
+    tables = _tables_for(active)
+    for kind in tables.kinds:
+        if kind.factors:
+            k.adamw_kernel[(len(kind.row_blocks),)](
                 tables.addresses,
                 kind.row_blocks,
                 hyper,
-                factors,
+                clip,
                 go,
-                _TYPES[updates[0].dtype],
+                kind.grad_type,
                 kind.weight_type,
-                kind.factors,
-                kind.owns_raw,
                 kind.aligned,
                 *kind.tile,
                 num_warps=_WARPS,
             )
+        else:
+            k.adamw_flat_kernel[(len(kind.runs),)](
+                tables.addresses,
+                kind.runs,
+                hyper,
+                clip,
+                go,
+                kind.grad_type,
+                kind.weight_type,
+                kind.owns_raw,
+                kind.even,
+                _BLOCK,
+                num_warps=_WARPS,
+            )
 
-    def multipliers_(
-        self,
-        state: tuple[Tensor, Tensor, Tensor],
-        grads: Tensor,
-        owner: Tensor,
-        trained: Tensor,
-        active: Tensor,
-        hyper: Tensor,
-        clip: Tensor,
-        go: Tensor,
-    ) -> None:
-        """AdamW on all multipliers; `owner` tells each one's row in the hyper-parameters."""
-        size = grads.numel()
-        k.multiplier_adamw_kernel[(triton.cdiv(size, _BLOCK),)](
-            *state, grads, owner, trained, active, hyper, clip, go, size, _BLOCK
+
+def muon_momentum_(
+    active: ParameterSet,
+    updates: Sequence[Tensor],
+    clip: Tensor,
+    momentum: float,
+    nesterov: bool,
+    go: Tensor,
+) -> None:
+    """Update the momentum of every raw gradient and write what is to be orthogonalized."""
+    tables = _tables_for(active, updates)
+    for kind in tables.kinds:
+        k.momentum_kernel[(len(kind.row_blocks),)](
+            tables.addresses,
+            kind.row_blocks,
+            clip,
+            go,
+            momentum,
+            kind.grad_type,
+            _TYPES[updates[0].dtype],
+            kind.factors,
+            nesterov,
+            kind.aligned,
+            *kind.tile,
+            num_warps=_WARPS,
         )
 
-    def touched_from_outside(self, works: list[Work]) -> Tensor:
-        """Tell for each parameter whether it is what was written, on a sample of entries."""
-        tables = self._tables_for(works)
-        tables.refresh(works)
-        found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
-        for kind in tables.kinds:
-            if not kind.owns_raw:
-                continue
-            flags = torch.empty(len(kind.samples), dtype=torch.int32, device=tables.device)
-            k.touched_kernel[(len(kind.samples),)](
-                tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
-            )
-            found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
-        return found[tables.indices].bool()
 
-    def _tables_for(self, works: list[Work]) -> _Tables:
-        """Return the tables of a list of works, made once for each list."""
-        known = self._tables.get(id(works))
-        types = [work.grad.dtype for work in works]
-        if known is None and len(self._tables) >= _MOST_TABLES:
-            self._tables.clear()
-        if known is None or known[0] is not works or known[1] != types:
-            known = self._tables[id(works)] = (works, types, _Tables(works))
-        return known[2]
+def muon_apply_(
+    active: ParameterSet,
+    updates: Sequence[Tensor],
+    hyper: Tensor,
+    adjust: Sequence[float],
+    go: Tensor,
+) -> None:
+    """Decay raw weights, take the orthogonalized step and write the effective weights."""
+    tables = _tables_for(active, [update.contiguous() for update in updates])
+    factors = tables.factors(adjust)
+    for kind in tables.kinds:
+        k.apply_kernel[(len(kind.row_blocks),)](
+            tables.addresses,
+            kind.row_blocks,
+            hyper,
+            factors,
+            go,
+            _TYPES[updates[0].dtype],
+            kind.weight_type,
+            kind.factors,
+            kind.owns_raw,
+            kind.aligned,
+            *kind.tile,
+            num_warps=_WARPS,
+        )
 
 
-def _programs(work: Work, starts: range, stop: int, stack: int) -> Tensor:
+def multipliers_(
+    state: tuple[Tensor, Tensor, Tensor],
+    grads: Tensor,
+    owner: Tensor,
+    trained: Tensor,
+    active: Tensor,
+    hyper: Tensor,
+    clip: Tensor,
+    go: Tensor,
+) -> None:
+    """AdamW on all multipliers; `owner` is each one's row in the hyper-parameters."""
+    size = grads.numel()
+    k.multiplier_adamw_kernel[(triton.cdiv(size, _BLOCK),)](
+        *state, grads, owner, trained, active, hyper, clip, go, size, _BLOCK
+    )
+
+
+def touched_from_outside(states: ParameterSet) -> Tensor:
+    """Return for each parameter whether it differs from what was written, on a sample."""
+    tables = _tables_for(states)
+    found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
+    for kind in tables.kinds:
+        if not kind.owns_raw:
+            continue
+        flags = torch.empty(len(kind.samples), dtype=torch.int32, device=tables.device)
+        k.touched_kernel[(len(kind.samples),)](
+            tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
+        )
+        found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
+    return found[tables.indices].bool()
+
+
+def _tables_for(states: ParameterSet, updates: Sequence[Tensor] = ()) -> _Tables:
+    """Return the tables of a set of parameters with current addresses, made at first use."""
+    # Only the look for writes from outside takes parameters without a gradient; it reads none.
+    dtypes = [(state.weight if state.grad is None else state.grad).dtype for state in states]
+    if states.tables is None or states.tables.grad_dtypes != dtypes:
+        states.tables = _Tables(states, dtypes)
+    states.tables.refresh(states, updates)
+    return states.tables
+
+
+def _programs(state: ParameterState, starts: range, stop: int, stack: int) -> Tensor:
     """Return a row of the table of programs for each start."""
     programs = torch.zeros(len(starts), k.PROGRAM.value, dtype=torch.int64)
-    programs[:, k.SLOT.value] = work.index
+    programs[:, k.SLOT.value] = state.index
     programs[:, k.START.value] = torch.arange(starts.start, starts.stop, starts.step)
     programs[:, k.STOP.value] = stop
     programs[:, k.STACK.value] = stack
     return programs
 
 
-def _grid(work: Work) -> tuple[int, int, int]:
+def _grid(state: ParameterState) -> tuple[int, int, int]:
     """Return (stack, rows, cols) of a parameter as stored."""
-    if work.factors is not None:
-        return (*work.factors.rows.shape, work.factors.cols.shape[1])
-    if work.raw.ndim >= 2:
-        return (1, work.raw.numel() // max(work.raw.shape[-1], 1), work.raw.shape[-1])
-    return (1, 1, work.raw.numel())
+    if state.factors is not None:
+        rows, cols = state.factors
+        return (*rows.shape, cols.shape[1])
+    if state.raw.ndim >= 2:
+        return (1, state.raw.numel() // max(state.raw.shape[-1], 1), state.raw.shape[-1])
+    return (1, 1, state.raw.numel())
 
 
-def _addresses(work: Work) -> list[int]:
+def _addresses(state: ParameterState) -> list[int]:
     row = [0] * k.FIELDS.value
-    row[k.RAW.value] = work.raw.data_ptr()
-    for column, moment in zip((k.FIRST, k.SECOND), work.moments, strict=False):
+    row[k.RAW.value] = state.raw.data_ptr()
+    for column, moment in zip((k.FIRST, k.SECOND), state.moments, strict=False):
         row[column.value] = moment.data_ptr()
-    row[k.NUM_COLS.value] = _grid(work)[2]
-    if work.factors is not None:
-        f = work.factors
+    row[k.NUM_COLS.value] = _grid(state)[2]
+    if state.factors and state.next_factors and state.sums:
         columns = (k.ROW, k.COL, k.ROW_NEXT, k.COL_NEXT, k.ROW_SUM, k.COL_SUM)
-        tensors = (f.rows, f.cols, f.rows_next, f.cols_next, f.row_sums, f.col_sums)
+        tensors = (*state.factors, *state.next_factors, *state.sums)
         for column, tensor in zip(columns, tensors, strict=True):
             row[column.value] = tensor.data_ptr()
     return row
 
 
-def _check(work: Work) -> None:
-    if work.raw.dtype != torch.float32:
+def _check(state: ParameterState) -> None:
+    if state.raw.dtype != torch.float32:
         raise ValueError("the Triton kernels train in float32; use backend='torch' for float64")
-    if not work.weight.is_contiguous():
+    if not state.weight.is_contiguous():
         raise ValueError(
-            f"a parameter of shape {tuple(work.weight.shape)} is not contiguous; make it so, or "
+            f"a parameter of shape {tuple(state.weight.shape)} is not contiguous; make it so, or "
             "use backend='torch'"
         )

@@ -7,12 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
-from learnable_multipliers.optim._slots import Slot
 
 
 class AdamW(MultiplierOptimizer):
@@ -44,11 +41,3 @@ class AdamW(MultiplierOptimizer):
             "multiplier_weight_decay": multiplier_weight_decay,
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
-
-    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _update_(
-        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
-    ) -> None:
-        bound.kernels.adamw_(bound.works(active), hyper, clip, go)

@@ -1,161 +1,137 @@
-"""What an optimizer works on: its parameters, bound to their state, in the form kernels take.
+"""The parameters of an optimizer, bound to their state in the form kernels take.
 
-Made from parameter groups and state, and made anew when these change. The tensors are the state's
+Made from parameter groups and state, and made again when these change. The tensors are the state's
 own: what a step writes here is what a checkpoint saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix, raw_dtype
+from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers.kernels import choose_kernels
-from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._reference import write_effective
-from learnable_multipliers.kernels._transfer import sent
-from learnable_multipliers.kernels._work import Rates, Work
-from learnable_multipliers.optim._packed_multipliers import MultiplierBank
+from learnable_multipliers.kernels._backend import Backend, to_device
+from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
+from learnable_multipliers.kernels._reference import write_effective, write_raw
+from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
-from learnable_multipliers.optim._process_group import team_of
 from learnable_multipliers.optim._sharding import (
-    Share,
     as_sharded,
-    is_sharded,
     local,
     local_gradient,
+    process_group_of,
+    shard_of,
 )
-from learnable_multipliers.optim._slots import Slot, factors_of, start_raw
-from learnable_multipliers.optim._write_guard import Watch
+from learnable_multipliers.optim._write_guard import WriteGuard
 
-MOST_SUBSETS = 16
-"""Sets of parameters with gradients whose tables are kept; more of them start over."""
+_MOST_SETS = 16
+"""Sets of parameters with gradients that are kept, with their tables; more of them start over."""
 MEAN_SQUARE = "mean_sq"
-"""Name in the state of an average of mean(g^2); a state of earlier releases lacks it, and it starts
-anew."""
-
-State = dict[Any, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter of an optimizer, and what is kept for it."""
-
-    parameter: Any
-    name: str
-    group: dict[str, Any]
-    matrix: Matrix | None
-    share: Share
-    moments: tuple[str, ...]
-    """Names of the moments kept beside its raw weight."""
-    keeps_mean_square: bool
-    """Whether an average of mean(g^2), one number, stands in for a second moment."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its raw weight."""
-        return raw_dtype(self.parameter)
+"""Name in the state of an average of mean(g^2), one number in place of a second moment."""
 
 
 class Binding:
-    """Slots, one for each parameter, and what they share: banks, counts of steps, sums, kernels."""
+    """One state for each parameter, and what they share: packed multipliers, counts, kernels."""
 
     def __init__(
         self,
-        members: list[Member],
-        state: State,
+        states: list[ParameterState],
+        saved: dict[Any, dict[str, Any]],
         backend: Backend,
         process_groups: dict[tuple[int, ...], Any],
     ):
-        self.device = _device_of(members)
-        dtypes = {member.dtype for member in members}
+        """Bind parameters to `saved`, the optimizer's state, which is completed."""
+        self.states = ParameterSet(states)
+        self.device = _device_of(states)
+        dtypes = {state.raw_dtype for state in states}
         self.kernels = choose_kernels(backend, self.device, dtypes)
-        self.steps = torch.zeros(len(members), dtype=torch.float32, device=self.device)
+        self.steps = torch.zeros(len(states), dtype=torch.float32, device=self.device)
         widest = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.mean_squares = torch.zeros(len(members), dtype=widest, device=self.device)
-        self.team = team_of((member.parameter for member in members), process_groups)
-        needs_squares = self.team is not None or any(m.keeps_mean_square for m in members)
+        self.mean_squares = torch.zeros(len(states), dtype=widest, device=self.device)
+        self.process_group = process_group_of((s.parameter for s in states), process_groups)
+        keeps_squares = any(MEAN_SQUARE in state.moment_names for state in states)
+        needs_squares = keeps_squares or self.process_group is not None
         self.squares = torch.zeros_like(self.mean_squares) if needs_squares else None
-        self._make_banks(members)
-        new = {member.parameter for member in members if "raw" not in state[member.parameter]}
-        self.slots = [self._slot(index, member, state) for index, member in enumerate(members)]
-        self.owned = [slot for slot in self.slots if slot.owns_raw]
+        shards = [shard_of(state.parameter, state.matrix) for state in states]
+        carrying: dict[torch.dtype, dict[int, Matrix]] = {}
+        for state in states:
+            if state.matrix is not None and state.matrix.carries:
+                carrying.setdefault(state.raw_dtype, {})[state.index] = state.matrix
+        self.packed = {
+            dtype: PackedMultipliers(matrices, shards, dtype, self.device)
+            for dtype, matrices in carrying.items()
+        }
+        self._sums = None
+        if self.process_group is not None:
+            self._sums = PackedSums(self.process_group, shards, self.packed, widest, self.device)
+        new = [state for state in states if "raw" not in saved[state.parameter]]
+        for state in states:
+            self._bind(state, saved)
         self.write_factors_()
-        for slot in self.owned:
-            if slot.parameter in new:
-                start_raw(slot.work)
-                blocks = slot.matrix.blocks if slot.matrix is not None else ()
-                if any(block.init != 1.0 for block in blocks):
+        for state in new:
+            if state.owns_raw:
+                write_raw(state)
+                if state.matrix is not None and any(b.init != 1.0 for b in state.matrix.blocks):
                     # Dividing by an initial value and multiplying again may miss the last bit.
-                    write_effective(slot.work)
-        self._subsets: dict[tuple[int, ...], list[Slot]] = {}
-        self._works: dict[int, tuple[list[Slot], list[Work]]] = {}
-        self._classify(members)
-        self.watch = Watch(self.slots, self.banks.values(), self.kernels)
+                    write_effective(state)
+        self._sets: dict[tuple[int, ...], ParameterSet] = {}
+        self._classify()
+        self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
 
-    def is_of(self, param_groups: list[dict[str, Any]], state: State) -> bool:
-        """Tell whether these are the parameters and the state it was made from."""
+    def is_of(self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> bool:
+        """Return whether these are the parameters and the state it was made from."""
         parameters = [p for group in param_groups for p in group["params"]]
-        return len(parameters) == len(self.slots) and all(
-            p is slot.parameter and state[p].get("step") is slot.step
-            for p, slot in zip(parameters, self.slots, strict=True)
+        return len(parameters) == len(self.states) and all(
+            p is state.parameter and saved[p].get("step") is state.step
+            for p, state in zip(parameters, self.states, strict=True)
         )
 
     # -- of a step ----------------------------------------------------------------------------
 
-    def with_gradients(self) -> list[Slot]:
-        """Return the slots that have a gradient now, and hand it to their work."""
+    def collect_gradients(self) -> ParameterSet:
+        """Return the parameters that have a gradient now, and set it in their states."""
         active = []
-        for slot in self.slots:
-            grad = slot.parameter.grad
+        for state in self.states:
+            grad = state.parameter.grad
             if grad is None:
                 continue
             if grad.is_sparse:
-                raise ValueError(f"{slot.name}: sparse gradients are not supported")
-            slot.work.grad = local_gradient(slot.parameter, grad) if slot.sharded else grad
-            active.append(slot)
-        if len(active) == len(self.slots):
-            return self.slots
-        # One list for one set of parameters, so that kernels find their tables again.
-        key = tuple(slot.work.index for slot in active)
-        if key not in self._subsets and len(self._subsets) >= MOST_SUBSETS:
-            self._subsets.clear()
-            self._works.clear()
-        return self._subsets.setdefault(key, active)
+                raise ValueError(f"{state.name}: sparse gradients are not supported")
+            state.grad = local_gradient(state.parameter, grad) if state.sharded else grad
+            active.append(state)
+        if len(active) == len(self.states):
+            return self.states
+        # One object for one set of parameters: it keeps the tables of the kernels.
+        key = tuple(state.index for state in active)
+        if key not in self._sets and len(self._sets) >= _MOST_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(key, ParameterSet(active))
 
-    def let_go_of_gradients(self) -> None:
+    def release_gradients(self) -> None:
         """Keep no gradient alive beyond the step that used it."""
-        for slot in self.slots:
-            slot.work.grad = slot.work.weight
+        for state in self.states:
+            state.grad = None
 
-    def works(self, slots: list[Slot]) -> list[Work]:
-        """Return the slots' works, the same list for the same slots."""
-        known = self._works.get(id(slots))
-        if known is None or known[0] is not slots:
-            known = self._works[id(slots)] = (slots, [slot.work for slot in slots])
-        return known[1]
+    def gradients(self, active: ParameterSet) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
+        """Return the multipliers' gradients by dtype, the norm of all others, and if all is finite.
 
-    def gradients(self, active: list[Slot]) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
-        """Return the multipliers' gradients by bank, the norm of all others, and if all is finite.
-
-        Where parameters are spread over ranks these are the same numbers on each of them.
+        Where parameters are distributed over ranks these are the same numbers on each of them.
         """
-        if len(active) < len(self.slots):
-            # Matrices without a gradient this time must not bring sums of the last one.
-            for bank in self.banks.values():
-                bank.out_sums.zero_()
-                bank.in_sums.zero_()
+        if len(active) < len(self.states):
+            # Sums of the last step must not stay for matrices without a gradient in this one.
+            for packed in self.packed.values():
+                packed.out_sums.zero_()
+                packed.in_sums.zero_()
             if self.squares is not None:
                 self.squares.zero_()
-        square = self.kernels.reduce(self.works(active), self.squares)
-        grads = {dtype: bank.gradients() for dtype, bank in self.banks.items()}
+        square = self.kernels.reduce(active, self.squares)
+        grads = {dtype: packed.gradients() for dtype, packed in self.packed.items()}
         if self._sums is not None:
             assert self.squares is not None
-            finite = self._sums.take_(grads, self.squares)
+            finite = self._sums.all_reduce_(grads, self.squares)
             norm = self.squares.sum().sqrt()
             return grads, norm, finite & norm.isfinite()
         norm = square.sqrt()
@@ -164,123 +140,73 @@ class Binding:
             finite = finite & grad.isfinite().all()
         return grads, norm, finite
 
-    def moved(self, active: list[Slot]) -> Tensor:
+    def has_gradient(self, active: ParameterSet) -> Tensor:
         """Return 1 for each parameter that has a gradient, 0 for the others."""
-        if len(active) == len(self.slots):
+        if len(active) == len(self.states):
             return torch.ones_like(self.steps)
-        moved = torch.zeros(len(self.slots))
-        moved[[slot.work.index for slot in active]] = 1.0
-        return sent(moved, self.device)
+        mask = torch.zeros(len(self.states))
+        mask[active.indices] = 1.0
+        return to_device(mask, self.device)
 
-    def rates(self, rows: list[tuple[float, ...]]) -> Rates:
-        """Return the hyper-parameters, a row for each of the `classes`, where kernels find them."""
+    def set_rates(self, rows: list[tuple[float, ...]]) -> None:
+        """Set `rates`, the hyper-parameters: a row for each of the `classes`."""
         if rows != self._last_rows:
-            # Only what a scheduler has changed travels to the device.
+            # Only what a scheduler has changed is sent to the device.
             self._last_rows = rows
-            self._table = sent(torch.tensor(rows, dtype=torch.float64), self.device)
-        return Rates(table=self._table, class_of=self._class_of, steps=self.steps)
+            self.rates = to_device(torch.tensor(rows, dtype=torch.float64), self.device)
 
     def write_factors_(self) -> None:
-        """Let the factors of this step and of the next be those of the multipliers as they are."""
-        for bank in self.banks.values():
-            bank.write_factors_()
-            bank.write_factors_(following=True)
+        """Compute the factors of this step and the next from the multipliers as they are."""
+        for packed in self.packed.values():
+            packed.write_factors_()
+            packed.write_factors_(following=True)
 
     # -- being made ---------------------------------------------------------------------------
 
-    def _make_banks(self, members: list[Member]) -> None:
-        carrying: dict[torch.dtype, list[int]] = {}
-        for index, member in enumerate(members):
-            if member.matrix is not None and member.matrix.carries:
-                carrying.setdefault(member.dtype, []).append(index)
-        self.banks = {
-            dtype: MultiplierBank(
-                [matrix for i in indices if (matrix := members[i].matrix) is not None],
-                [members[i].share.extent for i in indices],
-                dtype,
-                self.device,
-            )
-            for dtype, indices in carrying.items()
-        }
-        # The slot that each multiplier belongs to.
-        self.owners = {
-            dtype: torch.tensor(indices, device=self.device)[self.banks[dtype].owner]
-            for dtype, indices in carrying.items()
-        }
-        self.bank_of: dict[int, tuple[MultiplierBank, int]] = {
-            slot: (self.banks[dtype], place)
-            for dtype, indices in carrying.items()
-            for place, slot in enumerate(indices)
-        }
-        self._sums = None
-        if self.team is not None:
-            self._sums = PackedSums(
-                self.team,
-                [(member.matrix, member.share) for member in members],
-                {dtype: (self.banks[dtype], indices) for dtype, indices in carrying.items()},
-                self.mean_squares.dtype,
-                self.device,
-            )
-
-    def _slot(self, index: int, member: Member, state: State) -> Slot:
-        """Bind one parameter to its state, creating what is missing."""
-        parameter, matrix = member.parameter, member.matrix
-        weight = local(parameter.detach())
-        kept: dict[str, Tensor] = {"step": self.steps[index]}
-        if member.keeps_mean_square:
-            kept[MEAN_SQUARE] = self.mean_squares[index]
-        factors = None
-        bank, place = self.bank_of.get(index, (None, 0))
-        if bank is not None:
-            kept |= bank.state_views(place)
-            factors = factors_of(bank, place, bool(matrix and matrix.transposed))
-        owns_raw = bank is not None or weight.dtype != member.dtype
-        for key in (*(("raw",) if owns_raw else ()), *member.moments):
+    def _bind(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
+        """Set the tensors of one parameter from what was saved, creating what is missing."""
+        kept: dict[str, Tensor] = {"step": self.steps[state.index]}
+        if MEAN_SQUARE in state.moment_names:
+            kept[MEAN_SQUARE] = self.mean_squares[state.index]
+        if state.carries:
+            packed = self.packed[state.raw_dtype]
+            state.multipliers = packed.state_views(state.index)
+            state.factors, state.next_factors, state.sums = packed.feature_views(state.index)
+            kept |= state.multipliers
+        owns_raw = state.carries or state.weight.dtype != state.raw_dtype
+        own = [name for name in state.moment_names if name != MEAN_SQUARE]
+        for key in ("raw", *own) if owns_raw else own:
             kept[key] = torch.zeros_like(
-                weight, dtype=member.dtype, memory_format=torch.contiguous_format
+                state.weight, dtype=state.raw_dtype, memory_format=torch.contiguous_format
             )
-        known = state[parameter]
+        known = saved[state.parameter]
         for key, value in kept.items():
             if key in known:
                 value.copy_(local(known[key]).to(value.device))
-        work = Work(
-            index=index,
-            weight=weight,
-            raw=kept["raw"] if owns_raw else weight,
-            grad=weight,
-            moments=tuple(kept[name] for name in member.moments),
-            factors=factors,
-        )
-        state[parameter] = {**known, **as_sharded(kept, parameter, matrix)}
-        return Slot(
-            parameter=parameter,
-            name=member.name,
-            group=member.group,
-            matrix=matrix,
-            share=member.share,
-            work=work,
-            step=state[parameter]["step"],
-            sharded=is_sharded(parameter),
-            owns_raw=owns_raw,
-        )
+        state.raw = kept["raw"] if owns_raw else state.weight
+        state.moments = tuple(kept[name] for name in own)
+        sharded = as_sharded(kept, state.parameter, state.matrix)
+        state.step = sharded["step"]
+        saved[state.parameter] = {**known, **sharded}
 
-    def _classify(self, members: Iterable[Member]) -> None:
+    def _classify(self) -> None:
         """Find parameters that share all hyper-parameters: few, whatever the model's size."""
         classes: dict[tuple[Any, ...], int] = {}
-        self.classes: list[tuple[dict[str, Any], Matrix | None]] = []
+        self.classes: list[ParameterState] = []
+        """One parameter of each class."""
         class_of = []
-        for member in members:
-            key = (id(member.group), member.moments)
+        for state in self.states:
+            key = (id(state.group), state.moment_names)
             if key not in classes:
                 classes[key] = len(classes)
-                self.classes.append((member.group, member.matrix))
+                self.classes.append(state)
             class_of.append(classes[key])
-        self._class_of = torch.tensor(class_of, device=self.device)
+        self.class_of = torch.tensor(class_of, device=self.device)
         self._last_rows: list[tuple[float, ...]] = []
 
 
-def _device_of(members: list[Member]) -> torch.device:
-    devices = {local(member.parameter).device for member in members}
+def _device_of(states: list[ParameterState]) -> torch.device:
+    devices = {state.weight.device for state in states}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on several devices: {sorted(map(str, devices))}")
     return devices.pop()

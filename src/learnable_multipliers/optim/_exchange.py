@@ -1,4 +1,4 @@
-"""Muon on spread-out matrices: each is orthogonalized once, whole, on the rank that owns it.
+"""Muon on distributed matrices: each is orthogonalized once, whole, on the rank that owns it.
 
 Every rank sends its parts of the updates to their owners and gets its parts of the results back:
 two all-to-all exchanges a step, in the dtype of Newton-Schulz.
@@ -23,7 +23,6 @@ from learnable_multipliers.optim._batches import (
     update_dtype,
 )
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
-from learnable_multipliers.optim._process_group import Team
 from learnable_multipliers.optim._sharding import Box
 
 _EMPTY = range(0)
@@ -56,32 +55,32 @@ class _Piece:
 
 
 class SharedBatches:
-    """As `Batches`, for updates whose parts lie on the ranks of a team."""
+    """As `Batches`, for updates whose parts are on the ranks of a process group."""
 
     def __init__(
         self,
         matrices: Sequence[Matrix],
         boxes: Sequence[Sequence[Box]],
         raws: Sequence[Tensor],
-        team: Team,
+        group: dist.ProcessGroup,
         rule: AdjustLr,
     ):
-        """Divide the work; `boxes` tells what of each matrix every rank of the team holds."""
-        self._team, self._raws = team, raws
+        """Divide the work; `boxes` has the part of each matrix that every rank holds."""
+        self._group, self._raws = group, raws
+        rank, ranks = group.rank(), range(group.size())
         self._dtype, self._device = update_dtype(raws[0]), raws[0].device
-        self._first_expert = [of[team.rank][0].start for of in boxes]
-        self._wholes = _divided(matrices, boxes, team.size)
+        self._first_expert = [of[rank][0].start for of in boxes]
+        self._wholes = _divided(matrices, boxes, group.size())
         self.adjust = [adjust_of(matrix, rule) for matrix in matrices]
-        mine = [at for at, whole in enumerate(self._wholes) if whole.owner == team.rank]
+        mine = [at for at, whole in enumerate(self._wholes) if whole.owner == rank]
         self._owned = {at: place for place, at in enumerate(mine)}
         self._batches = Batches(
             [self._wholes[at].matrix for at in mine], rule, self._dtype, self._device
         )
-        ranks = range(team.size)
-        self._to_owners = [self._pieces(team.rank, owner, brought=True) for owner in ranks]
-        self._from_sources = [self._pieces(rank, team.rank, brought=True) for rank in ranks]
-        self._to_holders = [self._pieces(rank, team.rank, brought=False) for rank in ranks]
-        self._from_owners = [self._pieces(team.rank, owner, brought=False) for owner in ranks]
+        self._to_owners = [self._pieces(rank, owner, brought=True) for owner in ranks]
+        self._from_sources = [self._pieces(holder, rank, brought=True) for holder in ranks]
+        self._to_holders = [self._pieces(holder, rank, brought=False) for holder in ranks]
+        self._from_owners = [self._pieces(rank, owner, brought=False) for owner in ranks]
 
     def _pieces(self, holder: int, owner: int, *, brought: bool) -> list[_Piece]:
         """Return what goes between a holder and an owner: brought there, or sent back to all."""
@@ -112,19 +111,19 @@ class SharedBatches:
                 return update
             return update[of.expert - self._first_expert[of.parameter]]
 
-        self._travel(self._to_owners, part, self._from_sources, room)
+        self._exchange(self._to_owners, part, self._from_sources, room)
         whole = self._batches.orthogonalize(whole, coefficients)
-        self._travel(self._to_holders, room, self._from_owners, part)
+        self._exchange(self._to_holders, room, self._from_owners, part)
         return updates
 
-    def _travel(
+    def _exchange(
         self,
         leaving: list[list[_Piece]],
         source: Any,
         arriving: list[list[_Piece]],
         target: Any,
     ) -> None:
-        """Carry pieces between ranks: read from `source(piece)`, written to `target(piece)`."""
+        """Exchange pieces between ranks: read from `source(piece)`, written to `target(piece)`."""
         parts = [source(piece).reshape(-1) for pieces in leaving for piece in pieces]
         nothing = torch.empty(0, dtype=self._dtype, device=self._device)
         sent = torch.cat([nothing, *parts])
@@ -135,7 +134,7 @@ class SharedBatches:
             sent,
             [sum(some) for some in sizes],
             [sum(piece.size for piece in pieces) for pieces in leaving],
-            group=self._team.group,
+            group=self._group,
         )
         came = found.split([size for some in sizes for size in some])
         for piece, numbers in zip((p for some in arriving for p in some), came, strict=True):
@@ -143,12 +142,14 @@ class SharedBatches:
             room.copy_(numbers.view(room.shape))
 
 
-def gathered_boxes(team: Team, own: Sequence[Box], device: torch.device) -> list[list[Box]]:
-    """Return what every rank of a team holds of each tensor, given what this one does."""
+def gathered_boxes(
+    group: dist.ProcessGroup, own: Sequence[Box], device: torch.device
+) -> list[list[Box]]:
+    """Return what every rank of a process group holds of each tensor, given what this one does."""
     bounds = [[(part.start, part.stop) for part in _three(box)] for box in own]
     mine = torch.tensor(bounds, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(team.size)]
-    dist.all_gather(found, mine, group=team.group)
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
     by_rank = torch.stack(found, 1).tolist()
     return [
         [tuple(range(*pair) for pair in parts)[3 - len(box) :] for parts in ranks]

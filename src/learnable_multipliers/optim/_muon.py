@@ -6,29 +6,31 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._parameter import ParameterSet
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Batches, update_dtype
-from learnable_multipliers.optim._binding import MOST_SUBSETS, Binding
+from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._exchange import SharedBatches, gathered_boxes
 from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
-from learnable_multipliers.optim._process_group import team_in
-from learnable_multipliers.optim._sharding import Box
-from learnable_multipliers.optim._slots import Slot
+from learnable_multipliers.optim._sharding import Box, shard_of
 
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _HiddenSide:
-    """What belongs to one list of hidden matrices."""
+@dataclass(frozen=True)
+class _HiddenMatrices:
+    """The hidden matrices among some parameters, and what Muon needs for them."""
 
+    states: ParameterSet
     batches: Batches | SharedBatches
     indices: Tensor
     """Of the matrices among all parameters."""
@@ -108,109 +110,100 @@ class Muon(MultiplierOptimizer):
                 "it lrm.param_groups(model, plan)"
             )
 
-    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
-        return ("momentum_buffer",) if is_hidden(matrix) else ("exp_avg", "exp_avg_sq")
+    def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
+        if is_hidden(matrix):
+            return ("momentum_buffer", MEAN_SQUARE)
+        return super()._moment_names(matrix)
 
-    def _keeps_mean_square(self, matrix: Matrix | None) -> bool:
-        return is_hidden(matrix)
-
-    def _lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
-        lr = super()._lr(group, matrix)
+    def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
+        """Return the learning rate of a raw weight: Muon's or AdamW's."""
+        lr = super().raw_lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
     def _update_(
-        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
-        hidden, rest = self._sides(active)
+        if active not in self._split:
+            self._split[active] = self._split_up(active)
+        hidden, rest = self._split[active]
         if rest:
-            bound.kernels.adamw_(bound.works(rest), hyper, clip, go)
-        if not hidden:
+            super()._update_(bound, rest, hyper, clip, go)
+        if hidden is None:
             return
-        if id(hidden) not in self._hidden:
-            self._hidden[id(hidden)] = self._hidden_side(hidden)
-        side = self._hidden[id(hidden)]
-        works = bound.works(hidden)
-        self._average_squares(bound, side, clip, go)
-        updates = side.batches.fresh()
-        bound.kernels.muon_momentum_(works, updates, clip, self.momentum, self.nesterov, go)
-        updates = side.batches.orthogonalize(updates, self.coefficients)
-        bound.kernels.muon_apply_(works, updates, hyper, side.batches.adjust, go)
+        self._average_squares(bound, hidden, clip, go)
+        updates = hidden.batches.fresh()
+        bound.kernels.muon_momentum_(hidden.states, updates, clip, self.momentum, self.nesterov, go)
+        updates = hidden.batches.orthogonalize(updates, self.coefficients)
+        bound.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
 
-    def _average_squares(self, bound: Binding, side: _HiddenSide, clip: Tensor, go: Tensor) -> None:
+    def _average_squares(
+        self, bound: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
+    ) -> None:
         """Follow mean(g^2) of the clipped raw gradients by an average with beta2.
 
         It starts from the first one it sees, so that its expectation on noise needs no
         correction, whenever that was.
         """
         assert bound.squares is not None
-        at = side.indices
+        at = hidden.indices
         before = bound.mean_squares[at]
-        square = bound.squares[at] * clip.to(before.dtype).square() / side.sizes
-        towards = (1 - self._rates(bound).beta2[at]).to(before.dtype)
-        after = torch.where(before == 0, square, before.lerp(square, towards))
+        square = bound.squares[at] * clip.to(before.dtype).square() / hidden.sizes
+        beta2 = bound.rates[bound.class_of[at], 5]
+        after = torch.where(before == 0, square, before.lerp(square, (1 - beta2).to(before.dtype)))
         bound.mean_squares[at] = torch.where(go != 0, after, before)
 
     def _bind(self) -> None:
         super()._bind()
-        self._split: dict[int, tuple[list[Slot], list[Slot], list[Slot]]] = {}
-        self._hidden: dict[int, _HiddenSide] = {}
-        self._share_out()
-
-    def _share_out(self) -> None:
-        """Learn what other ranks hold of the hidden matrices, if there are such ranks."""
+        self._split: WeakKeyDictionary[
+            ParameterSet, tuple[_HiddenMatrices | None, ParameterSet]
+        ] = WeakKeyDictionary()
         bound = self._bound()
-        self._workers = bound.team
+        self._workers = bound.process_group
         if self._process_group is not None:
-            if bound.team is not None:
+            if bound.process_group is not None:
                 raise ValueError(
                     "process_group is for parameters that are not sharded; sharded ones tell which "
                     "ranks share them, so leave it out"
                 )
-            self._workers = team_in(self._process_group)
-        if self._workers is None:
-            return
-        hidden = [slot for slot in bound.slots if is_hidden(slot.matrix)]
-        layout = [(slot.name, slot.share.num_parts, str(_placements(slot))) for slot in hidden]
+            if dist.get_world_size(self._process_group) > 1:
+                self._workers = self._process_group
+        if self._workers is not None:
+            self._gather_boxes(bound, self._workers)
+
+    def _gather_boxes(self, bound: Binding, workers: dist.ProcessGroup) -> None:
+        """Learn what each rank holds of the hidden matrices."""
+        hidden = [state for state in bound.states if is_hidden(state.matrix)]
+        shards = [shard_of(state.parameter, state.matrix) for state in hidden]
+        layout = [
+            (state.name, shard.num_parts, str(getattr(state.parameter, "placements", None)))
+            for state, shard in zip(hidden, shards, strict=True)
+        ]
         if hidden and layout != self._layout:
-            # Asked once for a layout: one rank may bind anew when others need not.
-            own = [slot.share.box for slot in hidden]
-            boxes = gathered_boxes(self._workers, own, bound.device)
-            self._boxes = dict(zip((slot.name for slot in hidden), boxes, strict=True))
+            # Asked once for a layout: one rank may bind again when others need not.
+            boxes = gathered_boxes(workers, [shard.box for shard in shards], bound.device)
+            self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 
-    def _hidden_side(self, hidden: list[Slot]) -> _HiddenSide:
-        matrices = [slot.matrix for slot in hidden if slot.matrix is not None]
-        raws = [slot.work.raw for slot in hidden]
+    def _split_up(self, active: ParameterSet) -> tuple[_HiddenMatrices | None, ParameterSet]:
+        """Return the parameters that Muon trains and those that AdamW does."""
+        states = ParameterSet([state for state in active if is_hidden(state.matrix)])
+        rest = ParameterSet([state for state in active if not is_hidden(state.matrix)])
+        if not states:
+            return None, rest
+        matrices = [state.matrix for state in states if state.matrix is not None]
+        raws = [state.raw for state in states]
         device = raws[0].device
         if self._workers is None:
             batches = Batches(matrices, self.adjust_lr, update_dtype(raws[0]), device)
         else:
-            boxes = [self._boxes[slot.name] for slot in hidden]
+            boxes = [self._boxes[state.name] for state in states]
             batches = SharedBatches(matrices, boxes, raws, self._workers, self.adjust_lr)
         sizes = [max(math.prod(matrix.shape), 1) for matrix in matrices]
-        return _HiddenSide(
-            batches=batches,
-            indices=torch.tensor([slot.work.index for slot in hidden], device=device),
-            sizes=torch.tensor(sizes, dtype=raws[0].dtype, device=device),
-        )
-
-    def _sides(self, slots: list[Slot]) -> tuple[list[Slot], list[Slot]]:
-        """Return the slots Muon trains and those AdamW does, the same lists for the same slots."""
-        if len(self._split) > MOST_SUBSETS:
-            self._split.clear()
-            self._hidden.clear()
-        known = self._split.get(id(slots))
-        if known is None or known[0] is not slots:
-            hidden = [slot for slot in slots if is_hidden(slot.matrix)]
-            rest = [slot for slot in slots if not is_hidden(slot.matrix)]
-            known = self._split[id(slots)] = (slots, hidden, rest)
-        return known[1], known[2]
+        indices = torch.tensor(states.indices, device=device)
+        sizes = torch.tensor(sizes, dtype=raws[0].dtype, device=device)
+        return _HiddenMatrices(states, batches, indices, sizes), rest
 
 
 def is_hidden(matrix: Matrix | None) -> bool:
-    """Tell a matrix that Muon trains: inside the model, not at its ends."""
+    """Return whether Muon trains a matrix: inside the model, not at its ends."""
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
-
-
-def _placements(slot: Slot) -> Any:
-    return slot.parameter.placements if slot.sharded else None  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,21 +1,21 @@
-"""How a sharded parameter and what belongs to it lie on the ranks.
+"""How a sharded parameter and its state are laid out on the ranks, and their process group.
 
 Rows are sharded like the output features, columns like the input features. A sum along a sharded
-axis is partial; `packed_sums` lets it travel.
+dim is partial; `_packed_sums` completes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers.optim._packed_multipliers import Extent
 
 Box = tuple[range, ...]
 """The part of a stored tensor on one rank, a range for each of its dims."""
@@ -24,23 +24,22 @@ Cut = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of one parameter on this rank."""
+class Shard:
+    """The part of one parameter on this rank; all of it without sharding."""
 
     box: Box
-    extent: Extent
-    """The same part, in terms of the matrix."""
+    stack: slice
+    """The same part in terms of the matrix: experts, output features, input features."""
+    out: slice
+    into: slice
     partial: frozenset[str]
     """Which of `row`, `col` and `scalar` get a gradient that is one rank's part of a sum."""
     num_parts: int
     """Parts the parameter is cut into; more ranks than these hold copies."""
 
 
-_NOWHERE = Extent(slice(0, 0), slice(0, 0), slice(0, 0))
-
-
 def is_sharded(parameter: Tensor) -> bool:
-    """Tell a DTensor."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(parameter, "device_mesh") and hasattr(parameter, "placements")
 
 
@@ -50,14 +49,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Any, grad: Any) -> Tensor:
-    """Return a gradient's part on this rank, lying as the parameter does.
+    """Return a gradient's part on this rank, laid out like the parameter.
 
-    Under sequence parallelism the gradient of a norm's weight comes as a sum not yet taken.
+    Under sequence parallelism the gradient of a norm's weight is a partial sum.
     """
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     found = grad.to_local()
-    # What a collective call still writes has no address yet that a kernel could read.
+    # The result of a pending collective has no address yet that a kernel could read.
     return found.wait() if hasattr(found, "wait") else found
 
 
@@ -71,33 +70,44 @@ def box_here(tensor: Any) -> Box:
     return box_of(tensor.shape, _cuts(tensor) if is_sharded(tensor) else [])
 
 
-def share_of(parameter: Any, matrix: Matrix | None) -> Share:
-    """Return what of a parameter lies here, and which sums over it are partial."""
+def shard_of(parameter: Any, matrix: Matrix | None) -> Shard:
+    """Return the part of a parameter on this rank, and which sums over it are partial."""
     cuts = _cuts(parameter) if is_sharded(parameter) else []
-    share = share_after(parameter.shape, matrix, cuts)
-    expected, found = tuple(map(len, share.box)), tuple(local(parameter).shape)
+    shard = shard_after(parameter.shape, matrix, cuts)
+    expected, found = tuple(map(len, shard.box)), tuple(local(parameter).shape)
     if expected != found:
         raise NotImplementedError(
             f"a parameter of shape {tuple(parameter.shape)} with the placements "
             f"{parameter.placements} has {found} on this rank, where {expected} was expected; "
             "FSDP2, HSDP and tensor parallel layouts of torch are supported"
         )
-    return share
+    return shard
 
 
-def share_after(shape: Sequence[int], matrix: Matrix | None, cuts: Sequence[Cut]) -> Share:
-    """Return the share that cuts leave of a tensor."""
+def shard_after(shape: Sequence[int], matrix: Matrix | None, cuts: Sequence[Cut]) -> Shard:
+    """Return the shard that cuts leave of a tensor."""
     box = box_of(shape, cuts)
     num_parts = math.prod(number for _, number, _ in cuts)
+    parts = [slice(part.start, part.stop) for part in box]
     if matrix is None:
-        return Share(box, _NOWHERE, frozenset(), num_parts)
+        nothing = slice(0, 0)
+        return Shard(box, nothing, nothing, nothing, frozenset(), num_parts)
     dims = {dim for dim, _, _ in cuts}
     out_dim, in_dim = _feature_dims(matrix)
-    parts = [slice(part.start, part.stop) for part in box]
     stack = parts[0] if matrix.stack else slice(0, 1)
-    over = {"row": {in_dim}, "col": {out_dim}, "scalar": {in_dim, out_dim}}
-    partial = frozenset(name for name, summed in over.items() if dims & summed)
-    return Share(box, Extent(stack, parts[out_dim], parts[in_dim]), partial, num_parts)
+    summed = {"row": {in_dim}, "col": {out_dim}, "scalar": {in_dim, out_dim}}
+    partial = frozenset(name for name, over in summed.items() if dims & over)
+    return Shard(box, stack, parts[out_dim], parts[in_dim], partial, num_parts)
+
+
+def local_values(matrix: Matrix, shard: Shard, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of full multipliers."""
+    along = {"row": shard.out, "col": shard.into}
+    cut = {}
+    for name, value in values.items():
+        value = value[shard.stack] if matrix.stack else value
+        cut[name] = value[..., along[name]] if name in along else value
+    return cut
 
 
 def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
@@ -131,7 +141,7 @@ def _cuts(parameter: Any) -> list[Cut]:
 
 
 def as_sharded(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None) -> dict[str, Any]:
-    """Return state tensors as DTensors that lie like the parameter; as they are without one."""
+    """Return state tensors as DTensors laid out like the parameter; as they are without one."""
     if not is_sharded(parameter):
         return dict(values)
     from torch.distributed.tensor import Replicate
@@ -158,7 +168,7 @@ def as_sharded(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None)
 
 
 def lying_like(value: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a tensor as a DTensor that lies like the parameter."""
+    """Return this rank's part of a tensor as a DTensor laid out like the parameter."""
     if not is_sharded(parameter):
         return value
     return _dtensor(value, parameter.device_mesh, parameter.placements, tuple(parameter.shape))
@@ -174,7 +184,7 @@ def _dtensor(value: Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[i
 
 
 def _cuts_up(place: Any) -> bool:
-    """Tell a placement that cuts a dim; the strided one is no Shard in every torch release."""
+    """Return whether a placement cuts a dim; the strided one is no Shard in every torch release."""
     from torch.distributed.tensor import Shard
 
     return isinstance(place, Shard) or hasattr(place, "split_factor")
@@ -203,3 +213,53 @@ def _dims_kept(matrix: Matrix, kind: str) -> dict[int, int]:
     elif kind == "col":
         kept[in_dim] = first
     return kept
+
+
+def process_group_of(
+    parameters: Iterable[Any], known: dict[tuple[int, ...], Any]
+) -> dist.ProcessGroup | None:
+    """Return the process group of the largest device mesh; None where nothing is distributed.
+
+    Axes with copies are part of it, so that all ranks take the same decisions. `known` keeps the
+    groups made here: making one is a collective call, and binding again must not be.
+    """
+    meshes: dict[tuple[int, ...], Any] = {}
+    for parameter in parameters:
+        if is_sharded(parameter):
+            mesh = parameter.device_mesh
+            meshes.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), mesh)
+    if not meshes:
+        return None
+    ranks = max(meshes, key=len)
+    for others in meshes:
+        if not set(others) <= set(ranks):
+            raise ValueError(
+                f"some parameters lie on the ranks {others}, others on {ranks}: one of the "
+                "device meshes must hold them all, as that of FSDP2 over tensor parallelism does"
+            )
+    if len(ranks) == 1:
+        return None
+    if ranks not in known:
+        known[ranks] = _group_of(meshes[ranks], ranks)
+    return known[ranks]
+
+
+def all_agree(
+    group: dist.ProcessGroup | None, flags: list[bool], device: torch.device
+) -> list[bool]:
+    """Return which flags are true on all ranks."""
+    if group is None:
+        return flags
+    held = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN, group=group)
+    return held.bool().tolist()
+
+
+def _group_of(mesh: Any, ranks: tuple[int, ...]) -> Any:
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == len(ranks):
+            return mesh.get_group(axis)
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    # Only these ranks come here; others may belong to another stage of a pipeline.
+    return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -15,18 +15,19 @@ from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
 from learnable_multipliers.kernels._reference import raw_gradient, write_effective
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim._sharding import lying_like
-from learnable_multipliers.optim._slots import Slot
 
 _OURS = {
     "params",
     "param_names",
     "matrices",
     "kind",
+    "format",
     "lr_scale",
     "multiplier_lr_scale",
     "multiplier_weight_decay",
@@ -94,29 +95,30 @@ class LearnableMultipliers(MultiplierOptimizer):
         # What the wrapped optimizer's groups said last.
         self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
 
-    def _adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
+    def adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
+        """Return beta1, beta2 and eps of the multipliers."""
         return (*self._betas, self._eps)
 
-    def _moment_names(self, group: dict[str, Any], matrix: Matrix | None) -> tuple[str, ...]:
+    def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
         return ()
 
-    def _moments_of(self, slot: Slot) -> dict[str, Tensor]:
-        held = self._raw.get(slot.work.index, slot.parameter)
-        state = self.inner.state.get(held, {})
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    def moments_of(self, state: ParameterState) -> dict[str, Tensor]:
+        """Return the tensors that the wrapped optimizer keeps for a raw weight."""
+        kept = self.inner.state.get(self._raw.get(state.index, state.parameter), {})
+        return {name: value for name, value in kept.items() if isinstance(value, Tensor)}
 
     def _bind(self) -> None:
         super()._bind()
         self._raw: dict[int, nn.Parameter] = {}
-        slots = iter(self._bound().slots)
+        states = iter(self.parameter_states())
         for group in self.inner.param_groups:
             for place, held in enumerate(group["params"]):
-                slot = next(slots)
-                if slot.owns_raw:
+                state = next(states)
+                if state.owns_raw:
                     # A DTensor where the parameter is one: the wrapped optimizer's state then is
                     # too, and one that looks at whole matrices sees them.
-                    raw = nn.Parameter(self.state[slot.parameter]["raw"])
-                    group["params"][place] = self._raw[slot.work.index] = raw
+                    raw = nn.Parameter(self.state[state.parameter]["raw"])
+                    group["params"][place] = self._raw[state.index] = raw
                     if held in self.inner.state:
                         self.inner.state[raw] = self.inner.state.pop(held)
 
@@ -134,9 +136,9 @@ class LearnableMultipliers(MultiplierOptimizer):
         """
         groups = [{**group} for group in self.inner.param_groups]
         self._hand_down()
-        for slot in self._bound().slots:
-            raw = self._raw.get(slot.work.index)
-            if raw is not None and slot.parameter.grad is not None:
+        for state in self.parameter_states():
+            raw = self._raw.get(state.index)
+            if raw is not None and state.parameter.grad is not None:
                 raw.grad = torch.zeros_like(raw)
         self.inner.step()
         for raw in self._raw.values():
@@ -146,7 +148,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._only_shown = True
 
     def _update_(
-        self, bound: Binding, active: list[Slot], hyper: Any, clip: Tensor, go: Tensor
+        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         # The wrapped optimizer cannot be told on the device to hold still.
         if not bool(go):
@@ -158,35 +160,30 @@ class LearnableMultipliers(MultiplierOptimizer):
         for raw in self._raw.values():
             raw.grad = None
         kept = []
-        for slot in active:
-            if slot.owns_raw:
-                grad = raw_gradient(slot.work, clip)
-                self._raw[slot.work.index].grad = lying_like(grad, slot.parameter)
-            elif self.max_grad_norm is not None and slot.parameter.grad is not None:
-                kept.append((slot.parameter, slot.parameter.grad))
-                grad = slot.work.grad * clip.to(slot.work.grad.dtype)
-                slot.parameter.grad = lying_like(grad, slot.parameter)
+        for state in active:
+            if state.owns_raw:
+                grad = raw_gradient(state, clip)
+                self._raw[state.index].grad = lying_like(grad, state.parameter)
+            elif self.max_grad_norm is not None and state.grad is not None:
+                kept.append((state.parameter, state.parameter.grad))
+                grad = state.grad * clip.to(state.grad.dtype)
+                state.parameter.grad = lying_like(grad, state.parameter)
         self.inner.step()
         for parameter, grad in kept:
             parameter.grad = grad
         for raw in self._raw.values():
             raw.grad = None
         self._take_over()
-        for slot in active:
-            if slot.owns_raw:
-                write_effective(slot.work)
-        bound.watch.remember(active)
+        for state in active:
+            if state.owns_raw:
+                write_effective(state)
+        bound.guard.remember(active)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
         if hasattr(self, "_last"):
             raise ValueError("add parameter groups to the optimizer before wrapping it")
         super().add_param_group(param_group)
-
-    def raw_state(self, slot: Slot) -> dict[str, Any]:
-        """Return the wrapped optimizer's state for a raw weight."""
-        trained = self._raw.get(slot.work.index, slot.parameter)
-        return self.inner.state.get(trained, {})
 
     def _hand_down(self) -> None:
         """Pass on what schedulers and users have changed in our groups, and nothing else.

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix, effective, keep_carried_rows
-from learnable_multipliers.kernels._reference import write_effective
+from learnable_multipliers.kernels._parameter import ParameterState
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._packed_multipliers import MultiplierBank
-from learnable_multipliers.optim._slots import Slot
 from learnable_multipliers.symmetry import Axis
 
 _DEGREES = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
@@ -42,12 +40,12 @@ class Scale:
 
 def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Scale]:
     """Return the scales of some axes; refuse those that the optimizer does not train."""
-    slots = {slot.name: slot for slot in opt._bound().slots}
+    states = {state.name: state for state in opt.parameter_states()}
     multipliers, raw = opt.multipliers(), opt.raw_weights()
     found = {}
     for axis in axes:
-        slot = slots.get(axis.name)
-        if slot is None or not _trains(slot, axis):
+        state = states.get(axis.name)
+        if state is None or not _trains(state, axis):
             raise ValueError(
                 f"{axis} ({axis.kind}) is not a scale that this optimizer trains. Find the "
                 "symmetries with the plan it was made with: "
@@ -56,17 +54,17 @@ def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Sc
         carried = None
         if axis.is_vector:
             values = raw[axis.name] + axis.offset
-        elif slot.matrix is not None:
+        elif state.matrix is not None:
             values = multipliers[axis.name][axis.kind]
             if axis.kind == "row":
-                carried = keep_carried_rows(slot.matrix, torch.ones(values.shape)).bool().flatten()
+                carried = keep_carried_rows(state.matrix, torch.ones(values.shape)).bool().flatten()
         else:
             found[axis] = _filter(axis, raw[axis.name])
             continue
         values = values.detach().to("cpu", torch.float64).flatten()
         if carried is None:
             carried = torch.ones(len(values), dtype=torch.bool)
-        exact = not axis.offset and not (slot.matrix and slot.matrix.scale == "log")
+        exact = not axis.offset and not (state.matrix and state.matrix.scale == "log")
         found[axis] = Scale(values, axis, torch.arange(len(values)), carried, exact)
     for axis, scale in found.items():
         if not scale.values.isfinite().all():
@@ -83,60 +81,48 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
     its gradient, x dL/dx, stays. Raw weights under multipliers and their moments are not touched.
     """
     moved = {axis: factor for axis, factor in factors.items() if bool((factor != 1).any())}
-    names = {axis.name for axis in moved}
-    bound = opt._current()
-    slots = [slot for slot in bound.slots if slot.name in names]
-    by_kind = {
-        slot.name: {axis: factor for axis, factor in moved.items() if axis.name == slot.name}
-        for slot in slots
-    }
-    for slot in slots:
-        _refuse_what_cannot_be_moved(opt, slot)
-    # These weights are written below: what something else wrote would be lost without a word.
-    bound.watch.refuse_other_numbers(slots)
-    for slot in slots:
-        if slot.matrix is not None and slot.matrix.carries:
-            _multiply_multipliers_(*bound.bank_of[slot.work.index], slot, by_kind[slot.name])
-        else:
-            _multiply_parameter_(opt, slot, by_kind[slot.name])
-    bound.write_factors_()
-    for slot in slots:
-        if slot.owns_raw:
-            write_effective(slot.work)
-    bound.watch.remember(slots)
+    by_name: dict[str, dict[Axis, Tensor]] = {}
+    for axis, factor in moved.items():
+        by_name.setdefault(axis.name, {})[axis] = factor
+    with opt.rewriting(by_name.keys()) as states:
+        for state in states:
+            _refuse_what_cannot_be_moved(opt, state)
+        for state in states:
+            if state.carries:
+                _multiply_multipliers_(state, by_name[state.name])
+            else:
+                _multiply_parameter_(opt, state, by_name[state.name])
 
 
-def _multiply_multipliers_(
-    bank: MultiplierBank, place: int, slot: Slot, factors: Mapping[Axis, Tensor]
-) -> None:
-    assert slot.matrix is not None
-    state = bank.state_views(place)
+def _multiply_multipliers_(state: ParameterState, factors: Mapping[Axis, Tensor]) -> None:
+    assert state.matrix is not None
+    kept = state.multipliers
     inverse = {
         kind: torch.ones(shape, dtype=torch.float64)
-        for kind, shape in slot.matrix.value_shapes().items()
+        for kind, shape in state.matrix.value_shapes().items()
     }
     for axis, flat in factors.items():
-        value = state[axis.kind]
+        value = kept[axis.kind]
         inverse[axis.kind] = (1 / flat).view(value.shape)
-        if slot.matrix.scale == "log":
+        if state.matrix.scale == "log":
             value.add_(flat.log().view(value.shape).to(value))
             continue
         factor = flat.view(value.shape).to(value)
         value.mul_(factor)
-        state[f"{axis.kind}_exp_avg"].div_(factor)
-        state[f"{axis.kind}_exp_avg_sq"].div_(factor.square())
-    grad = slot.parameter.grad
+        kept[f"{axis.kind}_exp_avg"].div_(factor)
+        kept[f"{axis.kind}_exp_avg_sq"].div_(factor.square())
+    grad = state.parameter.grad
     if grad is not None:
-        linear: Matrix = replace(slot.matrix, scale="linear")
+        linear: Matrix = replace(state.matrix, scale="linear")
         # Divided as the weight is multiplied: G' = G / (row col).
-        inverse = {kind: value.to(slot.work.raw) for kind, value in inverse.items()}
-        grad.copy_(effective(linear, grad.to(slot.work.raw.dtype), inverse))
+        inverse = {kind: value.to(state.raw) for kind, value in inverse.items()}
+        grad.copy_(effective(linear, grad.to(state.raw.dtype), inverse))
 
 
 def _multiply_parameter_(
-    opt: MultiplierOptimizer, slot: Slot, factors: Mapping[Axis, Tensor]
+    opt: MultiplierOptimizer, state: ParameterState, factors: Mapping[Axis, Tensor]
 ) -> None:
-    raw = slot.work.raw
+    raw = state.raw
     for axis, flat in factors.items():
         dim = {"row": 0, "col": 1}.get(axis.kind)
         shape = raw.shape if dim is None else [-1 if i == dim else 1 for i in range(raw.ndim)]
@@ -145,19 +131,19 @@ def _multiply_parameter_(
             raw.add_(axis.offset).mul_(factor).sub_(axis.offset)
         else:
             raw.mul_(factor)
-        for name, moment in opt._moments_of(slot).items():
+        for name, moment in opt.moments_of(state).items():
             if name in _DEGREES:
                 moment.div_(factor ** _DEGREES[name])
-        if slot.parameter.grad is not None:
-            slot.parameter.grad.div_(factor)
+        if state.parameter.grad is not None:
+            state.parameter.grad.div_(factor)
 
 
-def _trains(slot: Slot, axis: Axis) -> bool:
+def _trains(state: ParameterState, axis: Axis) -> bool:
     if axis.is_vector:
-        return slot.matrix is None and slot.parameter.ndim <= 1
-    if slot.matrix is not None:
-        return axis.kind in slot.matrix.value_shapes()
-    return axis.kind in ("row", "col") and slot.parameter.ndim >= 3
+        return state.matrix is None and state.parameter.ndim <= 1
+    if state.matrix is not None:
+        return axis.kind in state.matrix.value_shapes()
+    return axis.kind in ("row", "col") and state.parameter.ndim >= 3
 
 
 def _filter(axis: Axis, weight: Tensor) -> Scale:
@@ -172,20 +158,20 @@ def _filter(axis: Axis, weight: Tensor) -> Scale:
     )
 
 
-def _refuse_what_cannot_be_moved(opt: MultiplierOptimizer, slot: Slot) -> None:
-    if slot.sharded:
+def _refuse_what_cannot_be_moved(opt: MultiplierOptimizer, state: ParameterState) -> None:
+    if state.sharded:
         raise NotImplementedError(
-            f"{slot.name} is sharded, and scales are moved on whole tensors only: load a full "
+            f"{state.name} is sharded, and scales are moved on whole tensors only: load a full "
             "checkpoint of model and optimizer in one process, move them there, and save it again"
         )
-    if slot.matrix is not None and slot.matrix.carries:
+    if state.carries:
         return
-    for name, moment in opt._moments_of(slot).items():
+    for name, moment in opt.moments_of(state).items():
         # A single number, as a product of betas, belongs to the step and not to an entry.
-        by_entry = moment.numel() > 1 or slot.parameter.numel() == 1
+        by_entry = moment.numel() > 1 or state.parameter.numel() == 1
         if by_entry and name != "step" and name not in _DEGREES:
             raise ValueError(
-                f"the wrapped optimizer keeps {name!r} for {slot.name}, and how that changes with "
+                f"the wrapped optimizer keeps {name!r} for {state.name}, and how that changes with "
                 "the scale is not known here. Leave out the symmetries that have a term with "
                 "this parameter, or train with lrm.AdamW or lrm.Muon"
             )

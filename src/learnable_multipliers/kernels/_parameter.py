@@ -1,0 +1,93 @@
+"""One parameter of an optimizer with every tensor kept for it, and sets of them for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnable_multipliers._multiplier import Matrix, raw_dtype
+
+RowsCols = tuple[Tensor, Tensor]
+"""Something along the stored rows (stack, rows) and along the stored columns (stack, cols).
+
+A weight stored (in, out) has its output features along its stored columns.
+"""
+
+
+@dataclass(kw_only=True, eq=False)
+class ParameterState:
+    """One parameter: what the groups say of it, and its tensors on this rank.
+
+    The optimizer fills in the first part; binding to the optimizer's state sets the tensors, which
+    are those of the state itself.
+    """
+
+    index: int
+    """Place among the optimizer's parameters, and row in the tables of hyper-parameters."""
+    parameter: nn.Parameter
+    name: str
+    group: dict[str, Any]
+    matrix: Matrix | None
+    """What the plan says of it; None for vectors."""
+    moment_names: tuple[str, ...]
+    """Names in the state of what is averaged beside the raw weight."""
+    sharded: bool
+
+    weight: Tensor
+    """The parameter itself: the effective weight."""
+    raw: Tensor = field(init=False)
+    """What is trained, float32 or float64; the weight itself where nothing differs."""
+    moments: tuple[Tensor, ...] = field(init=False)
+    """(exp_avg, exp_avg_sq) for AdamW, (momentum,) for Muon."""
+    multipliers: dict[str, Tensor] = field(default_factory=dict)
+    """Its multipliers and their moments by name in the state: views of the packed ones."""
+    step: Tensor = field(init=False)
+    """How many steps it has taken."""
+    grad: Tensor | None = None
+    """Gradient of the effective weight, during a step that has one."""
+    factors: RowsCols | None = None
+    """What rows and columns of the raw weight are multiplied by; None without multipliers."""
+    next_factors: RowsCols | None = None
+    """The same after the multipliers' update of this step."""
+    sums: RowsCols | None = None
+    """Sums of W * G along rows and columns, from which the multipliers' gradients are made."""
+
+    written_version: int = -1
+    """Of the parameter, after the optimizer wrote to it for the last time."""
+    written_pointer: int = 0
+    """Where its storage was then."""
+
+    @property
+    def raw_dtype(self) -> torch.dtype:
+        """Dtype of the raw weight, its multipliers and moments."""
+        return raw_dtype(self.parameter)
+
+    @property
+    def carries(self) -> bool:
+        """Whether the parameter has multipliers."""
+        return self.matrix is not None and self.matrix.carries
+
+    @property
+    def owns_raw(self) -> bool:
+        """Whether the raw weight is kept apart from the parameter."""
+        return self.raw is not self.weight
+
+
+class ParameterSet:
+    """Parameters that kernels work on together, with what a backend has prepared for them."""
+
+    def __init__(self, states: Sequence[ParameterState]):
+        self.states = tuple(states)
+        self.indices = [state.index for state in states]
+        self.tables: Any = None
+        """Belongs to the backend."""
+
+    def __iter__(self) -> Iterator[ParameterState]:
+        return iter(self.states)
+
+    def __len__(self) -> int:
+        return len(self.states)
