@@ -565,3 +565,35 @@ def test_hooks_on_loading_are_heard():
     optimizer.register_load_state_dict_pre_hook(later)
     optimizer.load_state_dict(saved)
     assert optimizer.state[model.qkv.weight]["step"] == 77
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [(2, "is of format 2, and only format 1 is read"), (None, "has no format number")],
+)
+def test_state_of_another_format_is_refused_before_anything_changes(found, message):
+    model, optimizer = toy_run()
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert [group["format"] for group in saved["param_groups"]] == [1] * len(saved["param_groups"])
+    for group in saved["param_groups"]:
+        group["lr"] = 7.0
+        group.pop("format")
+        if found is not None:
+            group["format"] = found
+    kept = optimizer.state[model.qkv.weight]["raw"]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[model.qkv.weight]["raw"] is kept
+    assert optimizer.param_groups[0]["lr"] != 7.0
+
+
+def test_state_from_another_plan_is_refused():
+    model, optimizer = toy_run(kind="row")
+    train(model, optimizer, 2)
+    other, another = toy_run(kind="col")
+    train(other, another, 1)
+    kept = another.state[other.qkv.weight]["col"].clone()
+    with pytest.raises(ValueError, match=r"saved under another plan, which differs at \w+"):
+        another.load_state_dict(optimizer.state_dict())
+    assert torch.equal(another.state[other.qkv.weight]["col"], kept)
