@@ -86,8 +86,8 @@ class _Tables:
             kinds.setdefault(key, kind).states.append(state)
         self.addresses = addresses.to(device)
         self.indices = torch.tensor(states.indices).to(device)
-        self._found: list[tuple[int, ...]] = []
-        self._where: list[tuple[int, ...]] = []
+        self._grads: list[int] = []
+        self._updates: list[int] = []
         self._adjust: list[float] = []
         self._factors = torch.ones(self.rows, dtype=torch.float32, device=device)
         self.kinds = list(kinds.values())
@@ -144,21 +144,18 @@ class _Tables:
 
     def refresh(self, states: ParameterSet, updates: Sequence[Tensor]) -> None:
         """Send the addresses that have changed since the last time; mostly none have."""
-        found = [
-            (0 if state.grad is None else state.grad.data_ptr(), state.weight.data_ptr())
-            for state in states
-        ]
-        if found != self._found:
-            self._found = found
-            self._send(found, slice(k.GRAD.value, k.WEIGHT.value + 1))
-        where = [(update.data_ptr(),) for update in updates]
-        if updates and where != self._where:
-            self._where = where
-            self._send(where, slice(k.UPDATE.value, k.UPDATE.value + 1))
+        grads = [0 if state.grad is None else state.grad.data_ptr() for state in states]
+        if grads != self._grads:
+            self._grads = grads
+            self._send(grads, k.GRAD.value)
+        where = [update.data_ptr() for update in updates]
+        if updates and where != self._updates:
+            self._updates = where
+            self._send(where, k.UPDATE.value)
 
-    def _send(self, listed: list[tuple[int, ...]], columns: slice) -> None:
-        fresh = torch.tensor(listed, dtype=torch.int64)
-        self.addresses[self.indices, columns] = to_device(fresh, self.device)
+    def _send(self, addresses: list[int], column: int) -> None:
+        fresh = torch.tensor(addresses, dtype=torch.int64)
+        self.addresses[self.indices, column] = to_device(fresh, self.device)
 
     def squares_of_each(self) -> Tensor:
         """Return the squared norm of each parameter's gradient, in the order of the set."""
@@ -182,12 +179,13 @@ class _Tables:
 def reduce(active: ParameterSet, each: Tensor | None = None) -> Tensor:
     """Write the row and column sums of every matrix; return the gradients' squared norm."""
     for state in active:
-        assert state.grad is not None, state.name
-        if not state.grad.is_contiguous():
-            state.grad = state.grad.contiguous()
-        elif state.grad.data_ptr() % 16:
+        grad = state.grad
+        assert grad is not None
+        if not grad.is_contiguous():
+            state.grad = grad.contiguous()
+        elif grad.data_ptr() % 16:
             # A view into a bucket of gradients can start anywhere.
-            state.grad = state.grad.clone()
+            state.grad = grad.clone()
     tables = _tables_for(active)
     start = 0
     for kind in tables.kinds:
@@ -383,7 +381,8 @@ def _grid(state: ParameterState) -> tuple[int, int, int]:
 
 def _addresses(state: ParameterState) -> list[int]:
     row = [0] * k.FIELDS.value
-    row[k.RAW.value] = state.raw.data_ptr()
+    # Parameters whose storage moves are bound again, with new tables.
+    row[k.WEIGHT.value], row[k.RAW.value] = state.weight.data_ptr(), state.raw.data_ptr()
     for column, moment in zip((k.FIRST, k.SECOND), state.moments, strict=False):
         row[column.value] = moment.data_ptr()
     row[k.NUM_COLS.value] = _grid(state)[2]
