@@ -98,12 +98,12 @@ def test_a_compiled_pass_keeps_what_was_estimated():
 
 
 @pytest.mark.parametrize(
-    ("micro", "readers", "sequences"), [(0, 1, 8), (0, 4, 2), (1, 4, 1), (4, 4, 2), (0, 16, 1)]
+    ("micro", "dp_degree", "sequences"), [(0, 1, 8), (0, 4, 2), (1, 4, 1), (4, 4, 2), (0, 16, 1)]
 )
-def test_a_rank_computes_its_share_of_a_batch(data, tmp_path, micro, readers, sequences):
+def test_a_rank_computes_its_share_of_a_batch(data, tmp_path, micro, dp_degree, sequences):
     config = small_run(data, tmp_path / "run")
     data_config = replace(config.data, batch_sequences=8, micro_batch_sequences=micro)
-    assert micro_batch(replace(config, data=data_config), readers) == sequences
+    assert micro_batch(replace(config, data=data_config), dp_degree) == sequences
 
 
 def held_here(config):
@@ -129,11 +129,12 @@ def held_here(config):
     own = trainer.world.share(config.data.batch_sequences)
     tokens = trainer.data.batch(own.start, len(own), torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        trainer._passes._spread.loss(tokens, config.z_loss)
+        trainer._passes._parallel.loss(tokens, config.z_loss)
     weights = {local(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
     # What FSDP gathers for a layer is let go of after it: nothing is left in its storage.
     found["activations"] = sum(s.nbytes() for at, s in kept.items() if at not in weights)
     trainer.close()
+    trainer.world.leave()
     return found
 
 

@@ -22,7 +22,7 @@ PLACES = ("loss", "reported loss", "gradient", "multiplier's gradient")
 
 def spoil(trainer, place, value, steps):
     """Let something not be finite in some steps, counted from 0."""
-    spread = trainer._passes._spread
+    spread = trainer._passes._parallel
     loss_of, matrix = spread.loss, trainer.model.model.layers[0].feed_forward.up_proj.weight
     step_of = trainer.optimizer.step
 
@@ -45,7 +45,7 @@ def spoil(trainer, place, value, steps):
         return step_of()
 
     if place in ("loss", "reported loss"):
-        trainer._passes._spread = replace(spread, loss=loss)
+        trainer._passes._parallel = replace(spread, loss=loss)
     else:
         trainer.optimizer.step = step
 

@@ -49,27 +49,32 @@ def train_here(config, stop_after=None, bad=None):
         trainer = Trainer(config)
         if bad is not None and trainer.world.rank == trainer.world.size - 1:
             _spoil(trainer, bad)
+        found = {}
         for step in trainer.going():
+            if step in (stop_after, len(trainer.steps)):
+                # Before the process groups are gone.
+                norm = trainer.optimizer.grad_norm
+                found = {name: full(value) for name, value in everything(trainer).items()}
+                found |= {"grad norm": norm}
             if step == stop_after:
                 trainer.save()
                 trainer.close()
+                trainer.world.leave()
                 break
-        norm = trainer.optimizer.grad_norm
-        found = {name: full(value) for name, value in everything(trainer).items()}
-        return found | {"grad norm": norm} if trainer.world.is_first else None
+        return found if trainer.world.is_first else None
 
     return in_float64(work)
 
 
 def _spoil(trainer, number):
-    spread = trainer._passes._spread
+    parallel = trainer._passes._parallel
 
     def loss(tokens, z_loss):
-        found = spread.loss(tokens, z_loss)
+        found = parallel.loss(tokens, z_loss)
         added = number if trainer.step == 3 else 0.0
         return Losses(found.total + added, found.cross_entropy + added)
 
-    trainer._passes._spread = replace(spread, loss=loss)
+    trainer._passes._parallel = replace(parallel, loss=loss)
 
 
 def assert_close(found, expected):
@@ -153,7 +158,7 @@ def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp
 
 
 def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
-    # Twelve sequences, for three readers too; AdamW's rows and columns leave uneven shards.
+    # Twelve sequences, for a data-parallel degree of three too; AdamW's rows and columns leave uneven shards.
     config = config_of(data, tmp_path / "run", llama=True)
     config = replace(config, data=replace(config.data, batch_sequences=12))
     expected = train_here(replace(config, out=tmp_path / "alone"))

@@ -1,8 +1,8 @@
-"""The processes that train one model together: who holds what, and how they agree.
+"""The processes that train one model together, and how they communicate.
 
-torchrun starts them. Ranks lie on a mesh of three axes: `data` (whole copies of the model), `shard`
-(FSDP2: a copy cut among ranks) and `tensor` (matrices cut inside their products). Ranks that differ
-in `tensor` alone read the same text, all others different parts of each batch.
+torchrun starts them. Ranks lie on a mesh of three axes: `data` (copies of the model), `shard`
+(FSDP2) and `tensor` (tensor parallelism). Ranks that differ in `tensor` alone read the same text,
+all others different parts of each batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,8 +37,8 @@ class Axes(NamedTuple):
         return self.data * self.shard * self.tensor
 
     @property
-    def num_readers(self) -> int:
-        """Ranks, or teams of tensor-parallel ranks, that read different parts of a batch."""
+    def dp_degree(self) -> int:
+        """Data-parallel degree: the number of parts that a batch is divided into."""
         return self.data * self.shard
 
 
@@ -58,8 +58,8 @@ class World:
     """A group of all ranks on the CPU, for what Python has to agree on."""
     timeout: float = 0.0
     """Seconds a rank waits for the others."""
-    owned: bool = False
-    """Whether `leave` ends the process group."""
+    groups: list[Any] = field(default_factory=list)
+    """The process groups that `leave` destroys."""
 
     @property
     def is_first(self) -> bool:
@@ -75,24 +75,24 @@ class World:
         return 0 if self.mesh is None else self.mesh.get_local_rank(name)
 
     @property
-    def num_readers(self) -> int:
-        """Ranks, or teams of tensor-parallel ranks, that read different parts of a batch."""
+    def dp_degree(self) -> int:
+        """Data-parallel degree: the number of parts that a batch is divided into."""
         return self.axis("data") * self.axis("shard")
 
     @property
-    def reader(self) -> int:
-        """Which of them this rank belongs to."""
+    def dp_rank(self) -> int:
+        """Which part of a batch this rank reads."""
         return self.place("data") * self.axis("shard") + self.place("shard")
 
     def share(self, sequences: int) -> range:
         """Return this rank's part of a batch, as positions in it."""
-        part = sequences // self.num_readers
-        return range(self.reader * part, (self.reader + 1) * part)
+        part = sequences // self.dp_degree
+        return range(self.dp_rank * part, (self.dp_rank + 1) * part)
 
-    def sum_over_readers(self, value: Tensor) -> Tensor:
-        """Return the sum of a number that each reader has a part of, the same on all ranks.
+    def sum_over_dp(self, value: Tensor) -> Tensor:
+        """Return the sum of a number over the parts of a batch, the same on all ranks.
 
-        Ranks of one reader have the same part, unless something is wrong on one of them.
+        Ranks that read the same part have the same number, unless one of them is wrong.
         """
         if self.mesh is None:
             return value
@@ -163,12 +163,17 @@ class World:
             ) from error
 
     def leave(self) -> None:
-        """End the process group, if it was made for this run: on all ranks, or it waits.
+        """Destroy every process group that was made for this run: on all ranks, or it waits.
 
         Not after an error on one of them: it would wait before it has said what is wrong.
         """
-        if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        if self.groups:
+            # Cached specs hold this mesh, and a later one of the same ranks is equal to it.
+            _clear_sharding_prop_cache()
+        while self.groups:
+            dist.destroy_process_group(self.groups.pop())
 
 
 ALONE = World()
@@ -211,18 +216,15 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
         )
     if size == 1 and not started:
         return World()
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     if not started:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=patience)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
     mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=AXES)
     for name in AXES:
-        # A mesh makes its groups with a patience of its own.
-        _set_pg_timeout(patience, mesh.get_group(name))
-    return World(
-        rank=dist.get_rank(),
-        size=size,
-        mesh=mesh,
-        control=dist.new_group(backend="gloo", timeout=patience),
-        timeout=timeout,
-        owned=not started,
-    )
+        # A mesh makes its groups with a timeout of its own.
+        _set_pg_timeout(limit, mesh.get_group(name))
+    control = dist.new_group(backend="gloo", timeout=limit)
+    # Destroying the default group destroys all others. A mesh may use it for one of its axes.
+    made = [group for group in (*mesh.get_all_groups(), control) if group != dist.group.WORLD]
+    made = made if started else [dist.group.WORLD]
+    return World(dist.get_rank(), size, mesh, control, timeout, made)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.model.rotation import Angles, split_heads
-from learnable_multipliers.pretrain.model.tensor_parallel import cut_, enter, leave
 
 
 class Attention(nn.Module):
-    """Attention without its input and output products, which a layer shares between mixers."""
+    """Attention; a layer with two mixers may compute their projections together."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -26,34 +23,25 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
-        self.team: Any = None
-        """The ranks that heads are cut among; None for one that has them all."""
+        self.joinable = True
+        """Whether a layer may join these projections with those of another mixer."""
 
     @property
     def inputs(self) -> tuple[nn.Linear, ...]:
-        """The projections that feed `forward`, in its order."""
+        """The projections that feed `attend`, in its order."""
         return self.q_proj, self.k_proj, self.v_proj
 
     @property
     def output(self) -> nn.Linear:
-        """The projection of what `forward` returns."""
+        """The projection of what `attend` returns."""
         return self.o_proj
 
-    def alone(self, x: Tensor, by: Angles) -> Tensor:
+    def forward(self, x: Tensor, by: Angles) -> Tensor:
         """Return what attention adds to the residual stream."""
-        (projected,) = project(enter(x, self.team), self.inputs)
-        return leave(project_sum([self(projected, by)], [self.output]), self.team)
+        (projected,) = project(x, self.inputs)
+        return project_sum([self.attend(projected, by)], [self.output])
 
-    def cut_(self, mesh: Any) -> None:
-        """Leave this rank its share of the heads."""
-        for linear in self.inputs:
-            cut_(linear, 0, mesh)
-        cut_(self.output, 1, mesh)
-        self.num_heads //= mesh.size()
-        self.num_kv_heads //= mesh.size()
-        self.team = mesh.get_group()
-
-    def forward(self, projected: Tensor, by: Angles) -> Tensor:
+    def attend(self, projected: Tensor, by: Angles) -> Tensor:
         """Return the heads' outputs side by side, (batch, length, num_heads * head_dim)."""
         scales = (
             self.mup_attention_in,

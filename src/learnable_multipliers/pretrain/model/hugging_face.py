@@ -16,8 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.factors import targets
-from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model, factor_targets
 
 # What is called otherwise in a Llama; the rest of the names are the same.
 _LLAMA_NAMES = (
@@ -220,7 +219,7 @@ def to_state_dict(model: HybridLM) -> dict[str, Tensor]:
     for field, factor in config.mup_factors.items():
         if factor == 1.0:
             continue
-        for name, _ in targets(field, config):
+        for name, _ in factor_targets(field, config):
             if name not in state or (config.tie_embeddings and "embed_tokens" in name):
                 raise ValueError(
                     f"{field} = {factor:g} cannot go into a tied embedding, and a Llama has no "

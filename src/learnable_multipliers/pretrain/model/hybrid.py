@@ -9,26 +9,44 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers._forward_multipliers import FixedMultiplier
+from learnable_multipliers._forward_multipliers import SSM_ROLES, FixedMultiplier
 from learnable_multipliers.pretrain.model.attention import Attention
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.factors import targets
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
 from learnable_multipliers.pretrain.model.mamba import Mamba
-from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
-from learnable_multipliers.pretrain.model.rotation import Angles, angles
-from learnable_multipliers.pretrain.model.tensor_parallel import (
-    cut_,
-    enter,
-    leave,
-    refuse_uneven,
+from learnable_multipliers.pretrain.model.projections import (
+    project,
+    project_sum,
+    scaled,
+    weight_of,
 )
+from learnable_multipliers.pretrain.model.rotation import Angles, angles
+
+# The matrices of a layer that each fixed factor acts on, with their roles.
+_FACTORS_IN_LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "mup_attention_in": (
+        ("self_attn.q_proj", "query"),
+        ("self_attn.k_proj", "key"),
+        ("self_attn.v_proj", "value"),
+    ),
+    "mup_key": (("self_attn.k_proj", "key"),),
+    "mup_attention_out": (("self_attn.o_proj", "attention-out"),),
+    "mup_ssm_in": tuple(("mamba.in_proj", role) for role in SSM_ROLES),
+    **{f"mup_{role.removeprefix('ssm-')}": (("mamba.in_proj", role),) for role in SSM_ROLES},
+    "mup_ssm_out": (("mamba.out_proj", "ssm-out"),),
+    "mup_gate": (("feed_forward.gate_proj", "gate"),),
+    "mup_down": (("feed_forward.down_proj", "down"),),
+}
+_FACTORS_OUTSIDE = {
+    "mup_embedding": (("model.embed_tokens.weight", "embedding"),),
+    "mup_head": (("lm_head.weight", "head"),),
+}
+_PRESENT = {"self_attn": "has_attention", "mamba": "has_ssm", "feed_forward": "has_mlp"}
 
 
 class MLP(nn.Module):
@@ -40,20 +58,12 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.team: Any = None
-        """The ranks that the MLP is cut among; None for one that has it whole."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream."""
-        gate, up = project(enter(x, self.team), (self.gate_proj,), (self.up_proj,))
+        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
         inner = up * F.silu(scaled(gate, self.mup_gate))
-        return scaled(leave(project_sum([inner], [self.down_proj]), self.team), self.mup_down)
-
-    def cut_(self, mesh: Any) -> None:
-        """Leave this rank its share of the hidden features."""
-        for linear, dim in ((self.gate_proj, 0), (self.up_proj, 0), (self.down_proj, 1)):
-            cut_(linear, dim, mesh)
-        self.team = mesh.get_group()
+        return scaled(project_sum([inner], [self.down_proj]), self.mup_down)
 
 
 class Layer(nn.Module):
@@ -82,14 +92,15 @@ class Layer(nn.Module):
 
     def _mix(self, x: Tensor, by: Angles) -> Tensor:
         mamba, attention = self.mamba, self.self_attn
-        if mamba is None or (attention is not None and attention.team is not None):
-            assert attention is not None
-            apart = attention.alone(x, by)
-            return apart if mamba is None else apart + mamba.alone(x)
         if attention is None:
-            return mamba.alone(x)
+            assert mamba is not None
+            return mamba(x)
+        if mamba is None:
+            return attention(x, by)
+        if not attention.joinable:
+            return attention(x, by) + mamba(x)
         to_mamba, to_attention = project(x, mamba.inputs, attention.inputs)
-        inner = mamba(to_mamba), attention(to_attention, by)
+        inner = mamba.mix(to_mamba), attention.attend(to_attention, by)
         return project_sum(inner, (mamba.output, attention.output))
 
 
@@ -125,7 +136,7 @@ class HybridLM(nn.Module):
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_()
-        self._head_loss: Callable[..., Losses] = head_loss
+        self.head_loss: Callable[..., Losses] = head_loss
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, (batch, length, vocab_size)."""
@@ -134,19 +145,8 @@ class HybridLM(nn.Module):
     def loss(self, tokens: Tensor, z_loss: float = 0.0) -> Losses:
         """Return the loss of predicting tokens[:, 1:] from tokens[:, :-1]."""
         features = self.model(tokens[:, :-1])
-        return self._head_loss(features, self.lm_head.weight, self.mup_head, tokens[:, 1:], z_loss)
-
-    def cut_(self, mesh: Any) -> None:
-        """Leave this rank its share of attention's heads and of the MLPs' hidden features."""
-        config, size = self.config, mesh.size()
-        if config.has_attention:
-            # A group of queries stays with its keys.
-            refuse_uneven("num_kv_heads", config.num_kv_heads, size)
-        if config.has_mlp:
-            refuse_uneven("intermediate_size", config.intermediate_size, size)
-        for part in self.modules():
-            if isinstance(part, Attention | MLP):
-                part.cut_(mesh)
+        head = weight_of(self.lm_head)
+        return self.head_loss(features, head, self.mup_head, tokens[:, 1:], z_loss)
 
     def tie_(self) -> None:
         """Make embedding and head one parameter, where the config asks for it."""
@@ -157,7 +157,7 @@ class HybridLM(nn.Module):
         """Compile layer by layer: one compilation serves all layers, whatever the depth."""
         for layer in self.model.layers:
             layer.compile()
-        self._head_loss = torch.compile(head_loss)
+        self.head_loss = torch.compile(self.head_loss)
 
     @property
     def num_parameters(self) -> int:
@@ -170,7 +170,7 @@ class HybridLM(nn.Module):
             FixedMultiplier(
                 field,
                 value,
-                targets(field, self.config),
+                factor_targets(field, self.config),
                 # Nothing here has a bias; conv1d and dt_bias lie behind the factors.
                 scales_bias=False,
                 reset=partial(self.set_factor_, field, 1.0),
@@ -187,6 +187,18 @@ class HybridLM(nn.Module):
         for module in self.modules():
             if hasattr(module, field):
                 setattr(module, field, value)
+
+
+def factor_targets(field: str, config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Return the matrices that a fixed factor scales: (parameter name, role)."""
+    if field in _FACTORS_OUTSIDE:
+        return _FACTORS_OUTSIDE[field]
+    return tuple(
+        (f"model.layers.{layer}.{path}.weight", role)
+        for layer in range(config.num_layers)
+        for path, role in _FACTORS_IN_LAYERS[field]
+        if getattr(config, _PRESENT[path.partition(".")[0]])
+    )
 
 
 def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> HybridLM:

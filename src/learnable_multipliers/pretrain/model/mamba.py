@@ -28,7 +28,7 @@ class GatedRMSNorm(nn.Module):
 
 
 class Mamba(nn.Module):
-    """The mixer without its input and output products, which a layer shares between mixers."""
+    """The mixer; a layer with two mixers may compute their projections together."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -53,20 +53,20 @@ class Mamba(nn.Module):
 
     @property
     def inputs(self) -> tuple[nn.Linear, ...]:
-        """The projection that feeds `forward`."""
+        """The projection that feeds `mix`."""
         return (self.in_proj,)
 
     @property
     def output(self) -> nn.Linear:
-        """The projection of what `forward` returns."""
+        """The projection of what `mix` returns."""
         return self.out_proj
 
-    def alone(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return what the mixer adds to the residual stream."""
         (projected,) = project(x, self.inputs)
-        return project_sum([self(projected)], [self.output])
+        return project_sum([self.mix(projected)], [self.output])
 
-    def forward(self, projected: Tensor) -> Tensor:
+    def mix(self, projected: Tensor) -> Tensor:
         """Return the gated heads side by side, (batch, length, ssm_size)."""
         z, *convolved, dt = projected.split(self.block_sizes, -1)
         # Each with its own filters, so that no one has to cut or join them again.

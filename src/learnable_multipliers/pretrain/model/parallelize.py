@@ -1,51 +1,84 @@
-"""A model spread over the ranks of a world, and its loss as each of them computes it."""
+"""How a model is parallelized: tensor parallelism, FSDP2 and DDP; its forward pass knows of none.
+
+Tensor parallelism is one `ParallelStyle` for each kind of block, applied by `parallelize_module`.
+Attention is sharded by heads, MLPs by hidden features, embedding and head by rows of the
+vocabulary. Hooks around a block give all ranks the same input and sum their outputs; inside, the
+block computes on this rank's shards. Torch's own styles for linears do not work here: projections
+are joined into one product that never calls `Linear.forward`. The state-space mixer stays whole:
+its input matrix holds five blocks that no contiguous shard divides by heads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from learnable_multipliers.pretrain.distributed import World
-from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.model.loss import Losses
+from learnable_multipliers.pretrain.model.attention import Attention
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import MLP, HybridLM
+from learnable_multipliers.pretrain.model.loss import (
+    Losses,
+    head_logits,
+    losses_of,
+    target_logits,
+)
 
 
 @dataclass(frozen=True)
-class SpreadModel:
+class ParallelModel:
     """How a rank computes the loss of its part of a batch."""
 
     loss: Callable[[Tensor, float], Losses]
     """Tokens and the weight of the z-loss -> losses."""
-    keeps_apart: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context of all micro-batches but the last, whose gradients need not travel yet."""
-    num_readers: int = 1
-    """Ranks whose gradients are averaged."""
-    copies: Any = None
-    """The group of ranks that hold plain copies of every parameter."""
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of all micro-batches but the last, whose gradients are not exchanged yet."""
+    dp_degree: int = 1
+    """Data-parallel degree: gradients are averaged over as many parts of the batch."""
+    dp_group: Any = None
+    """The process group of DDP, whose ranks hold copies of every parameter."""
 
 
-def spread_(model: HybridLM, world: World) -> SpreadModel:
-    """Cut a model among ranks, before its optimizer is made; each rank has all of it until then."""
+def parallelize(model: HybridLM, world: World) -> ParallelModel:
+    """Parallelize a model that is whole on every rank, before its optimizer is made."""
     if world.axis("tensor") > 1:
-        model.cut_(world.mesh["tensor"])
-    readers = world.num_readers
-    if readers == 1:
-        return SpreadModel(model.loss)
+        tensor_parallelize(model, world.mesh["tensor"])
+    degree = world.dp_degree
+    if degree == 1:
+        return ParallelModel(model.loss)
     if world.axis("shard") > 1 or world.axis("tensor") > 1:
-        _shard_(model, world)
-        return SpreadModel(model.loss, num_readers=readers)
-    copies = world.mesh.get_group("data")
-    copy = DistributedDataParallel(_Loss(model), process_group=copies)
-    return SpreadModel(copy, copy.no_sync, readers, copies)
+        mesh = world.mesh["data", "shard"] if world.axis("data") > 1 else world.mesh["shard"]
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        # Embedding, last norm and head are gathered together.
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "loss")
+        return ParallelModel(model.loss, dp_degree=degree)
+    group = world.mesh.get_group("data")
+    copy = DistributedDataParallel(_Loss(model), process_group=group)
+    return ParallelModel(copy, copy.no_sync, degree, group)
 
 
 class _Loss(nn.Module):
-    """The loss as a forward pass, which is what DistributedDataParallel watches."""
+    """The loss as a forward pass, which is what DistributedDataParallel hooks into."""
 
     def __init__(self, model: HybridLM):
         super().__init__()
@@ -55,12 +88,158 @@ class _Loss(nn.Module):
         return self.model.loss(tokens, z_loss)
 
 
-def _shard_(model: HybridLM, world: World) -> None:
-    """Apply FSDP2 layer by layer; embedding, last norm and head go together."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+# -- tensor parallelism -----------------------------------------------------------------------
 
-    mesh = world.mesh["data", "shard"] if world.axis("data") > 1 else world.mesh["shard"]
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "loss")
+
+def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
+    """Shard attention, MLPs, embedding and head over a mesh of one axis."""
+    config = model.config
+    rank_shape(config, mesh.size())
+    styles: dict[str, ParallelStyle] = {
+        # The embedding calls its own forward, so torch's style for it is right.
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": HeadParallel(output_layouts=Replicate()),
+    }
+    if config.has_attention:
+        styles["model.layers.*.self_attn"] = AttentionParallel()
+    if config.has_mlp:
+        styles["model.layers.*.feed_forward"] = MLPParallel()
+    parallelize_module(model, mesh, styles)
+    # Each style has made a parameter of its own.
+    model.tie_()
+    model.head_loss = vocab_parallel_loss(
+        mesh.get_group(), mesh.get_local_rank() * math.ceil(config.vocab_size / mesh.size())
+    )
+
+
+def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
+    """Return the shape of what one tensor-parallel rank computes, the largest if they differ.
+
+    Raises:
+        ValueError: The model cannot be sharded over as many ranks.
+    """
+    # A group of query heads stays with its key head.
+    whole = {"num_kv_heads": config.has_attention, "intermediate_size": config.has_mlp}
+    for name, present in whole.items():
+        count = getattr(config, name)
+        if present and count % degree:
+            raise ValueError(
+                f"parallel.tensor={degree} does not divide model.{name}={count}: choose one that "
+                "does"
+            )
+    rows = math.ceil(config.vocab_size / degree)
+    if rows * (degree - 1) >= config.vocab_size:
+        raise ValueError(
+            f"parallel.tensor={degree} leaves a rank without any of model.vocab_size="
+            f"{config.vocab_size} tokens: choose a smaller one"
+        )
+    sharded = {name: getattr(config, name) // degree for name, present in whole.items() if present}
+    return replace(config, vocab_size=rows, num_heads=config.num_heads // degree, **sharded)
+
+
+class BlockParallel(ParallelStyle):
+    """Shards the weights of a block, copies its input to all ranks and sums their outputs."""
+
+    @abstractmethod
+    def linears(self, block: Any) -> Iterable[tuple[nn.Linear, int]]:
+        """Return the linears of a block, each with the dim of its weight that is sharded."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for linear, dim in self.linears(module):
+            weight = distribute_tensor(linear.weight.detach(), device_mesh, [Shard(dim)])
+            linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
+            linear.used_by_shard = True  # pyright: ignore[reportArgumentType]
+        group = device_mesh.get_group()
+        module.register_forward_pre_hook(
+            lambda _, inputs: (copy_to_tp(inputs[0], group), *inputs[1:])
+        )
+        module.register_forward_hook(lambda _, inputs, output: reduce_from_tp(output, group))
+        return module
+
+
+class MLPParallel(BlockParallel):
+    """Shards an MLP by its hidden features."""
+
+    def linears(self, block: MLP) -> Iterable[tuple[nn.Linear, int]]:
+        """Return gate and up, sharded by rows, and down, sharded by columns."""
+        return (block.gate_proj, 0), (block.up_proj, 0), (block.down_proj, 1)
+
+
+class AttentionParallel(BlockParallel):
+    """Shards attention by its heads."""
+
+    def linears(self, block: Attention) -> Iterable[tuple[nn.Linear, int]]:
+        """Return q, k and v, sharded by rows, and o, sharded by columns."""
+        return (*((linear, 0) for linear in block.inputs), (block.output, 1))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Attention)
+        module.num_heads //= device_mesh.size()
+        module.num_kv_heads //= device_mesh.size()
+        # Its input and output are exchanged, which those of the other mixer are not.
+        module.joinable = False
+        return super()._apply(module, device_mesh)
+
+
+class HeadParallel(ColwiseParallel):
+    """Shards a head by rows of the vocabulary; called, it returns the logits of all tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.used_by_shard = True  # pyright: ignore[reportArgumentType]
+        return module
+
+
+def vocab_parallel_loss(group: Any, first_row: int) -> Callable[..., Losses]:
+    """Return `head_loss` for ranks that each hold rows of the head, this one from `first_row`."""
+
+    def loss(
+        features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
+    ) -> Losses:
+        logits = head_logits(copy_to_tp(features, group), head, mup_head)
+        # Shared by all ranks; the normalizer's gradient does not depend on it.
+        largest = logits.detach().amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        own = (logits - largest[..., None]).exp().sum(-1)
+        normalizer = reduce_from_tp(own, group).log() + largest
+        target = reduce_from_tp(target_logits(logits, targets - first_row), group)
+        return losses_of(normalizer, target, z_loss)
+
+    return loss
+
+
+def copy_to_tp(x: Tensor, group: Any) -> Tensor:
+    """Return features that every rank of a group has; their gradients are summed over it."""
+    return _CopyToTP.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def reduce_from_tp(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of what the ranks of a group have; each gets the whole gradient."""
+    return _ReduceFromTP.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+class _CopyToTP(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_reduced(grad, ctx.group), None
+
+
+class _ReduceFromTP(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
+
+def _all_reduced(x: Tensor, group: Any) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total

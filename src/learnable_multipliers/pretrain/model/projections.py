@@ -22,9 +22,24 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def weight_of(linear: nn.Linear) -> Tensor:
-    """Return a linear's weight, or this rank's part of it where it is cut among ranks."""
+    """Return a linear's weight, or this rank's shard of it if its block is tensor parallel.
+
+    Raises:
+        ValueError: The weight is a DTensor, but its block was not prepared for that.
+    """
     weight = linear.weight
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    if not isinstance(weight, DTensor):
+        return weight
+    if not getattr(linear, "used_by_shard", False):
+        raise ValueError(
+            f"a weight of shape {tuple(weight.shape)} is a DTensor with the placements "
+            f"{weight.placements}, but the block it belongs to computes on whole weights: "
+            "projections are joined and never call Linear.forward, so styles on single linears, "
+            "such as ColwiseParallel, would train a wrong model without an error. Use "
+            "tensor_parallelize in learnable_multipliers.pretrain.model.parallelize, and call an "
+            "FSDP2 model through its own forward or loss"
+        )
+    return weight.to_local()
 
 
 def project(x: Tensor, *groups: Sequence[nn.Linear]) -> tuple[Tensor, ...]:

@@ -101,8 +101,8 @@ class _Case:
             # Once only: what fails now would fail again.
             self._fits = False
             device = self.device.of_rank(self.axes.size)
-            readers = self.axes.num_readers
-            self._trial = trial.Trial(self.config, device, self.data, readers)
+            dp_degree = self.axes.dp_degree
+            self._trial = trial.Trial(self.config, device, self.data, dp_degree)
             self._fits = True
         return self._trial
 
@@ -153,7 +153,7 @@ class _Case:
         self._fits = found.verdict != "failed"
         if self._fits and max(self.axes.shard, self.axes.tensor) > 1:
             # The trial is made by one process, with a model that is not cut.
-            whole = self._room_for(Axes(self.axes.num_readers, 1, 1))
+            whole = self._room_for(Axes(self.axes.dp_degree, 1, 1))
             self._fits = whole.verdict != "failed"
             self._too_large = (
                 "the model fits into memory cut among ranks alone; this is one process"

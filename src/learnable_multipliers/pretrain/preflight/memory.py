@@ -29,8 +29,8 @@ from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
+from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.rotation import Angles
-from learnable_multipliers.pretrain.model.tensor_parallel import refuse_uneven
 from learnable_multipliers.pretrain.trainer.device import Device
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
@@ -41,7 +41,7 @@ _ALONE = Axes(1, 1, 1)
 
 def rank_bytes(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> dict[str, int]:
     """Return the bytes that one rank needs, by what needs them."""
-    config = replace(config, model=part_of_team(config.model, axes.tensor))
+    config = replace(config, model=rank_shape(config.model, axes.tensor))
     with torch.device("meta"):
         model = HybridLM(config.model)
     rows = state_bytes(config, model, make_plan(model, config.optimizer), axes.shard)
@@ -90,24 +90,10 @@ def activation_bytes(config: TrainConfig, device: Device, axes: Axes = _ALONE) -
     return one + (config.model.num_layers - 1) * (two - one)
 
 
-def micro_batch(config: TrainConfig, num_readers: int) -> int:
+def micro_batch(config: TrainConfig, dp_degree: int) -> int:
     """Return the sequences that a rank has in one pass, at most."""
-    share = max(1, config.data.batch_sequences // num_readers)
+    share = max(1, config.data.batch_sequences // dp_degree)
     return min(config.data.micro_batch_sequences or share, share)
-
-
-def part_of_team(model: ModelConfig, tensor: int) -> ModelConfig:
-    """Return the shape of what one rank of a tensor-parallel team computes."""
-    if model.has_attention:
-        refuse_uneven("num_kv_heads", model.num_kv_heads, tensor)
-    if model.has_mlp:
-        refuse_uneven("intermediate_size", model.intermediate_size, tensor)
-    return replace(
-        model,
-        num_heads=model.num_heads // tensor,
-        num_kv_heads=model.num_kv_heads // tensor if model.has_attention else model.num_kv_heads,
-        intermediate_size=model.intermediate_size // tensor,
-    )
 
 
 def _largest_shard(parameter: Tensor, shards: int) -> int:
@@ -117,7 +103,7 @@ def _largest_shard(parameter: Tensor, shards: int) -> int:
 
 def _exchanged(model: HybridLM, axes: Axes) -> dict[str, int]:
     """Return the bytes of what ranks gather and send, beside what they keep."""
-    if axes.num_readers == 1:
+    if axes.dp_degree == 1:
         return {}
     if axes.shard == axes.tensor == 1:
         # DistributedDataParallel copies gradients into buckets.
@@ -152,7 +138,7 @@ def _kept(config: TrainConfig, shape: ModelConfig, device: Device, axes: Axes) -
         if device.compiled:
             _partition_(model)
         length = config.data.sequence_length
-        tokens = torch.zeros(micro_batch(config, axes.num_readers), length + 1, dtype=torch.long)
+        tokens = torch.zeros(micro_batch(config, axes.dp_degree), length + 1, dtype=torch.long)
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with device.autocast(), hooks:
             model.loss(tokens, config.z_loss)
@@ -169,7 +155,7 @@ def _partition_(model: HybridLM) -> None:
         cut = _partitioned(lambda f, w, t: head_loss(f, w, mup_head, t, z_loss))
         return cut(features, head, targets)
 
-    model._head_loss = loss
+    model.head_loss = loss
 
 
 class _Partitioned(nn.Module):

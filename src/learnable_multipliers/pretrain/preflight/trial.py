@@ -39,15 +39,15 @@ class Trial:
     """
 
     def __init__(
-        self, config: TrainConfig, device: Device, data: TrainingData, num_readers: int = 1
+        self, config: TrainConfig, device: Device, data: TrainingData, dp_degree: int = 1
     ):
-        self.config, self.device, self.num_readers = config, device, num_readers
+        self.config, self.device, self.dp_degree = config, device, dp_degree
         self.model = build(config.model, config.seed, device.device)
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
         self._passes = Passes(self.model, device, config.z_loss)
-        self.sequences = micro_batch(config, num_readers)
+        self.sequences = micro_batch(config, dp_degree)
         self._tokens = data.batch(0, self.sequences, device.device)
 
     def gradients(self) -> float:
@@ -131,13 +131,13 @@ def check_speed(trial: Trial) -> Finding:
         updates.append(_timed(trial, lambda: trial.step(lr)))
     # The first ones warm up.
     one_pass, update = min(passes[1:]), min(updates[1:])
-    share = config.data.batch_sequences / trial.num_readers
+    share = config.data.batch_sequences / trial.dp_degree
     per_step = math.ceil(share / trial.sequences) * one_pass + update
     planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
     tokens = config.data.batch_sequences * config.data.sequence_length
     speed = tokens / per_step
     whole = sum(step.sequences for step in planned) * config.data.sequence_length / speed
-    left_out = "evaluation" if trial.num_readers == 1 else "evaluation and exchange between ranks"
+    left_out = "evaluation" if trial.dp_degree == 1 else "evaluation and exchange between ranks"
     return Finding(
         "speed",
         "ok",

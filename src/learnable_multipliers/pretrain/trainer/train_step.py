@@ -15,7 +15,7 @@ from torch import Tensor
 
 from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.model.parallelize import SpreadModel
+from learnable_multipliers.pretrain.model.parallelize import ParallelModel
 from learnable_multipliers.pretrain.trainer.device import Device
 
 _FIRST_PASSES = 3
@@ -35,9 +35,9 @@ class Passes:
     """Leaves the gradient of a batch in the parameters."""
 
     def __init__(
-        self, model: HybridLM, device: Device, z_loss: float, spread: SpreadModel | None = None
+        self, model: HybridLM, device: Device, z_loss: float, parallel: ParallelModel | None = None
     ):
-        self._spread = spread or SpreadModel(model.loss)
+        self._parallel = parallel or ParallelModel(model.loss)
         self._device, self._z_loss = device, z_loss
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._smallest = min(self._trained, key=Tensor.numel)
@@ -56,7 +56,7 @@ class Passes:
         total = torch.zeros((), device=self._device.device)
         for tokens, is_last in _marked(batches):
             share = len(tokens) / sequences
-            with nullcontext() if is_last else self._spread.keeps_apart():
+            with nullcontext() if is_last else self._parallel.no_sync():
                 total += share * self._one(tokens, _Key(tuple(tokens.shape), sequences))
         return total
 
@@ -103,9 +103,9 @@ class Passes:
 
     def _compute(self, tokens: Tensor, key: _Key) -> Tensor:
         with self._device.autocast():
-            losses = self._spread.loss(tokens, self._z_loss)
+            losses = self._parallel.loss(tokens, self._z_loss)
         # Ranks' gradients are averaged, and each has its part of the sum.
-        share = len(tokens) * self._spread.num_readers / key.sequences
+        share = len(tokens) * self._parallel.dp_degree / key.sequences
         (losses.total * share).backward()
         return losses.cross_entropy
 

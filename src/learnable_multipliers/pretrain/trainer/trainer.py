@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.metrics.loss_meter import LossMeter
 from learnable_multipliers.pretrain.metrics.stopwatch import Stopwatch
 from learnable_multipliers.pretrain.metrics.weights import describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.model.parallelize import spread_
+from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.plain_data import to_dict
 from learnable_multipliers.pretrain.trainer import spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device
@@ -68,12 +68,12 @@ class Trainer:
         self.steps: list[Step] = steps(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
-        refuse_uneven_batches(self.steps, self.world.num_readers)
+        refuse_uneven_batches(self.steps, self.world.dp_degree)
         self.model = build(config.model, config.seed, self.device.device)
         # While every rank has all of the model.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
-        spread = spread_(self.model, self.world)
-        self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, spread.copies)
+        parallel = parallelize(self.model, self.world)
+        self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
         self.monitor = Monitor(
             self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
         )
@@ -91,7 +91,7 @@ class Trainer:
                 self._warn(path.in_words)
         if self.device.compiled:
             self.model.compile_layers_()
-        self._passes = Passes(self.model, self.device, config.z_loss, spread)
+        self._passes = Passes(self.model, self.device, config.z_loss, parallel)
         self._mark = (self.seconds, self.tokens)
 
     # -- a run --------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Trainer:
             self.data.batch(start, min(micro, end - start), self.device.device) for start in starts
         )
         # The same on all ranks: what one of them cannot use, none may.
-        loss = self.world.sum_over_readers(self._passes.gradients(batches, planned.sequences))
+        loss = self.world.sum_over_dp(self._passes.gradients(batches, planned.sequences))
         self._passes.spoil(loss)
         self.optimizer.step()
         self._losses.add(loss, self.optimizer.grad_norm)
@@ -434,12 +434,12 @@ def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
     return replace(config, name=config.name or config.out.resolve().name)
 
 
-def refuse_uneven_batches(planned: list[Step], readers: int) -> None:
+def refuse_uneven_batches(planned: list[Step], dp_degree: int) -> None:
     """Raise a ValueError if a batch of the run cannot be shared evenly."""
     for step in planned:
-        if step.sequences % readers:
+        if step.sequences % dp_degree:
             raise ValueError(
-                f"a batch of {step.sequences} sequences cannot be shared evenly by {readers} "
-                "readers (parallel.data x parallel.shard): choose data.batch_sequences and the "
+                f"a batch of {step.sequences} sequences cannot be divided by the data-"
+                f"parallel degree of {dp_degree} (parallel.data x parallel.shard): choose data.batch_sequences and the "
                 "ramp-up of the schedule as multiples of that"
             )
