@@ -18,17 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from learnable_multipliers.pretrain.distributed import World
@@ -41,6 +37,7 @@ from learnable_multipliers.pretrain.model.loss import (
     losses_of,
     target_logits,
 )
+from learnable_multipliers.pretrain.model.projections import weight_of
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,8 @@ def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
     config = model.config
     rank_shape(config, mesh.size())
     styles: dict[str, ParallelStyle] = {
-        # The embedding calls its own forward, so torch's style for it is right.
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": HeadParallel(output_layouts=Replicate()),
+        "model.embed_tokens": EmbeddingParallel(),
+        "lm_head": HeadParallel(),
     }
     if config.has_attention:
         styles["model.layers.*.self_attn"] = AttentionParallel()
@@ -107,9 +103,7 @@ def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, styles)
     # Each style has made a parameter of its own.
     model.tie_()
-    model.head_loss = vocab_parallel_loss(
-        mesh.get_group(), mesh.get_local_rank() * math.ceil(config.vocab_size / mesh.size())
-    )
+    model.head_loss = vocab_parallel_loss(mesh.get_group(), _first_row(config.vocab_size, mesh))
 
 
 def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
@@ -146,14 +140,12 @@ class BlockParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for linear, dim in self.linears(module):
-            weight = distribute_tensor(linear.weight.detach(), device_mesh, [Shard(dim)])
-            linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
-            linear.used_by_shard = True  # pyright: ignore[reportArgumentType]
+            _shard_weight(linear, dim, device_mesh)
         group = device_mesh.get_group()
         module.register_forward_pre_hook(
             lambda _, inputs: (copy_to_tp(inputs[0], group), *inputs[1:])
         )
-        module.register_forward_hook(lambda _, inputs, output: reduce_from_tp(output, group))
+        module.register_forward_hook(lambda *call: reduce_from_tp(call[2], group))  # pyright: ignore[reportArgumentType]
         return module
 
 
@@ -181,13 +173,46 @@ class AttentionParallel(BlockParallel):
         return super()._apply(module, device_mesh)
 
 
-class HeadParallel(ColwiseParallel):
+class EmbeddingParallel(ParallelStyle):
+    """Shards an embedding by rows of the vocabulary: each token is looked up on one rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        first, group = _first_row(module.num_embeddings, device_mesh), device_mesh.get_group()
+        _shard_weight(module, 0, device_mesh)
+
+        def forward(tokens: Tensor) -> Tensor:
+            weight = weight_of(module)
+            rows = tokens - first
+            elsewhere = (rows < 0) | (rows >= len(weight))
+            found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+            return reduce_from_tp(found.masked_fill(elsewhere[..., None], 0.0), group)
+
+        module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+        return module
+
+
+class HeadParallel(ParallelStyle):
     """Shards a head by rows of the vocabulary; called, it returns the logits of all tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
+        # The loss reads the weight itself; torch's style does the rest.
+        style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(module, device_mesh, style)
+        module.register_forward_hook(lambda _, inputs, output: output.full_tensor())
         module.used_by_shard = True  # pyright: ignore[reportArgumentType]
         return module
+
+
+def _shard_weight(module: nn.Linear | nn.Embedding, dim: int, mesh: DeviceMesh) -> None:
+    """Leave this rank its shard of a weight, and let its block compute on that."""
+    weight = distribute_tensor(module.weight.detach(), mesh, [Shard(dim)])
+    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+    module.used_by_shard = True  # pyright: ignore[reportArgumentType]
+
+
+def _first_row(vocab_size: int, mesh: DeviceMesh) -> int:
+    return mesh.get_local_rank() * math.ceil(vocab_size / mesh.size())
 
 
 def vocab_parallel_loss(group: Any, first_row: int) -> Callable[..., Losses]:

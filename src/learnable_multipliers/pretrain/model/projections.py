@@ -21,16 +21,16 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
-def weight_of(linear: nn.Linear) -> Tensor:
-    """Return a linear's weight, or this rank's shard of it if its block is tensor parallel.
+def weight_of(module: nn.Linear | nn.Embedding) -> Tensor:
+    """Return a module's weight, or this rank's shard of it if its block is tensor parallel.
 
     Raises:
         ValueError: The weight is a DTensor, but its block was not prepared for that.
     """
-    weight = linear.weight
+    weight = module.weight
     if not isinstance(weight, DTensor):
         return weight
-    if not getattr(linear, "used_by_shard", False):
+    if not getattr(module, "used_by_shard", False):
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} is a DTensor with the placements "
             f"{weight.placements}, but the block it belongs to computes on whole weights: "
