@@ -4,6 +4,7 @@ They are started once and shared, because starting costs more than most tests.
 """
 
 import contextlib
+import gc
 import os
 import tempfile
 import traceback
@@ -32,12 +33,21 @@ class Ranks:
     """Runs functions on all ranks at once."""
 
     def __init__(self, number=NUMBER):
-        self._number, self._processes = number, None
+        self._number = number
+        self._processes, self._pipes, self._folder = [], [], None
 
     def run(self, function, *arguments):
         """Run `function(*arguments)` on every rank; return what it returns on each."""
-        if self._processes is None:
-            self._start()
+        try:
+            if not self._processes:
+                self._start()
+            return self._run(function, arguments)
+        except BaseException:
+            # A start that failed halfway, a rank that died, or others that wait for this one.
+            self.stop()
+            raise
+
+    def _run(self, function, arguments):
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = [None] * self._number
@@ -45,25 +55,24 @@ class Ranks:
         while waiting:
             ready = wait(waiting, PATIENCE)
             if not ready:
-                self.stop()
                 raise TimeoutError(f"ranks {sorted(waiting.values())} wait for the others")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 error, results[rank] = pipe.recv()
                 if error is not None:
-                    # The others may wait for this one in a collective call.
-                    self.stop()
                     raise AssertionError(f"rank {rank}: {error}")
         return results
 
     def stop(self):
         """End the processes; the next run starts new ones."""
-        for process in self._processes or ():
+        for process in self._processes:
             process.terminate()
             process.join()
-        if self._processes is not None:
+        for pipe in self._pipes:
+            pipe.close()
+        if self._folder is not None:
             self._folder.cleanup()
-        self._processes = None
+        self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self):
         # Forked from a process that has these imported and has never run anything.
@@ -72,15 +81,16 @@ class Ranks:
         # A file to meet at: unlike a port, nothing else can take it.
         self._folder = tempfile.TemporaryDirectory()
         meet = Path(self._folder.name) / "meet"
-        self._processes, self._pipes = [], []
         for rank in range(self._number):
             pipe, far_end = context.Pipe()
+            self._pipes.append(pipe)
             process = context.Process(
                 target=_serve, args=(rank, self._number, meet, far_end), daemon=True
             )
             process.start()
+            # Only the rank has it now: one that dies is noticed.
+            far_end.close()
             self._processes.append(process)
-            self._pipes.append(pipe)
 
 
 def _serve(rank, number, meet, pipe):
@@ -95,3 +105,5 @@ def _serve(rank, number, meet, pipe):
                 pipe.send((None, function(*arguments)))
             except BaseException:
                 pipe.send((traceback.format_exc(), None))
+            # Threads of process groups end with the last model that refers to them.
+            gc.collect()

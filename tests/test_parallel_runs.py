@@ -21,10 +21,10 @@ CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 HYBRID_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 
 
-def config_of(data, out, *, kind="adamw", llama=False, **changes):
+def config_of(data, out, *, kind="adamw", llama=False, tied=False, **changes):
     # Eight steps of twice the batch.
     config = small_run(data, out, steps=16, **changes)
-    shape = replace(LLAMA if llama else config.model, **HYBRID_HEADS)
+    shape = replace(LLAMA if llama else config.model, **HYBRID_HEADS, tie_embeddings=tied)
     micro = replace(config.data, batch_sequences=8, micro_batch_sequences=1)
     optimizer = OptimizerConfig(kind=kind, lr=4e-3)
     return replace(config, model=shape, data=micro, optimizer=optimizer)
@@ -118,6 +118,14 @@ def test_a_run_on_four_ranks_is_that_of_one_process(ranks, alone, data, tmp_path
     assert others == [None] * 3
     assert_close(found, expected)
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_tied_embedding_is_sharded_too(ranks, alone, data, tmp_path, kind):
+    _, expected = alone(kind=kind, tied=True)
+    config = config_of(data, tmp_path / "run", kind=kind, tied=True)
+    config = replace(config, parallel=ParallelConfig(**AXES["FSDP x TP"]))
+    assert_close(ranks.run(train_here, config)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

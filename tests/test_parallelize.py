@@ -1,7 +1,9 @@
 """A model under tensor parallelism is the whole model: logits, losses and gradients."""
 
-import threading
+import gc
+import os
 from dataclasses import replace
+from multiprocessing.context import ForkServerProcess as SpawnedRank
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,11 @@ from torch.distributed.tensor.parallel import (
 
 from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.model.parallelize import tensor_parallelize
+from learnable_multipliers.pretrain.model.parallelize import (
+    parallelize,
+    rank_shape,
+    tensor_parallelize,
+)
 from ranks import Ranks
 from runs import HYBRID, LLAMA
 
@@ -87,3 +93,103 @@ def test_a_sharded_model_is_the_whole_model(ranks, shape, axes):
             torch.testing.assert_close(
                 found[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def wrongly_parallel(styles):
+    """Return what a model says that torch's own styles were applied to."""
+    model = fresh(SHAPES["hybrid"])
+    mesh = init_device_mesh("cpu", (4,))
+    parallelize_module(model, mesh, styles)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - compared by the caller
+        model.loss(some_tokens())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "styles",
+    [
+        {"model.layers.0.feed_forward.gate_proj": ColwiseParallel()},
+        {"model.layers.1.feed_forward.down_proj": RowwiseParallel()},
+        {"model.layers.1.self_attn.q_proj": ColwiseParallel()},
+        {"model.layers.0.mamba.out_proj": RowwiseParallel()},
+        {"lm_head": ColwiseParallel()},
+    ],
+    ids=lambda styles: next(iter(styles)).rpartition(".")[2],
+)
+def test_styles_for_single_linears_are_refused(ranks, styles):
+    for message in ranks.run(wrongly_parallel, styles):
+        assert "never call Linear.forward" in message
+        assert "tensor_parallelize" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 2}, "tensor=4 does not divide model.num_kv_heads=2"),
+        ({"intermediate_size": 26}, "tensor=4 does not divide model.intermediate_size=26"),
+        ({"vocab_size": 6}, "leaves a rank without any of model.vocab_size=6"),
+    ],
+)
+def test_a_model_that_cannot_be_sharded_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        rank_shape(replace(SHAPES["hybrid"], **changes), 4)
+
+
+def join_and_leave(times):
+    """Return the number of threads of this process before and after worlds came and went."""
+
+    def num_threads():
+        # Those of a group end with the last model or mesh that refers to it.
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = num_threads()
+    for _ in range(times):
+        world = join(data=2, shard=1, tensor=2, timeout=60.0, device_type="cpu")
+        model = fresh(SHAPES["llama"])
+        run = parallelize(model, world)
+        run.loss(some_tokens(), 0.0).total.backward()
+        grad = model.lm_head.weight.grad
+        # Specs that torch has cached must not lead to groups of an earlier world.
+        assert (grad + grad.detach()).full_tensor().shape == (257, 32)
+        world.leave()
+        world.leave()
+        del world, model, run, grad
+    return before, num_threads()
+
+
+def test_a_world_leaves_no_threads_behind(ranks):
+    ranks.run(join_and_leave, 1)
+    for before, after in ranks.run(join_and_leave, 3):
+        assert after == before
+
+
+def fail_on_one_rank():
+    if torch.distributed.get_rank() == 2:
+        os._exit(1)
+    torch.distributed.barrier()
+
+
+def world_size():
+    return torch.distributed.get_world_size()
+
+
+def test_ranks_start_again_after_one_has_died_or_failed_to_start(monkeypatch):
+    ranks = Ranks(3)
+    start = SpawnedRank.start
+
+    def start_the_first(process):
+        if ranks._processes:
+            raise BlockingIOError("Resource temporarily unavailable")
+        start(process)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpawnedRank, "start", start_the_first)
+        with pytest.raises(OSError, match="temporarily"):
+            ranks.run(world_size)
+    with pytest.raises((EOFError, ConnectionError, AssertionError)):
+        ranks.run(fail_on_one_rank)
+    try:
+        assert ranks.run(world_size) == [3, 3, 3]
+    finally:
+        ranks.stop()

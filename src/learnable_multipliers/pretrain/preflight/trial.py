@@ -38,9 +38,7 @@ class Trial:
     Of a run on several ranks it is what one of them does, the model whole and nothing exchanged.
     """
 
-    def __init__(
-        self, config: TrainConfig, device: Device, data: TrainingData, dp_degree: int = 1
-    ):
+    def __init__(self, config: TrainConfig, device: Device, data: TrainingData, dp_degree: int = 1):
         self.config, self.device, self.dp_degree = config, device, dp_degree
         self.model = build(config.model, config.seed, device.device)
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)

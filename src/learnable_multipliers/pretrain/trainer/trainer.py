@@ -440,6 +440,6 @@ def refuse_uneven_batches(planned: list[Step], dp_degree: int) -> None:
         if step.sequences % dp_degree:
             raise ValueError(
                 f"a batch of {step.sequences} sequences cannot be divided by the data-"
-                f"parallel degree of {dp_degree} (parallel.data x parallel.shard): choose data.batch_sequences and the "
-                "ramp-up of the schedule as multiples of that"
+                f"parallel degree of {dp_degree} (parallel.data x parallel.shard): choose "
+                "data.batch_sequences and the ramp-up of the schedule as multiples of that"
             )
