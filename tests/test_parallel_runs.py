@@ -166,7 +166,7 @@ def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp
 
 
 def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
-    # Twelve sequences, for a data-parallel degree of three too; AdamW's rows and columns leave uneven shards.
+    # Twelve sequences, which three ranks can divide; rows and columns leave uneven shards.
     config = config_of(data, tmp_path / "run", llama=True)
     config = replace(config, data=replace(config.data, batch_sequences=12))
     expected = train_here(replace(config, out=tmp_path / "alone"))

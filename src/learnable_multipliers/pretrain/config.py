@@ -210,9 +210,9 @@ class ParallelConfig:
     data: int = 0
     """Copies of the model, each trained on its part of a batch; 0 is what the other two leave."""
     shard: int = 1
-    """Ranks that one copy is cut among (FSDP2)."""
+    """Ranks that one copy is sharded over (FSDP2)."""
     tensor: int = 1
-    """Ranks that attention's heads and the MLPs' hidden features are cut among."""
+    """Tensor-parallel ranks: heads, MLP features and vocabulary are sharded over them."""
     timeout: float = 600.0
     """Seconds a rank waits for the others before the run ends with an error."""
 
