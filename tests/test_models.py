@@ -233,7 +233,7 @@ def test_impossible_shapes_are_refused(changes, message):
         ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' are not supported"),
         # As it was written at first, beside the default of later releases.
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' are not supported"),
-        ({"hidden_size": None}, "config.json does not tell hidden_size"),
+        ({"hidden_size": None}, "config.json does not set hidden_size"),
     ],
 )
 def test_foreign_configs_are_refused(settings, message):

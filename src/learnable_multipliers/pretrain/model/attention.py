@@ -31,15 +31,10 @@ class Attention(nn.Module):
         """The projections that feed `attend`, in its order."""
         return self.q_proj, self.k_proj, self.v_proj
 
-    @property
-    def output(self) -> nn.Linear:
-        """The projection of what `attend` returns."""
-        return self.o_proj
-
     def forward(self, x: Tensor, by: Angles) -> Tensor:
         """Return what attention adds to the residual stream."""
         (projected,) = project(x, self.inputs)
-        return project_sum([self.attend(projected, by)], [self.output])
+        return project_sum([self.attend(projected, by)], [self.o_proj])
 
     def attend(self, projected: Tensor, by: Angles) -> Tensor:
         """Return the heads' outputs side by side, (batch, length, num_heads * head_dim)."""

@@ -1,6 +1,6 @@
 """The short causal convolution of Mamba-2 with its activation, one filter for each channel.
 
-`convolve` is the only door: PyTorch or Triton, by device and by wish.
+`convolve` chooses between PyTorch and Triton, by device and by the `backend` asked for.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _row(pointer, time, length, stride, channel, mask, ALIGN: tl.constexpr):
 
 @triton.jit
 def _between(time, first, end, channel):
-    """Tell for every channel whether a time lies in [first, end)."""
+    """Return for every channel whether a time lies in [first, end)."""
     times = tl.full(channel.shape, 0, tl.int32) + time
     return (times >= first) & (times < end)
 

@@ -133,7 +133,7 @@ def from_config(config: Mapping[str, Any]) -> ModelConfig:
     required = _REQUIRED + (_REQUIRED_FALCON if is_hybrid else ())
     missing = [field for field in required if config.get(field) is None]
     if missing:
-        raise ValueError(f"config.json does not tell {', '.join(missing)}")
+        raise ValueError(f"config.json does not set {', '.join(missing)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     heads = config["num_attention_heads"]
     # Where config.json is silent, each class has values of its own.
@@ -230,7 +230,7 @@ def to_state_dict(model: HybridLM) -> dict[str, Tensor]:
 
 
 def from_state_dict(model: HybridLM, state: Mapping[str, Tensor]) -> None:
-    """Load weights that bear Hugging Face's names."""
+    """Load weights that have Hugging Face's names."""
     ours = {}
     for name in model.state_dict():
         theirs = name if model.config.has_ssm else _renamed(name)

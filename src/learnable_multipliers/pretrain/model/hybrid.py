@@ -1,6 +1,6 @@
 """The language model: embedding, layers of parallel mixers and an MLP, head.
 
-Modules and parameters bear the names of Hugging Face's `FalconH1ForCausalLM`.
+Modules and parameters have the names of Hugging Face's `FalconH1ForCausalLM`.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Layer(nn.Module):
             return attention(x, by)
         if not attention.joinable:
             return attention(x, by) + mamba(x)
-        to_mamba, to_attention = project(x, mamba.inputs, attention.inputs)
+        to_mamba, to_attention = project(x, [mamba.in_proj], attention.inputs)
         inner = mamba.mix(to_mamba), attention.attend(to_attention, by)
-        return project_sum(inner, (mamba.output, attention.output))
+        return project_sum(inner, (mamba.out_proj, attention.o_proj))
 
 
 class Backbone(nn.Module):
@@ -165,7 +165,7 @@ class HybridLM(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def fixed_multipliers(self) -> tuple[FixedMultiplier, ...]:
-        """Return the fixed factors of the forward pass, for multipliers that start from them."""
+        """Return the fixed factors of the forward pass, which multipliers may start from."""
         return tuple(
             FixedMultiplier(
                 field,
@@ -209,11 +209,11 @@ def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"
 
 
 def empty_model(config: ModelConfig) -> HybridLM:
-    """Return a model whose weights are yet to be set, without the time to draw them."""
+    """Return a model with uninitialized weights."""
     with torch.device("meta"):
         model = HybridLM(config)
     model.to_empty(device="cpu")
-    # Leaving the meta device makes every parameter anew, a tied one twice.
+    # Leaving the meta device makes new parameters, two of a tied one.
     model.tie_()
     return model
 

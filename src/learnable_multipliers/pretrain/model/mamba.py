@@ -51,25 +51,15 @@ class Mamba(nn.Module):
         )
         self.out_proj = nn.Linear(config.ssm_size, config.hidden_size, bias=False)
 
-    @property
-    def inputs(self) -> tuple[nn.Linear, ...]:
-        """The projection that feeds `mix`."""
-        return (self.in_proj,)
-
-    @property
-    def output(self) -> nn.Linear:
-        """The projection of what `mix` returns."""
-        return self.out_proj
-
     def forward(self, x: Tensor) -> Tensor:
         """Return what the mixer adds to the residual stream."""
-        (projected,) = project(x, self.inputs)
-        return project_sum([self.mix(projected)], [self.output])
+        (projected,) = project(x, [self.in_proj])
+        return project_sum([self.mix(projected)], [self.out_proj])
 
     def mix(self, projected: Tensor) -> Tensor:
-        """Return the gated heads side by side, (batch, length, ssm_size)."""
+        """Return the gated heads of an input projection, (batch, length, ssm_size)."""
         z, *convolved, dt = projected.split(self.block_sizes, -1)
-        # Each with its own filters, so that no one has to cut or join them again.
+        # Each with its own filters, so that nothing is joined and split again.
         bias = self.conv1d.bias
         assert bias is not None
         filters = zip(self._taps(), bias.split(self.block_sizes[1:4]), strict=True)

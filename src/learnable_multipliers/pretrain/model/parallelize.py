@@ -162,7 +162,7 @@ class AttentionParallel(BlockParallel):
 
     def linears(self, block: Attention) -> Iterable[tuple[nn.Linear, int]]:
         """Return q, k and v, sharded by rows, and o, sharded by columns."""
-        return (*((linear, 0) for linear in block.inputs), (block.output, 1))
+        return (*((linear, 0) for linear in block.inputs), (block.o_proj, 1))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Attention)

@@ -3,7 +3,7 @@
 Queries, keys, values and the state-space input read the same features, as gate and up do; the
 outputs of attention and of the state-space mixer are summed. One wide product is faster than
 several narrow ones, and its gradient with respect to the input is one product as well. The
-weights stay apart, under the names that Hugging Face has for them.
+weights stay separate parameters, under Hugging Face's names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rotary positions: cuts a projection into queries, keys and values and turns the first two.
+"""Rotary positions: splits a projection into queries, keys and values and rotates the first two.
 
-`split_heads` is the only door: PyTorch or Triton, by device and by wish.
+`split_heads` chooses between PyTorch and Triton, by device and by the `backend` asked for.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def turn(x: Tensor, by: Angles) -> Tensor:
 
 
 def kernels_take(head_dim: int) -> bool:
-    """Tell whether the kernels serve heads of this size."""
+    """Return whether the kernels serve heads of this size."""
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 

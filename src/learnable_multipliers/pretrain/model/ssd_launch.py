@@ -10,6 +10,7 @@ cores in that dtype, so a wider copy would be rounded all the same. All else is 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -28,35 +29,19 @@ from learnable_multipliers.pretrain.model.ssd_kernels import (
     states_kernel,
 )
 
+_STATES = {
+    2: {"block_dim": 64, "block_state": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    4: {"block_dim": 32, "block_state": 32, "num_warps": 4, "num_stages": 1},
+}
+_ROWS = {
+    2: {"block_rows": 64, "heads": 12, "num_warps": 4, "num_stages": 2},
+    4: {"block_rows": 32, "heads": 6, "num_warps": 8, "num_stages": 1},
+}
 SETTINGS: dict[str, dict[int, dict[str, int]]] = {
-    "states": {
-        2: {
-            "block_dim": 64,
-            "block_state": 64,
-            "num_warps": 4,
-            "num_stages": 2,
-            "maxnreg": 168,
-        },
-        4: {"block_dim": 32, "block_state": 32, "num_warps": 4, "num_stages": 1},
-    },
-    "state_grads": {
-        2: {
-            "block_dim": 64,
-            "block_state": 64,
-            "num_warps": 4,
-            "num_stages": 2,
-            "maxnreg": 168,
-        },
-        4: {"block_dim": 32, "block_state": 32, "num_warps": 4, "num_stages": 1},
-    },
-    "outputs": {
-        2: {"block_rows": 64, "heads": 12, "num_warps": 4, "num_stages": 2},
-        4: {"block_rows": 32, "heads": 6, "num_warps": 8, "num_stages": 1},
-    },
-    "inputs": {
-        2: {"block_rows": 64, "heads": 12, "num_warps": 4, "num_stages": 2},
-        4: {"block_rows": 32, "heads": 6, "num_warps": 8, "num_stages": 1},
-    },
+    "states": _STATES,
+    "state_grads": copy.deepcopy(_STATES),
+    "outputs": _ROWS,
+    "inputs": copy.deepcopy(_ROWS),
     "scores": {
         2: {"block_cols": 64, "heads": 24, "num_warps": 4, "num_stages": 2},
         4: {"block_cols": 32, "heads": 24, "num_warps": 8, "num_stages": 1},
