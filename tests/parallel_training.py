@@ -23,11 +23,11 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-9}
 
 
 class Net(Toy):
-    """The toy, with a pair of matrices to cut by columns and rows, and one with a single row."""
+    """The toy, with a pair of matrices to shard by columns and rows, and one with a single row."""
 
     def __init__(self):
         super().__init__()
-        # Ten features: two ranks have five each, which FSDP2 cannot cut evenly.
+        # Ten features: two ranks have five each, which FSDP2 cannot shard evenly.
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 6)
         self.single = nn.Linear(6, 1, bias=False)
@@ -104,7 +104,7 @@ def whole(tensor):
 
 
 def results(model, optimizer):
-    """Return everything that must not depend on how the work was spread out."""
+    """Return everything that must not depend on how the work was parallelized."""
     found = {"norm": optimizer.grad_norm}
     inner = getattr(model, "module", model)
     for name, p in inner.named_parameters():
@@ -127,8 +127,8 @@ def largest_difference(found, expected, **tolerance):
     return max((found[n] - v).abs().max().item() for n, v in expected.items())
 
 
-def cut(model, mesh):
-    """Cut some matrices by columns and rows; the rest has copies on all ranks of the mesh."""
+def shard(model, mesh):
+    """Shard some matrices by columns and rows; the rest has copies on all ranks of the mesh."""
     styles = {
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
@@ -155,15 +155,15 @@ def mesh_of(layout):
     return None if mesh.get_coordinate() is None else mesh
 
 
-def spread(model, layout, **settings):
-    """Spread a model over ranks; return it with this rank's part of the batch."""
+def parallelize(model, layout, **settings):
+    """Parallelize a model; return it with this rank's part of the batch."""
     kind, mesh = layout.split()[0], mesh_of(layout)
     if layout == "fsdp x tp":
-        cut(model, mesh["model"])
+        shard(model, mesh["model"])
         fully_shard(model, mesh=mesh["data"], **settings)
         return model, mesh["data"].get_local_rank(), 2
     if kind == "tp":
-        return cut(model, mesh), 0, 1
+        return shard(model, mesh), 0, 1
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(
             model, process_group=mesh.get_group(), find_unused_parameters=True

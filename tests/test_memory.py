@@ -161,7 +161,7 @@ def test_ranks_hold_what_was_estimated(data, tmp_path, ranks, layout, llama):
     for name in ("weights", "raw weights", "moments"):
         assert max(rank[name] for rank in found) == rows[name], name
     activations = max(rank["activations"] for rank in found)
-    # Teams take the products of both mixers apart, which are one product in the estimate.
+    # Tensor parallelism computes both mixers apart, whose products are one product in the estimate.
     limit = 0.06 if axes.tensor > 1 and not llama else 1e-3
     assert rows["activations of a micro-batch"] == pytest.approx(activations, rel=limit)
 
@@ -187,7 +187,7 @@ def test_what_is_exchanged_is_counted():
     assert 7 < alone[activations] / shards[activations] < 8
 
 
-def test_a_team_that_cannot_share_is_refused_as_in_a_run():
+def test_a_degree_that_does_not_divide_is_refused_as_in_a_run():
     config = benchmarked("falcon-h1-0.5b")
     with pytest.raises(ValueError, match=r"parallel.tensor=3 does not divide model.num_kv_heads=2"):
         rank_bytes(config, CPU, Axes(1, 1, 3))

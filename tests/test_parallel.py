@@ -10,9 +10,9 @@ from parallel_training import (
     largest_difference,
     make,
     mesh_of,
+    parallelize,
     reference,
     results,
-    spread,
     train,
 )
 
@@ -24,7 +24,7 @@ KINDS = {"adamw": ["row+col", "blocks", "scalar"], "muon": ["row+col", "blocks"]
 def run(layout, optimizer, kind, **settings):
     """Train on this rank's part; return model and optimizer."""
     model, plan = fresh(kind)
-    model, part, parts = spread(model, layout, **settings)
+    model, part, parts = parallelize(model, layout, **settings)
     group = mesh_of(layout).get_group() if (layout, optimizer) == ("ddp 2", "muon") else None
     made = make(optimizer, model, plan, **({"process_group": group} if group else {}))
     train(model, made, part, parts)
@@ -56,7 +56,7 @@ def copies_without_a_group():
     if mesh_of("ddp 2") is None:
         return
     model, plan = fresh("blocks")
-    model, part, parts = spread(model, "ddp 2")
+    model, part, parts = parallelize(model, "ddp 2")
     optimizer = make("muon", model, plan)
     train(model, optimizer, part, parts)
     largest_difference(results(model, optimizer), results(*reference("muon", "blocks")))
@@ -70,7 +70,7 @@ def in_float32(optimizer):
     if mesh_of("fsdp 3") is None:
         return None
     model, plan = fresh("row+col", torch.float32)
-    model, part, parts = spread(model, "fsdp 3")
+    model, part, parts = parallelize(model, "fsdp 3")
     made = make(optimizer, model, plan)
     train(model, made, part, parts)
     expected = results(*reference(optimizer, "row+col", dtype=torch.float32))
@@ -92,7 +92,7 @@ def mixed(optimizer):
         if mesh_of(layout) is None:
             continue
         model, plan = fresh("row+col", torch.float32)
-        model, part, parts = spread(model, layout, mp_policy=policy)
+        model, part, parts = parallelize(model, layout, mp_policy=policy)
         made = make(optimizer, model, plan)
         # One rank takes as micro-batches what two take as parts: the same passes in bfloat16.
         train(model, made, part, parts, micro=2 // parts)

@@ -36,9 +36,9 @@ from parallel_training import (
     largest_difference,
     make,
     mesh_of,
+    parallelize,
     reference,
     results,
-    spread,
     train,
 )
 from ranks import Ranks
@@ -49,7 +49,7 @@ slow = pytest.mark.slow
 def started(layout, optimizer, kind="row+col", steps=1):
     """Train a little; return model, optimizer and this rank's part of the batch."""
     model, plan = fresh(kind)
-    model, part, parts = spread(model, layout)
+    model, part, parts = parallelize(model, layout)
     made = make(optimizer, model, plan)
     train(model, made, part, parts, steps=range(steps))
     return model, made, (part, parts)
@@ -161,7 +161,7 @@ def orthogonalized(layout):
     if mesh_of(layout) is None:
         return []
     model, plan = fresh("blocks")
-    model, part, parts = spread(model, layout)
+    model, part, parts = parallelize(model, layout)
     group = {"process_group": mesh_of(layout).get_group()} if layout == "ddp 2" else {}
     made = make("muon", model, plan, **group)
     found, inner = [], batches.orthogonalize
@@ -225,7 +225,7 @@ def skips(layout, optimizer):
     if mesh is None:
         return
     model, plan = fresh("row+col")
-    model, part, parts = spread(model, layout)
+    model, part, parts = parallelize(model, layout)
     made = make(optimizer, model, plan)
     for step in range(STEPS):
         value = {3: math.nan, 5: math.inf, 7: -math.inf}.get(step)
@@ -301,7 +301,7 @@ def resumes(optimizer, full):
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     model, plan = fresh("blocks")
-    spread(model, "fsdp 3")
+    parallelize(model, "fsdp 3")
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights[name])
@@ -331,7 +331,7 @@ def moves():
             p.copy_(weights[name])
     if mesh_of("tp 2") is None:
         return
-    model, part, parts = spread(model, "tp 2")
+    model, part, parts = parallelize(model, "tp 2")
     made = make("muon", model, plan)
     set_optimizer_state_dict(model, made, saved, options=options)
     train(model, made, part, parts, steps=range(STEPS // 2, STEPS))
@@ -351,7 +351,7 @@ def files_move(optimizer, before, after, path):
     if mesh is None:
         return
     model, plan = fresh("row+col")
-    model, part, parts = spread(model, after)
+    model, part, parts = parallelize(model, after)
     made = make(optimizer, model, plan)
     loaded = content(model, made)
     group = mesh.get_group() if mesh.ndim == 1 else None
@@ -490,7 +490,7 @@ def test_muon_takes_no_group_for_sharded_parameters(ranks):
 def group_and_shards():
     mesh = mesh_of("fsdp 4")
     model, plan = fresh("row+col")
-    spread(model, "fsdp 4")
+    parallelize(model, "fsdp 4")
     made = make("muon", model, plan, process_group=mesh.get_group())
     backward(model, batch(0))
     with pytest.raises(ValueError, match="leave it out"):
