@@ -21,7 +21,6 @@ from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
-from learnable_multipliers.pretrain.trainer.run_state import tensors_of
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import (
     HYBRID,
@@ -219,25 +218,6 @@ def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path
         rewritten(path, "model.safetensors", save(tensors))
         with pytest.raises(CheckpointError, match=message):
             Trainer(replace(config, resume=True))
-
-
-def test_a_checkpoint_from_before_muon_watched_its_noise_is_taken_up(data, tmp_path):
-    config = small_run(data, tmp_path / "run", steps=3, **RUNS["muon"])
-    trained(config)
-    path = tmp_path / "run" / "checkpoints" / "step-00000003"
-    # Copied: the file they are mapped from is about to be written over.
-    whole = {n: t.clone() for n, t in load_file(path / "optimizer.safetensors").items()}
-    older = {name: value for name, value in whole.items() if not name.endswith("/mean_sq")}
-    assert len(older) < len(whole)
-    rewritten(path, "optimizer.safetensors", save(older))
-    trainer = Trainer(replace(config, resume=True))
-    # State is completed when it is first needed.
-    trainer.optimizer.raw_weights()
-    found = tensors_of(trainer.model, trainer.optimizer)["optimizer"]
-    trainer.close()
-    for name, value in whole.items():
-        expected = torch.zeros_like(value) if name.endswith("/mean_sq") else value
-        assert torch.equal(found[name], expected), name
 
 
 def test_nothing_is_lost_when_the_disk_is_full(data, tmp_path):

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file
+from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: there, nobody looks out for a second process.
-    fcntl = None
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that tell what a run is, written when it begins."""
@@ -75,21 +70,14 @@ class RunFolder:
             self.write(name, told | {section: data})
 
     def _hold(self) -> None:
-        """Take the lock; the system takes it back from a process that ends."""
-        if fcntl is None:
-            return
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        (self.path / _LOCK).touch()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock(self.path / _LOCK)
         except BlockingIOError as error:
-            self.close()
             raise ValueError(
                 f"another process is training in {self.path}: wait for it or end it, or choose "
                 "another folder (--out)"
             ) from error
-        except OSError:
-            # Some network file systems keep no locks. A run is worth more than its guard.
-            self.close()
 
 
 def refuse_another(path: Path) -> None:

@@ -33,7 +33,7 @@ from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimize
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
-    refuse_other_settings,
+    check_same_settings,
     restore_,
     state_of,
     tensors_of,
@@ -336,14 +336,14 @@ class Trainer:
         if not self.config.spikes.max_rollbacks or self.step == len(self.steps):
             return config.keep
         kept = {*checkpoints.steps(checkpoint_folder(self.config.out)), self.step}
-        return spikes.num_kept(sorted(kept), config.every, config.keep)
+        return checkpoints.num_to_keep(sorted(kept), config.every, config.keep)
 
     def _resume(self) -> None:
         folder = checkpoint_folder(self.config.out)
         like = tensors_of(self.model, self.optimizer)
         kept, wrong = checkpoints.load_newest(folder, like, self.world)
         state = state_of(kept)
-        refuse_other_settings(self.config, state.config, kept.step)
+        check_same_settings(self.config, state.config, kept.step)
         if not self.data.has_fingerprint(state.data):
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their tokens "
