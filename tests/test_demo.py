@@ -41,7 +41,7 @@ class Watched(Trainer):
         self.seen[config.name] = self
 
     def going(self):
-        for step in super().going():
+        for step in super().steps():
             yield step
             if step == self.kill_at and self.config.name == "plain":
                 os.kill(os.getpid(), signal.SIGINT)

@@ -49,7 +49,7 @@ def train_here(config, stop_after=None, bad=None):
         trainer = Trainer(config)
         if bad is not None and trainer.world.rank == trainer.world.size - 1:
             _spoil(trainer, bad)
-        for step in trainer.going():
+        for step in trainer.steps():
             if step == stop_after:
                 trainer.save()
                 trainer.close()
@@ -62,14 +62,14 @@ def train_here(config, stop_after=None, bad=None):
 
 
 def _spoil(trainer, number):
-    spread = trainer._passes._spread
+    spread = trainer._train_step._spread
 
     def loss(tokens, z_loss):
         found = spread.loss(tokens, z_loss)
         added = number if trainer.step == 3 else 0.0
         return Losses(found.total + added, found.cross_entropy + added)
 
-    trainer._passes._spread = replace(spread, loss=loss)
+    trainer._train_step._spread = replace(spread, loss=loss)
 
 
 def assert_close(found, expected):

@@ -106,7 +106,7 @@ def test_what_a_kill_at_the_very_end_left_behind_is_removed(data, tmp_path):
 def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     stopped = Trainer(config)
-    for _ in stopped.going():
+    for _ in stopped.steps():
         if stopped.step == 3:
             stopped.save()
             break
@@ -119,7 +119,7 @@ def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):
 def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
-    gradients = trainer._passes.gradients
+    gradients = trainer._train_step.gradients
 
     def spoiled(batches, sequences):
         loss = gradients(batches, sequences)
@@ -127,8 +127,8 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
             trainer.model.lm_head.weight.grad[0, 0] = torch.nan
         return loss
 
-    trainer._passes.gradients = spoiled
-    for step in trainer.going():
+    trainer._train_step.gradients = spoiled
+    for step in trainer.steps():
         if step == 6:
             break
     trainer.close()
@@ -142,7 +142,7 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
 def test_a_loss_that_was_left_out_is_told_after_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 4:
             # Step 5 is saved before a loss is written down again.
             trainer._losses.add(torch.tensor(torch.nan), None)
@@ -233,7 +233,7 @@ from runs import small_run
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 trainer = Trainer(small_run(Path({str(data)!r}), Path({str(tmp_path / "run")!r})))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for step in trainer.going():
+for step in trainer.steps():
     if step == 6:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 """

@@ -230,7 +230,7 @@ def test_a_run_that_goes_back_can_be_killed_at_any_step(data, tmp_path, poisoned
     whole, _ = observed(watched(data, tmp_path / "whole"))
     config = watched(data, tmp_path / "part")
     killed = Trainer(config)
-    for count, _ in enumerate(killed.going(), 1):
+    for count, _ in enumerate(killed.steps(), 1):
         if count == taken:
             break
     killed.close()
@@ -244,7 +244,7 @@ def test_a_run_that_was_stopped_goes_back_to_where_another_would(data, tmp_path,
     whole, _ = observed(watched(data, tmp_path / "whole"))
     config = watched(data, tmp_path / "part")
     stopped, interrupt = Trainer(config), Interrupt()
-    for step in stopped.going():
+    for step in stopped.steps():
         if step == stop:
             interrupt.received = "SIGINT"
             assert stopped.train(interrupt) == "interrupted"
@@ -291,7 +291,7 @@ def test_no_checkpoint_is_written_while_the_loss_is_high(data, tmp_path, poisone
     poisoned.update(range(14 * BATCH, 15 * BATCH))
     config = watched(data, tmp_path / "run", spikes=patient)
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 16:
             break
     trainer.close()
@@ -306,7 +306,7 @@ def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(data, tmp_path, poi
         )
         seen = []
         trainer = Trainer(config, seen.append)
-        for count, _ in enumerate(trainer.going(), 1):
+        for count, _ in enumerate(trainer.steps(), 1):
             if count == 12:
                 damage(config.out / "checkpoints" / "step-00000010" / "model.safetensors")
         texts = [record["text"] for record in seen if record["kind"] == "warning"]

@@ -129,7 +129,7 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         _memory_advice(),
     ):
         shown.append(display)
-        for step in trainer.going():
+        for step in trainer.steps():
             display.advance(name, step)
             stopped_by = trainer.stopped_by(interrupt)
             if stopped_by is not None:

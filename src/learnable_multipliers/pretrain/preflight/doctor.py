@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.preflight.check_result import Finding, NotTr
 from learnable_multipliers.pretrain.preflight.memory import rank_bytes, state_bytes
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.run_folder import refuse_another
+from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
@@ -168,7 +168,7 @@ class _Case:
         if found.verdict != "ok" or self.config.resume:
             return found
         try:
-            refuse_another(self.config.out)
+            check_unused(self.config.out)
         except ValueError as error:
             text, _, advice = str(error).rpartition(": ")
             return Finding("folder", "warning", text, advice)

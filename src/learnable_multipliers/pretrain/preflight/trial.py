@@ -23,7 +23,7 @@ from learnable_multipliers.pretrain.trainer.device import Device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import steps
-from learnable_multipliers.pretrain.trainer.train_step import Passes
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 _NEAR = 1.0
 """Nats between the first loss and that of guessing."""
@@ -46,14 +46,14 @@ class Trial:
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
-        self._passes = Passes(self.model, device, config.z_loss)
+        self._train_step = TrainStep(self.model, device, config.z_loss)
         self.sequences = micro_batch(config, num_readers)
         self._tokens = data.batch(0, self.sequences, device.device)
 
     def gradients(self) -> float:
         """Leave the gradients of the micro-batch and return its loss."""
-        loss = self._passes.gradients([self._tokens], self.sequences)
-        self._passes.spoil(loss)
+        loss = self._train_step.gradients([self._tokens], self.sequences)
+        self.optimizer.found_inf = ~loss.isfinite()
         return loss.item()
 
     def step(self, lr: float) -> None:
@@ -61,7 +61,7 @@ class Trial:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._passes.clear()
+        self._train_step.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of effective and raw weights and multipliers, on the host."""

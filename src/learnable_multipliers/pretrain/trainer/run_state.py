@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
-from learnable_multipliers.pretrain.metrics.loss_meter import LossReading
+from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
