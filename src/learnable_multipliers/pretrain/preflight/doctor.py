@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from learnable_multipliers._formats import count
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
-from learnable_multipliers.pretrain.metrics.progress import in_short
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import machine_checks as machine
 from learnable_multipliers.pretrain.preflight import trial
@@ -113,7 +113,7 @@ class _Case:
     def data_open(self) -> Finding:
         config = self.config
         self._data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        tokens = in_short(self._data.num_tokens)
+        tokens = count(self._data.num_tokens)
         return Finding("data", "ok", f"{tokens} tokens at {self._data.folder}")
 
     def settings_work(self) -> Finding:

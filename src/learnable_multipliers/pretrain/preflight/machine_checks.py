@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain.metrics.progress import in_short
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.trainer.device import Device
 
@@ -169,4 +168,4 @@ def nearest_folder(path: Path) -> Path:
 
 def size(count: float) -> str:
     """Return a number of bytes in words."""
-    return f"{in_short(count)}B"
+    return f"{count(count)}B"

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from learnable_multipliers._formats import count, duration
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.metrics.progress import duration, in_short
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.preflight.machine_checks import nearest_folder
@@ -117,7 +117,7 @@ def check_save_and_load(trial: Trial) -> Finding:
     if changed:
         told = f"not every tensor came back: {len(changed)} differ, {changed[0]} among them"
         return Finding(about, "failed", told, f"see to the disk of {config.out}, or {_FAULT}")
-    return Finding(about, "ok", f"{in_short(written)}B in {duration(seconds)}; every bit came back")
+    return Finding(about, "ok", f"{count(written)}B in {duration(seconds)}; every bit came back")
 
 
 def check_speed(trial: Trial) -> Finding:
@@ -141,7 +141,7 @@ def check_speed(trial: Trial) -> Finding:
     return Finding(
         "speed",
         "ok",
-        f"{per_step:.3g} s a step of {in_short(tokens)} tokens, {in_short(speed)} tokens/s; the "
+        f"{per_step:.3g} s a step of {count(tokens)} tokens, {count(speed)} tokens/s; the "
         f"whole run about {duration(whole)}, {left_out} left out",
     )
 
