@@ -124,7 +124,7 @@ class Display:
             **self._fields(name),
         )
 
-    def _fields(self, name: str) -> dict[str, str]:
+    def _fields(self, name: str) -> dict[str, Any]:
         return {"/".join(key): self._shown[name].get(key, "") for key in _SHOWN}
 
     def _print_line(self, name: str, kind: str, step: int) -> None:

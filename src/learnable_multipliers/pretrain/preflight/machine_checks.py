@@ -166,6 +166,6 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def size(count: float) -> str:
+def size(num_bytes: float) -> str:
     """Return a number of bytes in words."""
-    return f"{count(count)}B"
+    return f"{count(num_bytes)}B"

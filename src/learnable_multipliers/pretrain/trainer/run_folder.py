@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import World
+from learnable_multipliers.pretrain.metrics.environment import environment
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.plain_data import to_dict
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that describe a run, written when it begins."""
@@ -106,18 +110,29 @@ class RunFolder:
             self._warned.add(topic)
         self._observer({"kind": "warning", "step": step, "text": text})
 
-    def write(self, name: str, data: Any) -> None:
-        """Write plain data as a JSON file."""
-        if self._world.is_first:
-            text = data if isinstance(data, str) else json.dumps(data, indent=1)
-            replace_file(self.path / name, (text + "\n").encode())
+    def describe(self, step: int, device: str, model: HybridLM, plan: Plan) -> None:
+        """Write what the run is; on a resume, what it runs on from this step."""
+        if not self._world.is_first:
+            return
+        config, found = self._config, environment(device)
+        if config.resume:
+            # Earlier steps may have run on another machine, with other settings.
+            schedule = to_dict(config.schedule)
+            path = self.path / "config.json"
+            before = json.loads(path.read_bytes()) if path.exists() else None
+            if isinstance(before, dict) and before.get("schedule") != schedule:
+                self._write("config.json", before | {"schedule": schedule})
+            found |= {"runtime": to_dict(config.runtime), "schedule": schedule}
+            self._write(f"resumed-{step:08d}.json", found)
+            return
+        found |= {"parameters": model.num_parameters, "multipliers": plan.num_multipliers}
+        self._write("config.json", to_dict(config))
+        self._write("environment.json", found)
+        self._write("plan.json", plan.to_json())
 
-    def update(self, name: str, section: str, data: Any) -> None:
-        """Replace a section of a JSON file, if it differs."""
-        if self._world.is_first and (self.path / name).exists():
-            content = json.loads((self.path / name).read_bytes())
-            if isinstance(content, dict) and content.get(section) != data:
-                self.write(name, content | {section: data})
+    def _write(self, name: str, data: Any) -> None:
+        text = data if isinstance(data, str) else json.dumps(data, indent=1)
+        replace_file(self.path / name, (text + "\n").encode())
 
     def flush(self) -> None:
         """Flush the metrics to disk, before a checkpoint of the same step is published."""

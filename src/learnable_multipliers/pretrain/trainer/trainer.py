@@ -15,7 +15,6 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join, take_own_device
-from learnable_multipliers.pretrain.metrics.environment import environment
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch
 from learnable_multipliers.pretrain.metrics.weights import describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
@@ -81,7 +80,9 @@ class Trainer:
             self._resume()
         self._ended = self._folder.open_log(self.step, len(self.schedule))
         if not self._ended:
-            self._describe()
+            self._folder.describe(self.step, self.device.name, self.model, self.plan)
+            if self.world.is_first and not config.resume:
+                self.data.copy_tokenizer(config.out)
             for path in slow_paths(config, self.device):
                 self._warn(path.in_words)
         if self.device.compiled:
@@ -95,26 +96,6 @@ class Trainer:
             return None
         # On the CPU, in float64.
         return find_symmetries(build(self.config.model, self.config.seed), self.plan)
-
-    def _describe(self) -> None:
-        """Write what the run is, and what it runs on from this step."""
-        found = environment(self.device.name)
-        if self.config.resume:
-            # Earlier steps may have run on another machine, with other settings.
-            planned = to_dict(self.config.schedule)
-            found |= {"runtime": to_dict(self.config.runtime), "schedule": planned}
-            self._folder.update("config.json", "schedule", planned)
-            self._folder.write(f"resumed-{self.step:08d}.json", found)
-            return
-        found |= {
-            "parameters": self.model.num_parameters,
-            "multipliers": self.plan.num_multipliers,
-        }
-        self._folder.write("config.json", to_dict(self.config))
-        self._folder.write("environment.json", found)
-        self._folder.write("plan.json", self.plan.to_json())
-        if self.world.is_first:
-            self.data.copy_tokenizer(self.config.out)
 
     # -- training -----------------------------------------------------------------------------
 
