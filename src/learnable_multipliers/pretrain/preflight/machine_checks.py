@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from learnable_multipliers._formats import count
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.trainer.device import Device
 
