@@ -162,7 +162,7 @@ def train(config: TrainConfig, data: Path) -> dict[str, Any]:
     begin = time.perf_counter()
     config = replace(config, out=folder / "run", data=replace(config.data, path=data))
     trainer = Trainer(config)
-    for _ in trainer.going():
+    for _ in trainer.steps():
         pass
     records = read_metrics(config.out)
     speeds = [r["tokens_per_second"] for r in records if r["kind"] == "train"][1:]

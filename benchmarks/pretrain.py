@@ -24,7 +24,7 @@ from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.train_step import Passes
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 LENGTH = 2048
 
@@ -72,7 +72,7 @@ def ours(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     optimizer, _ = make_optimizer(model, OptimizerConfig(kind="adamw", placement="full", lr=1e-4))
     model.compile_layers_()
     graph = "off" if options.no_graph else "auto"
-    passes = Passes(model, choose_device(RuntimeConfig(cuda_graph=graph)), z_loss=1e-4)
+    passes = TrainStep(model, choose_device(RuntimeConfig(cuda_graph=graph)), z_loss=1e-4)
     tokens = random_tokens(options.sequences, PRESETS[preset].vocab_size)
 
     def step() -> None:

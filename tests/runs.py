@@ -89,7 +89,7 @@ def trained(config: TrainConfig) -> Trainer:
 def killed_after(config: TrainConfig, step: int) -> Trainer:
     """Train a run up to a step and leave it there, as if the process were gone."""
     trainer = Trainer(config)
-    for done in trainer.going():
+    for done in trainer.steps():
         if done == step:
             break
     trainer.close()

@@ -96,10 +96,10 @@ HUGE_HEADER = (1 << 62).to_bytes(8, "little") + b"{}"
     [
         ("state.json", b"[]"),
         ("state.json", b"{}"),
-        ("state.json", b'{"format": 1, "step": "5"}'),
-        ("state.json", b'{"format": 1, "step": true}'),
+        ("state.json", b'{"format": 2, "step": "5"}'),
+        ("state.json", b'{"format": 2, "step": true}'),
         ("state.json", b'{"format": 7, "step": 10}'),
-        ("state.json", b'{"format": 1, "step": 4}'),
+        ("state.json", b'{"format": 2, "step": 4}'),
         ("state.json", BOMB),
         ("state.json", b"\xff\xfe"),
         ("model.safetensors", b""),
@@ -120,9 +120,9 @@ def test_contents_that_checksums_vouch_for_are_still_looked_at(tmp_path, name, c
     [
         b"[]",
         b"{}",
-        b'{"format": 1, "files": []}',
-        b'{"format": 1, "files": {"state.json": 3}}',
-        b'{"format": 1, "files": {"../../secret": {"bytes": 1, "sha256": ""}}}',
+        b'{"format": 2, "files": []}',
+        b'{"format": 2, "files": {"state.json": 3}}',
+        b'{"format": 2, "files": {"../../secret": {"bytes": 1, "sha256": ""}}}',
         BOMB,
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from learnable_multipliers.pretrain import strict_json
+from learnable_multipliers.pretrain import plain_data
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import MANIFEST, Checkpoint
 from runs import rewritten
@@ -107,11 +107,23 @@ def test_a_folder_with_nothing_in_it_is_passed_over(kept):
     assert passed_over(kept) == "manifest.json is missing"
 
 
-def test_a_checkpoint_of_the_first_format_is_still_read(kept):
+@pytest.mark.parametrize("version", [0, 1, 3, "2", True, None])
+def test_another_format_of_the_manifest_is_refused_in_words(kept, version):
     file = newest(kept) / MANIFEST
-    files = json.loads(file.read_text())["files"]
-    file.write_text(json.dumps({"format": 1, "files": files}, indent=1) + "\n")
-    assert checkpoints.load_newest(kept)[0].step == 10
+    content = json.loads(file.read_text()) | {"format": version}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    assert passed_over(kept) == (
+        f"{MANIFEST} is of format {version!r}, this release reads format {checkpoints.FORMAT}"
+    )
+
+
+@pytest.mark.parametrize("version", [1, 3, 2.0, None])
+def test_another_format_of_the_state_is_refused_in_words(kept, version):
+    state = json.loads((newest(kept) / "state.json").read_text()) | {"format": version}
+    rewritten(newest(kept), "state.json", json.dumps(state).encode())
+    assert passed_over(kept) == (
+        f"state.json is of format {version!r}, this release reads format {checkpoints.FORMAT}"
+    )
 
 
 def test_one_that_is_removed_while_it_is_read_makes_way_for_a_newer_one(kept, monkeypatch):
@@ -273,14 +285,14 @@ HOSTILE_JSON = {
     "deep list": b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "deep object": b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
     "long number": b'{"step": ' + b"9" * 100_000 + b"}",
-    "large exponent": b'{"format": 1, "step": 10, "seconds": 1e999}',
-    "NaN": b'{"format": 1, "step": 10, "seconds": NaN}',
-    "infinity": b'{"format": 1, "step": 10, "seconds": -Infinity}',
-    "a key twice": b'{"format": 1, "step": 5, "step": 10}',
-    "a key twice within": b'{"format": 1, "step": 10, "config": {"lr": 1, "lr": 2}}',
-    "two objects": b'{"format": 1, "step": 10}{}',
-    "not UTF-8": b'{"format": 1, "step": 10, "a": "\xff"}',
-    "another encoding": '{"format": 1, "step": 10}'.encode("utf-16"),
+    "large exponent": b'{"format": 2, "step": 10, "seconds": 1e999}',
+    "NaN": b'{"format": 2, "step": 10, "seconds": NaN}',
+    "infinity": b'{"format": 2, "step": 10, "seconds": -Infinity}',
+    "a key twice": b'{"format": 2, "step": 5, "step": 10}',
+    "a key twice within": b'{"format": 2, "step": 10, "config": {"lr": 1, "lr": 2}}',
+    "two objects": b'{"format": 2, "step": 10}{}',
+    "not UTF-8": b'{"format": 2, "step": 10, "a": "\xff"}',
+    "another encoding": '{"format": 2, "step": 10}'.encode("utf-16"),
     "a list": b"[]",
     "nothing": b"",
 }
@@ -321,7 +333,7 @@ def test_absurd_claims_of_a_manifest_are_refused_and_nothing_is_allocated_for_th
 
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
 def test_a_file_of_plain_data_as_large_as_a_disk_is_not_read(kept, name, monkeypatch):
-    monkeypatch.setattr(strict_json.read_plain, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(plain_data.read_bytes, "__defaults__", (1 << 20,))
     file = newest(kept) / name
     os.truncate(file, (1 << 20) + 1)
     if name == "state.json":

@@ -138,7 +138,7 @@ def trained(data, **optimizer) -> tuple[Trainer, lrm.Diagnosis]:
     trainer = Trainer(replace(config, optimizer=replace(config.optimizer, **optimizer)))
     start = lrm.diagnose(trainer.optimizer)
     lrs = []
-    for _ in trainer.going():
+    for _ in trainer.steps():
         lrs.append(trainer.optimizer.param_groups[0]["lr"])
     return trainer, lrm.diagnose(trainer.optimizer, lrs=lrs, start=start)
 

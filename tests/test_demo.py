@@ -40,8 +40,8 @@ class Watched(Trainer):
         self.data.batch = batch
         self.seen[config.name] = self
 
-    def going(self):
-        for step in super().going():
+    def steps(self):
+        for step in super().steps():
             yield step
             if step == self.kill_at and self.config.name == "plain":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -99,10 +99,11 @@ def test_the_page_tells_both_losses_and_what_the_text_was(made, data):
 def test_both_runs_share_the_screen(made):
     out, _, screen = made
     for name in demo.RUNS:
-        last = [row for row in screen.splitlines() if row.startswith(name)][-1]
+        last = [row for row in screen.splitlines() if f"{name} " in row][-1]
         assert f"{STEPS}/{STEPS}" in last
         assert f"{last_loss(out / name):.3f}" in last
-        assert last.endswith("done")
+        # The time the run took.
+        assert last.rstrip()[-7:-4].startswith("0:0")
 
 
 @pytest.mark.slow

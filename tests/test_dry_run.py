@@ -94,7 +94,7 @@ def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
     assert float(run[3]) == pytest.approx(trainer.tokens / trainer.data.num_tokens, abs=0.005)
     assert float(run[4]) == pytest.approx(trainer.data.num_tokens / 1e3, rel=0.005)
     rates = [float(rate) for rate in re.search(r"rate (\S+) -> (\S+) -> (\S+)", text).groups()]
-    used = [4e-3 * step.lr_factor for step in trainer.steps]
+    used = [4e-3 * step.lr_factor for step in trainer.schedule]
     assert rates == pytest.approx([used[0], max(used), used[-1]], rel=5e-3)
     assert "batch 2 -> 4 sequences of 32" in text
 

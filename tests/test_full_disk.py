@@ -96,7 +96,7 @@ def test_a_log_that_cannot_grow_is_told_and_gone_on_with(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
     log = config.out / "metrics.jsonl"
-    going = trainer.going()
+    going = trainer.steps()
     for _ in range(6):
         next(going)
     # Part of a line is written, which is what a full disk does.
@@ -116,7 +116,7 @@ def test_a_log_that_cannot_grow_is_told_and_gone_on_with(data, tmp_path):
 def test_a_resume_on_a_full_disk_is_told_and_can_be_tried_again(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 9:
             break
     trainer.close()

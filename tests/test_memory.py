@@ -109,7 +109,7 @@ def test_a_rank_computes_its_share_of_a_batch(data, tmp_path, micro, dp_degree, 
 def held_here(config):
     """Train two steps on this rank with all others; return the bytes that it holds."""
     trainer = Trainer(config)
-    going = trainer.going()
+    going = trainer.steps()
     next(going), next(going)
     found = {"weights": sum(local(p).nbytes for p in trainer.model.parameters())}
     found |= {"raw weights": 0, "moments": 0}
@@ -129,7 +129,7 @@ def held_here(config):
     own = trainer.world.share(config.data.batch_sequences)
     tokens = trainer.data.batch(own.start, len(own), torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        trainer._passes._parallel.loss(tokens, config.z_loss)
+        trainer._train_step._parallel.loss(tokens, config.z_loss)
     weights = {local(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
     # What FSDP gathers for a layer is let go of after it: nothing is left in its storage.
     found["activations"] = sum(s.nbytes() for at, s in kept.items() if at not in weights)

@@ -285,7 +285,7 @@ def test_health_goes_on_after_a_resume(data, tmp_path):
     trained(whole)
     config = small_run(data, tmp_path / "part")
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 7:
             break
     trainer.save()

@@ -9,11 +9,11 @@ import torch
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.metrics.loss_meter import NOTHING, LossMeter, LossReading
+from learnable_multipliers.pretrain.metrics.meters import NOTHING, LossMeter, LossReading
 from learnable_multipliers.pretrain.model.loss import Losses
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from runs import assert_same, everything, small_run, trained
+from runs import everything, small_run
 
 CPU = torch.device("cpu")
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -22,7 +22,7 @@ PLACES = ("loss", "reported loss", "gradient", "multiplier's gradient")
 
 def spoil(trainer, place, value, steps):
     """Let something not be finite in some steps, counted from 0."""
-    spread = trainer._passes._parallel
+    spread = trainer._train_step._parallel
     loss_of, matrix = spread.loss, trainer.model.model.layers[0].feed_forward.up_proj.weight
     step_of = trainer.optimizer.step
 
@@ -45,7 +45,7 @@ def spoil(trainer, place, value, steps):
         return step_of()
 
     if place in ("loss", "reported loss"):
-        trainer._passes._parallel = replace(spread, loss=loss)
+        trainer._train_step._parallel = replace(spread, loss=loss)
     else:
         trainer.optimizer.step = step
 
@@ -61,7 +61,7 @@ def test_a_step_that_is_not_finite_changes_nothing(data, tmp_path, place, value)
     trainer = Trainer(config)
     spoil(trainer, place, VALUES[value], {2})
     kept = {}
-    for step in trainer.going():
+    for step in trainer.steps():
         kept[step] = {name: tensor.clone() for name, tensor in everything(trainer).items()}
     assert kept[2].keys() == kept[3].keys()
     for name, before in kept[2].items():
@@ -82,7 +82,7 @@ def test_it_is_so_for_other_optimizers(data, tmp_path, kind):
     trainer = Trainer(replace(config, optimizer=replace(config.optimizer, **changes)))
     spoil(trainer, "reported loss", math.nan, {1})
     kept = {}
-    for step in trainer.going():
+    for step in trainer.steps():
         kept[step] = {name: tensor.clone() for name, tensor in everything(trainer).items()}
     for name, before in kept[1].items():
         assert torch.equal(before, kept[2][name]), name
@@ -103,12 +103,27 @@ def test_the_logged_loss_is_the_mean_of_the_others(data, tmp_path):
     assert logs[4][4]["loss_left_out"] == 1
 
 
-def test_the_guard_leaves_an_ordinary_run_alone(data, tmp_path, monkeypatch):
-    guarded = trained(small_run(data, tmp_path / "guarded", steps=4))
-    monkeypatch.setattr(
-        "learnable_multipliers.pretrain.trainer.train_step.Passes.spoil", lambda *_: None
-    )
-    assert_same(guarded, trained(small_run(data, tmp_path / "plain", steps=4)))
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_flag_skips_one_step_and_leaves_the_gradients_alone(data, tmp_path, kind):
+    config = small_run(data, tmp_path / "run", steps=4)
+    trainer = Trainer(replace(config, optimizer=replace(config.optimizer, kind=kind)))
+    steps = trainer.steps()
+    next(steps)
+    parameters = dict(trainer.model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: tensor.clone() for name, tensor in everything(trainer).items()}
+    trainer.optimizer.found_inf = torch.tensor(True)
+    trainer.optimizer.step()
+    assert trainer.optimizer.num_skipped == 1
+    for name, tensor in everything(trainer).items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in parameters.values())
+    assert trainer.optimizer.grad_norm.isfinite()
+    trainer.optimizer.step()
+    assert trainer.optimizer.num_skipped == 1
+    assert not torch.equal(before["model/lm_head.weight"], trainer.model.lm_head.weight)
+    trainer.close()
 
 
 # -- too many ---------------------------------------------------------------------------------
@@ -158,7 +173,7 @@ def test_a_streak_goes_on_across_a_resume(data, tmp_path):
     bad = set(range(4, 20))
     trainer = Trainer(config)
     spoil(trainer, "gradient", math.nan, bad)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 7:
             trainer.save()
             break
@@ -222,6 +237,6 @@ def test_a_meter_goes_on_from_its_reading():
 def test_a_new_reading_begins_empty_but_for_the_streak():
     meter = LossMeter(CPU)
     meter.add(torch.tensor(1.0), torch.tensor(math.nan))
-    meter.start_anew()
+    meter.reset()
     assert meter.read() == replace(NOTHING, skipped_in_a_row=1)
     assert meter.read().mean is None

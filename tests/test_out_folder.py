@@ -9,9 +9,9 @@ import time
 import pytest
 
 from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+    check_target,
     clear_leftovers,
     new_folder,
-    refuse_existing,
 )
 
 LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
@@ -54,7 +54,7 @@ def test_a_name_with_signs_of_glob_stands_for_itself(tmp_path):
 def test_a_folder_that_cannot_be_made_is_told_before_any_work(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file is a file, so .*file/x/y cannot be made"):
-        refuse_existing(tmp_path / "file" / "x" / "y", overwrite=False)
+        check_target(tmp_path / "file" / "x" / "y", overwrite=False)
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def train_here(config, stop_after=None, bad=None):
         if bad is not None and trainer.world.rank == trainer.world.size - 1:
             _spoil(trainer, bad)
         found = {}
-        for step in trainer.going():
-            if step in (stop_after, len(trainer.steps)):
+        for step in trainer.steps():
+            if step in (stop_after, len(trainer.schedule)):
                 # Before the process groups are gone.
                 norm = trainer.optimizer.grad_norm
                 found = {name: full(value) for name, value in everything(trainer).items()}
@@ -67,14 +67,14 @@ def train_here(config, stop_after=None, bad=None):
 
 
 def _spoil(trainer, number):
-    parallel = trainer._passes._parallel
+    parallel = trainer._train_step._parallel
 
     def loss(tokens, z_loss):
         found = parallel.loss(tokens, z_loss)
         added = number if trainer.step == 3 else 0.0
         return Losses(found.total + added, found.cross_entropy + added)
 
-    trainer._passes._parallel = replace(parallel, loss=loss)
+    trainer._train_step._parallel = replace(parallel, loss=loss)
 
 
 def assert_close(found, expected):

@@ -9,7 +9,7 @@ from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.train_step import Passes
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from runs import HYBRID
 
 SHAPE = replace(HYBRID, vocab_size=64)
@@ -24,7 +24,7 @@ def batches(count, sequences, device):
 def gradients_of(micro, sequences):
     model = build(SHAPE).double()
     device = replace(choose_device(RuntimeConfig(device="cpu")), dtype=torch.float32)
-    passes = Passes(model, device, z_loss=1e-3)
+    passes = TrainStep(model, device, z_loss=1e-3)
     (tokens,) = batches(1, sequences, "cpu")
     loss = passes.gradients(tokens.split(micro), sequences)
     return loss, {name: p.grad for name, p in model.named_parameters()}
@@ -46,7 +46,7 @@ def test_a_step_with_another_rate_does_not_wait_for_the_device(kind):
     model = build(SHAPE, 0, "cuda")
     optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
     device = choose_device(RuntimeConfig(device="cuda", cuda_graph="off", dtype="float32"))
-    passes = Passes(model, device, z_loss=1e-3)
+    passes = TrainStep(model, device, z_loss=1e-3)
     (tokens,) = batches(1, 4, "cuda")
     for step in range(6):
         for group in optimizer.param_groups:
@@ -74,7 +74,7 @@ def test_recorded_passes_train_as_computed_ones(micro, sequences, kind):
         optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
         model.compile_layers_()
         device = choose_device(RuntimeConfig(device="cuda", cuda_graph=graph, dtype="float32"))
-        passes = Passes(model, device, z_loss=1e-3)
+        passes = TrainStep(model, device, z_loss=1e-3)
         losses[graph] = []
         # The same few batches again and again, so that the loss falls; a batch of another size
         # in the middle has to be recorded anew.

@@ -6,7 +6,9 @@ import re
 import pytest
 from rich.console import Console
 
-from learnable_multipliers.pretrain.metrics.progress import Display, duration, in_short, printable
+from learnable_multipliers.pretrain.metrics.progress import Display, printable
+from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.schedule import steps, tokens_after
 
 TRAIN = {
     "kind": "train",
@@ -48,67 +50,62 @@ def shown(names, total, width, record=TRAIN) -> list[str]:
     return screen.lines()
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize(
+    ("width", "numbers"),
+    [
+        (50, ["loss 3.457"]),
+        (70, ["loss 3.457", "123k tok/s"]),
+        (80, ["loss 3.457", "held-out 3.557", "123k tok/s"]),
+        (100, ["loss 3.457", "held-out 3.557", "123k tok/s", "MFU 38%"]),
+        (120, ["loss 3.457", "held-out 3.557", "grad 0.46", "123k tok/s", "MFU 38%"]),
+    ],
+)
 @pytest.mark.parametrize("names", [["tiny"], ["plain", "multipliers"]], ids=len)
-def test_every_number_stands_under_its_name(names, width):
-    header, *rows = shown(names, 28_610, width)
+def test_each_run_has_a_line_with_its_numbers(names, width, numbers):
+    rows = shown(names, 28_610, width)
     assert len(rows) == len(names)
-    assert max(map(len, [header, *rows])) <= width
-    ends = {match[0]: match.end() for match in re.finditer(r"\S+", header)}
-    # 28,487 steps to go at 122 steps in 100 seconds: 23,350 s.
-    expected = {
-        "step": "123/28,610",
-        "loss": "3.457",
-        "held-out": "3.557",
-        "grad": "0.46",
-        "tok/s": "123k",
-        "MFU": "38%",
-        "left": "6h 29m",
-    }
-    assert list(ends) == list(expected)
     for name, row in zip(names, rows, strict=True):
-        assert row.startswith(name)
-        for column, value in expected.items():
-            assert row[: ends[column]].endswith(f" {value}"), (column, row)
+        assert len(row) <= width
+        assert row.startswith(f"{name} ")
+        # 28,487 steps to go at 122 steps in 100 seconds: 23,350 s.
+        assert row.endswith(" ".join(["123/28,610", *numbers, "6:29:10"])), row
 
 
-def test_the_bar_is_as_long_as_the_part_that_is_done():
-    screen = Screen(["run"], 200, 100)
-    screen.display.advance("run", 50)
+@pytest.mark.parametrize("name", ["run", "a-name-that-is-much-too-long-for-any-table", "[b]x[/b]"])
+def test_no_terminal_is_too_narrow_for_one_line(name):
+    for width in range(20, 120):
+        (line,) = shown([name], 28_610, width)
+        assert len(line) <= width
+        if width >= 60:
+            assert line.startswith(name[:20])
+            assert "123/28,610 loss 3.457 " in line
+
+
+def test_the_bar_is_as_long_as_the_part_of_the_tokens_that_is_done():
+    screen = Screen(["run"], [0, 10, 50, 200], 140)
+    screen.display.advance("run", 2)
     with screen.console.capture() as captured:
         screen.console.print(screen.display.frame())
-    # Colour tells done from to do; the first colour of the bar is that of what is done.
+    # The first colour of the bar is that of what is done.
     pieces = re.findall(r"\x1b\[([\d;]+)m([\u2501\u2578\u257a]+)\x1b\[0m", captured.get())
-    done = sum(len(text) - 0.5 * text.count("\u2578") for colour, text in pieces[:1])
+    done = len(pieces[0][1]) - 0.5 * pieces[0][1].count("\u2578")
     whole = sum(len(text) for _, text in pieces)
     assert whole == 40
     assert done == pytest.approx(whole / 4, abs=0.5)
 
 
-@pytest.mark.parametrize("name", ["run", "a-name-that-is-much-too-long-for-any-table", "[b]x[/b]"])
-def test_a_narrow_terminal_gets_fewer_columns_and_no_second_line(name):
-    for width in range(20, 120):
-        lines = shown([name], 28_610, width)
-        assert len(lines) == 2, width
-        assert max(map(len, lines)) <= width
-        if width >= 60:
-            assert {"step", "loss", "left"} <= set(lines[0].split())
-            assert lines[1].startswith(name[:20])
-
-
 def test_what_is_not_known_is_not_made_up():
-    header, row = Screen(["run"], 500, 80).lines()
-    assert header.split() == ["step", "loss", "held-out", "grad", "tok/s", "left"]
-    assert row.split()[2:] == ["0/500", "-", "-", "-", "-", "-"]
-    header, row = shown(["run"], 500, 80, {**TRAIN, "mfu": None, "grad_norm": None})
-    assert "MFU" not in header
-    assert row.split()[2:] == ["123/500", "3.457", "3.557", "-", "123k", "5m", "09s"]
+    (row,) = Screen(["run"], 500, 80).lines()
+    assert row.split()[2:] == ["0/500", "-:--:--"]
+    (row,) = shown(["run"], 500, 120, {**TRAIN, "mfu": None, "grad_norm": None})
+    assert "MFU" not in row
+    assert "grad" not in row
 
 
 def test_the_loss_of_the_first_step_is_not_shown_for_that_of_the_last():
     screen = Screen(["run"], 8, 100)
     screen.display.record("run", TRAIN | {"step": 1, "loss": 6.269})
-    assert "6.269" in screen.lines()[1]
+    assert "6.269" in screen.lines()[0]
     screen.display.advance("run", 8)
     screen.display.record("run", EVAL | {"step": 8})
     line = screen.lines()[-1]
@@ -116,16 +113,87 @@ def test_the_loss_of_the_first_step_is_not_shown_for_that_of_the_last():
     assert "3.557" in line
 
 
-def test_time_left_of_a_resumed_run_is_told_from_the_steps_it_took_itself():
-    screen = Screen(["run"], 1000, 80)
-    for step, now in ((901, 0.0), (911, 20.0)):
-        screen.now = now
+# -- time left --------------------------------------------------------------------------------
+
+
+CONFIG = RECIPES["falcon-h1-0.5b"][1]
+LENGTH = CONFIG.data.sequence_length
+TOKENS = tokens_after(steps(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH), LENGTH)
+SPEED = 1e5
+"""Tokens per second: the run takes 83 hours."""
+
+
+def played(first, last, delays=None):
+    """Return a screen after steps of one speed, with extra seconds after some of them."""
+    screen = Screen(["run"], TOKENS, 100)
+    for step in range(first, last + 1):
+        screen.now += (TOKENS[step] - TOKENS[step - 1]) / SPEED + (delays or {}).get(step, 0.0)
         screen.display.advance("run", step)
-    assert screen.lines()[1].endswith("2m 58s")  # 89 steps of 2 seconds
-    screen.now = 30.0
-    assert screen.lines()[1].endswith("2m 48s")
-    screen.display.advance("run", 1000)
-    assert screen.lines()[1].endswith("done")
+    return screen
+
+
+def truth_at(step):
+    return (TOKENS[-1] - TOKENS[step]) / SPEED
+
+
+def test_a_schedule_says_the_tokens_after_every_step():
+    plan = steps(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH)
+    assert TOKENS[:3] == [0, 64 * LENGTH, 128 * LENGTH]
+    assert TOKENS[:-1] == [step.tokens_before for step in plan]
+    assert 0 <= TOKENS[-1] - CONFIG.schedule.tokens < 512 * LENGTH
+
+
+@pytest.mark.parametrize("step", [2, 10, 300, 545, 546, 900, 1400, 2000])
+def test_a_ramp_of_the_batch_does_not_change_the_time_left(step):
+    # From 131k tokens a step to 1.05M: steps are 8 times as long in the end.
+    screen = played(1, step)
+    assert screen.display.seconds_left("run") == pytest.approx(truth_at(step), abs=1.1)
+
+
+def test_a_slow_start_and_an_evaluation_are_forgotten():
+    # The first step is not counted at all.
+    assert played(1, 3, {1: 600.0}).display.seconds_left("run") == pytest.approx(truth_at(3), abs=2)
+    for last, factor in ((3001, 1.1), (3150, 1.0)):
+        left = played(2900, last, {3000: 60.0}).display.seconds_left("run")
+        assert left / truth_at(last) == pytest.approx(factor, abs=0.02)
+
+
+def test_a_run_that_slows_down_is_believed_within_minutes():
+    screen = played(3000, 3100)
+    for step in range(3101, 3201):
+        screen.now += 2 * (TOKENS[step] - TOKENS[step - 1]) / SPEED
+        screen.display.advance("run", step)
+    assert screen.display.seconds_left("run") == pytest.approx(2 * truth_at(3200), rel=0.01)
+
+
+def test_a_resumed_run_counts_the_steps_it_took_itself():
+    screen = Screen(["run"], TOKENS, 100)
+    screen.display.advance("run", 20_000)
+    assert screen.display.seconds_left("run") is None
+    screen.now = 12.0
+    screen.display.advance("run", 20_001)
+    step_tokens = TOKENS[20_001] - TOKENS[20_000]
+    truth = (TOKENS[-1] - TOKENS[20_001]) / step_tokens * 12
+    assert screen.display.seconds_left("run") == pytest.approx(truth, abs=1.1)
+
+
+def test_steps_of_an_hour_are_averaged():
+    screen = Screen(["run"], range(101), 100)
+    for step, hours in enumerate((1.0, 3.0, 4.0, 6.0, 7.0, 9.0, 10.0, 12.0), 1):
+        screen.now = 3600 * hours
+        screen.display.advance("run", step)
+    # 1.57 hours a step; the last one alone says 2.
+    left = screen.display.seconds_left("run")
+    assert left == pytest.approx(92 * 1.5 * 3600, rel=0.1)
+
+
+def test_a_rollback_is_no_progress():
+    screen = played(3000, 3100)
+    screen.display.advance("run", 3050)
+    assert screen.display.seconds_left("run") == pytest.approx(truth_at(3050), rel=1e-3)
+
+
+# -- output -----------------------------------------------------------------------------------
 
 
 def test_a_live_table_is_drawn_in_place_and_words_go_above_it():
@@ -136,8 +204,8 @@ def test_a_live_table_is_drawn_in_place_and_words_go_above_it():
         display.say("said in between")
     text = screen.console.file.getvalue()
     assert text.index("said in between") < text.rindex("3.457")
-    # The cursor goes up to draw over the last frame.
-    assert "\x1b[1A" in text
+    # The line is erased and drawn again.
+    assert "\r\x1b[2K" in text
 
 
 def test_a_file_gets_some_forty_whole_lines_of_a_long_run():
@@ -159,33 +227,6 @@ def test_a_file_gets_some_forty_whole_lines_of_a_long_run():
     assert lines[-1] == (
         "run  step 10,000/10,000  loss 3.457  held-out 3.557  grad 0.46  123k tok/s  MFU 38%"
     )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (7.5, "7.5"),
-        (999.4, "999"),
-        (999.6, "1k"),
-        (12_345, "12.3k"),
-        (999_700, "1M"),
-        (4_560_000, "4.56M"),
-        (3e10, "30G"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_numbers_in_short_have_three_digits(number, text):
-    assert in_short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (200, "3m 20s"), (7500, "2h 05m")],
-)
-def test_durations_in_words(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_a_terminal_is_never_told_what_to_do_by_a_sample():

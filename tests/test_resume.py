@@ -21,7 +21,6 @@ from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
-from learnable_multipliers.pretrain.trainer.run_state import tensors_of
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import (
     HYBRID,
@@ -107,7 +106,7 @@ def test_what_a_kill_at_the_very_end_left_behind_is_removed(data, tmp_path):
 def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     stopped = Trainer(config)
-    for _ in stopped.going():
+    for _ in stopped.steps():
         if stopped.step == 3:
             stopped.save()
             break
@@ -120,7 +119,7 @@ def test_a_run_stopped_at_its_last_step_gets_its_end_once(data, tmp_path):
 def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
-    gradients = trainer._passes.gradients
+    gradients = trainer._train_step.gradients
 
     def spoiled(batches, sequences):
         loss = gradients(batches, sequences)
@@ -128,8 +127,8 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
             trainer.model.lm_head.weight.grad[0, 0] = torch.nan
         return loss
 
-    trainer._passes.gradients = spoiled
-    for step in trainer.going():
+    trainer._train_step.gradients = spoiled
+    for step in trainer.steps():
         if step == 6:
             break
     trainer.close()
@@ -143,7 +142,7 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
 def test_a_loss_that_was_left_out_is_told_after_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 4:
             # Step 5 is saved before a loss is written down again.
             trainer._losses.add(torch.tensor(torch.nan), None)
@@ -221,25 +220,6 @@ def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path
             Trainer(replace(config, resume=True))
 
 
-def test_a_checkpoint_from_before_muon_watched_its_noise_is_taken_up(data, tmp_path):
-    config = small_run(data, tmp_path / "run", steps=3, **RUNS["muon"])
-    trained(config)
-    path = tmp_path / "run" / "checkpoints" / "step-00000003"
-    # Copied: the file they are mapped from is about to be written over.
-    whole = {n: t.clone() for n, t in load_file(path / "optimizer.safetensors").items()}
-    older = {name: value for name, value in whole.items() if not name.endswith("/mean_sq")}
-    assert len(older) < len(whole)
-    rewritten(path, "optimizer.safetensors", save(older))
-    trainer = Trainer(replace(config, resume=True))
-    # State is completed when it is first needed.
-    trainer.optimizer.raw_weights()
-    found = tensors_of(trainer.model, trainer.optimizer)["optimizer"]
-    trainer.close()
-    for name, value in whole.items():
-        expected = torch.zeros_like(value) if name.endswith("/mean_sq") else value
-        assert torch.equal(found[name], expected), name
-
-
 def test_nothing_is_lost_when_the_disk_is_full(data, tmp_path):
     """The system itself refuses the write: files may not grow beyond a limit."""
     script = f"""
@@ -253,7 +233,7 @@ from runs import small_run
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 trainer = Trainer(small_run(Path({str(data)!r}), Path({str(tmp_path / "run")!r})))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for step in trainer.going():
+for step in trainer.steps():
     if step == 6:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 """

@@ -41,7 +41,7 @@ def test_a_run_that_is_not_the_same_is_told_and_kept(ask, data, monkeypatch):
         if config.resume:
             config = replace(config, seed=1, resume=False, out=config.out.with_name("other"))
         trainer = resume_trial.Trainer(config)
-        for step in trainer.going():
+        for step in trainer.steps():
             if step == until:
                 trainer.save()
                 break

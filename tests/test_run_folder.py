@@ -113,7 +113,7 @@ def test_files_of_somebody_else_are_not_overwritten(data, tmp_path):
 def test_two_processes_do_not_share_a_folder(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     first = Trainer(config)
-    for step in first.going():
+    for step in first.steps():
         if step == 6:
             # A second one would cut the log under the first one's hands.
             for resume in (False, True):

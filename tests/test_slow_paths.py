@@ -87,7 +87,7 @@ def test_batches_that_are_not_recorded_are_named(micro, uneven, data, tmp_path):
     found = told(config)
     assert len(found) == bool(uneven)
     assert all(f"={micro} leaves a rest in batches of {uneven} sequences" in t for t in found)
-    assert told(config, replace(GPU, recorded=False)) == []
+    assert told(config, replace(GPU, captured=False)) == []
 
 
 def test_batches_of_a_ramp_are_named():
@@ -101,7 +101,7 @@ def test_batches_of_a_ramp_are_named():
 def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     config = replace(config, runtime=replace(config.runtime, cuda_graph="on"))
-    (text,) = told(config, replace(GPU, recorded=False))
+    (text,) = told(config, replace(GPU, captured=False))
     assert text.startswith("runtime.cuda_graph=on has no effect")
 
 

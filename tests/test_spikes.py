@@ -1,6 +1,5 @@
 """A loss that leaves its course: when it is noticed, and where the run goes on from."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from learnable_multipliers.pretrain.trainer.spikes import (
     is_spike,
     limit,
     looked,
-    num_kept,
     rollback_steps,
 )
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -31,8 +29,6 @@ from runs import (
     BATCH,
     assert_same,
     damage,
-    killed_after,
-    rewritten,
     small_run,
 )
 
@@ -125,7 +121,7 @@ def test_a_checkpoint_counts_once_its_weights_were_seen_to_be_good():
     [([5, 10, 15], 2), ([5, 7, 10], 3), ([5, 10, 12], 3), ([5, 7, 8, 10, 15], 2), ([3], 2)],
 )
 def test_checkpoints_of_a_stopped_run_do_not_displace_the_others(kept, expected):
-    assert num_kept(kept, 5, 2) == expected
+    assert checkpoints.num_to_keep(kept, 5, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,7 +230,7 @@ def test_a_run_that_goes_back_can_be_killed_at_any_step(data, tmp_path, poisoned
     whole, _ = observed(watched(data, tmp_path / "whole"))
     config = watched(data, tmp_path / "part")
     killed = Trainer(config)
-    for count, _ in enumerate(killed.going(), 1):
+    for count, _ in enumerate(killed.steps(), 1):
         if count == taken:
             break
     killed.close()
@@ -248,7 +244,7 @@ def test_a_run_that_was_stopped_goes_back_to_where_another_would(data, tmp_path,
     whole, _ = observed(watched(data, tmp_path / "whole"))
     config = watched(data, tmp_path / "part")
     stopped, interrupt = Trainer(config), Interrupt()
-    for step in stopped.going():
+    for step in stopped.steps():
         if step == stop:
             interrupt.received = "SIGINT"
             assert stopped.train(interrupt) == "interrupted"
@@ -295,7 +291,7 @@ def test_no_checkpoint_is_written_while_the_loss_is_high(data, tmp_path, poisone
     poisoned.update(range(14 * BATCH, 15 * BATCH))
     config = watched(data, tmp_path / "run", spikes=patient)
     trainer = Trainer(config)
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == 16:
             break
     trainer.close()
@@ -310,30 +306,13 @@ def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(data, tmp_path, poi
         )
         seen = []
         trainer = Trainer(config, seen.append)
-        for count, _ in enumerate(trainer.going(), 1):
+        for count, _ in enumerate(trainer.steps(), 1):
             if count == 12:
                 damage(config.out / "checkpoints" / "step-00000010" / "model.safetensors")
         texts = [record["text"] for record in seen if record["kind"] == "warning"]
         assert "model.safetensors is damaged" in texts[0]
         assert any(ending in text for text in texts)
         assert trainer.step == 26
-
-
-def test_a_checkpoint_from_before_spikes_were_watched_is_taken_up(data, tmp_path):
-    config = watched(data, tmp_path / "run", steps=12, spikes=SpikeConfig())
-    # Looks at steps 1, 4, 8 and 12: a checkpoint at 5 has one loss to go on with.
-    config = replace(config, log=replace(config.log, every=4))
-    killed_after(config, 6)
-    path = config.out / "checkpoints" / "step-00000005"
-    state = json.loads((path / "state.json").read_text())
-    loss = state.pop("loss")
-    del state["spikes"], state["passed_over"], state["config"]["spikes"]
-    older = state | {"loss_sum": loss["total"], "loss_steps": loss["steps"]}
-    rewritten(path, "state.json", json.dumps(older).encode())
-    resumed, _ = observed(replace(config, resume=True))
-    whole, _ = observed(replace(config, out=tmp_path / "whole"))
-    assert_same(whole, resumed)
-    assert without_clock(tmp_path / "whole") == without_clock(config.out)
 
 
 def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):

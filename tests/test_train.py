@@ -143,7 +143,7 @@ def test_weights_are_described_as_they_are(data, tmp_path):
 def test_a_signal_saves_and_ends(data, tmp_path):
     trainer = Trainer(small_run(data, tmp_path / "run"))
     with Interrupt() as interrupt:
-        going = trainer.going()
+        going = trainer.steps()
         next(going)
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.received == "SIGINT"

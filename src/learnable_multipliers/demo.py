@@ -74,7 +74,7 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
         interrupt = stack.enter_context(Interrupt())
         display = stack.enter_context(Display(list(trainers), tokens, console))
         shown.append(display)
-        going = {name: trainer.going() for name, trainer in trainers.items()}
+        going = {name: trainer.steps() for name, trainer in trainers.items()}
         while going:
             for name in list(going):
                 step = next(going[name], None)

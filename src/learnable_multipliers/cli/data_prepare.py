@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from learnable_multipliers._formats import count
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
 from learnable_multipliers.pretrain.data.splits import VALID
-from learnable_multipliers.pretrain.metrics.progress import in_short
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -41,9 +41,9 @@ def run(arguments: Sequence[str]) -> None:
     with console.status("reading") as status:
 
         def report(progress: Progress) -> None:
-            read = f"{in_short(progress.documents)} documents, {in_short(progress.bytes)}B"
+            read = f"{count(progress.documents)} documents, {count(progress.bytes)}B"
             if progress.stage == "encode":
-                status.update(f"{read}, {in_short(progress.tokens)} tokens")
+                status.update(f"{read}, {count(progress.tokens)} tokens")
             elif config.tokenizer is None:
                 status.update(f"training the tokenizer: {read}")
 
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
     for split in manifest.splits:
         print(
             f"{split}: {manifest.num_documents(split):,} documents, "
-            f"{manifest.num_tokens(split):,} tokens, {in_short(manifest.num_bytes(split))}B"
+            f"{manifest.num_tokens(split):,} tokens, {count(manifest.num_bytes(split))}B"
         )
     print(f"vocabulary: {manifest.vocab_size:,} tokens; read at {size / 1e6 / seconds:.1f} MB/s")
     for line in _left_out(manifest.source):

@@ -12,10 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read, wrapped
 from learnable_multipliers.cli.train import ELSEWHERE
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.metrics.progress import duration, printable
+from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.preflight.doctor import examine, in_words

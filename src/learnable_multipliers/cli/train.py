@@ -13,11 +13,12 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from learnable_multipliers._formats import count, duration
 from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
 from learnable_multipliers.cli.terminal import SteadyOutput
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import AXES, own_rank
-from learnable_multipliers.pretrain.metrics.progress import Display, duration, in_short, printable
+from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
@@ -129,7 +130,7 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
         _memory_advice(),
     ):
         shown.append(display)
-        for step in trainer.going():
+        for step in trainer.steps():
             display.advance(name, step)
             stopped_by = trainer.stopped_by(interrupt)
             if stopped_by is not None:
@@ -178,7 +179,7 @@ def _announce(trainer: Trainer, console: Console) -> None:
     ranks = f"{world.size} ranks ({axes}) of " if axes else ""
     _say(
         console,
-        f"{escape(config.name)}: {in_short(trainer.model.num_parameters)} parameters, {carried}, "
+        f"{escape(config.name)}: {count(trainer.model.num_parameters)} parameters, {carried}, "
         f"{config.optimizer.kind}, on {ranks}{device.name} in {precision}"
         f"{', compiled' if device.compiled else ''}"
         f"{f', going on from step {trainer.step:,}' if trainer.step else ''}",

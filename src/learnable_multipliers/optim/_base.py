@@ -34,6 +34,9 @@ _FORMAT = 1
 class MultiplierOptimizer(Optimizer):
     """Base of the optimizers; not used by itself."""
 
+    found_inf: Tensor | None = None
+    """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
+    a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
     _binding: Binding | None = None
     _settings: tuple[str, ...] = ("max_grad_norm", "backend", "grad_norm", "_skipped")
     """Attributes that a copy of the optimizer keeps; torch's own copies its groups alone."""
@@ -99,6 +102,7 @@ class MultiplierOptimizer(Optimizer):
         try:
             without_compiler()
         finally:
+            self.found_inf = None
             if self._binding is not None:
                 self._binding.release_gradients()
         return loss
@@ -113,6 +117,8 @@ class MultiplierOptimizer(Optimizer):
             return
         # The long pass over all gradients first: a GPU is busy with it while the host goes on.
         grads, norm, finite = bound.gradients(active)
+        if self.found_inf is not None:
+            finite = finite & (self.found_inf == 0)
         touched = bound.guard.check()
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite

@@ -1,4 +1,4 @@
-"""Everything a training run can be told, as typed data; the command line is made from it."""
+"""The configuration of a training run, as typed data; the command line is made from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read."""
+    """Training data and batches."""
 
     path: Path | None = None
     """Folder that `lrm data prepare` wrote; none is the Python standard library's own sources,
@@ -128,7 +128,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """What is done about a loss that leaves its course, and about steps that cannot be taken."""
+    """What is done about loss spikes, and about steps that are skipped."""
 
     max_rollbacks: int = 0
     """Times a run may go back to the checkpoint before a spike and on with other data; 0 tells of
@@ -164,7 +164,7 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written down, and how often (in steps)."""
+    """What is logged, and how often (in steps)."""
 
     every: int = 10
     """Steps between lines of loss, rate and speed; 0 is the first step alone."""
@@ -195,7 +195,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept to go on from."""
+    """Checkpoints to continue from."""
 
     every: int = 1000
     """Steps between checkpoints; 0 saves at the end and when interrupted alone."""
@@ -219,7 +219,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Where and how it is computed."""
+    """Device, precision and compilation."""
 
     device: str = "auto"
     """cuda, mps or cpu; auto takes the first there is."""
@@ -228,8 +228,8 @@ class RuntimeConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, layer by layer; auto is on for CUDA."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
-    """Record a pass once and replay it, so that the GPU never waits for Python; auto is on for
-    CUDA. Turn it off to debug."""
+    """Capture forward and backward as a CUDA graph and replay it, so that the GPU never waits for
+    Python; auto is on for CUDA. Turn it off to debug."""
     num_threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
     peak_tflops: float = 0.0
@@ -263,7 +263,7 @@ class TrainConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def check(self) -> None:
-        """Raise a ValueError for settings that are none, or cannot work together."""
+        """Raise a ValueError for invalid settings, or settings that cannot work together."""
         # The command line knows the types; a config made in Python may hold anything.
         from_dict(TrainConfig, to_dict(self))
         self.model.check()
@@ -294,10 +294,10 @@ class TrainConfig:
             )
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
-        _refuse_negative("z_loss", self.z_loss)
+        _check_not_negative("z_loss", self.z_loss)
         for section, names in _NOT_NEGATIVE.items():
             for name in names:
-                _refuse_negative(f"{section}.{name}", getattr(getattr(self, section), name))
+                _check_not_negative(f"{section}.{name}", getattr(getattr(self, section), name))
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
@@ -320,7 +320,7 @@ class TrainConfig:
             )
 
 
-# Settings of which 0 means none of it, and less than that nothing.
+# Settings that must not be negative.
 _NOT_NEGATIVE = {
     "data": ("micro_batch_sequences",),
     "optimizer": (
@@ -345,6 +345,6 @@ _NOT_NEGATIVE = {
 }
 
 
-def _refuse_negative(name: str, value: float) -> None:
+def _check_not_negative(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number of at least 0, got {value:g}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from learnable_multipliers.equilibrium import Diagnosis, diagnose
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
-from learnable_multipliers.pretrain.checkpoint.validation import refuse_another_model
+from learnable_multipliers.pretrain.checkpoint.validation import check_model
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.plain_data import from_dict
@@ -38,7 +38,7 @@ def diagnose_run(source: Path) -> RunDiagnosis:
     kept, notes = load_checkpoint(source)
     state = state_of(kept)
     config = _config_of(kept, state.config)
-    refuse_another_model(config.model, kept)
+    check_model(config.model, kept)
     model = build(config.model, config.seed)
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose(optimizer)

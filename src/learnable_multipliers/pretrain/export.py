@@ -14,12 +14,12 @@ from torch import Tensor
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+    check_can_be_made,
     clear_leftovers,
     new_folder,
-    refuse_unreachable,
 )
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
-from learnable_multipliers.pretrain.checkpoint.validation import held_model
+from learnable_multipliers.pretrain.checkpoint.validation import model_config
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
@@ -43,7 +43,7 @@ class Exported:
 
 def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
     """Return the model that a checkpoint holds, with its effective weights."""
-    config = held_model(kept)
+    config = model_config(kept)
     model = empty_model(config)
     weights = dict(kept.tensors["model"])
     if config.tie_embeddings:
@@ -61,7 +61,7 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     clear_leftovers(out)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
-    refuse_unreachable(out)
+    check_can_be_made(out)
     kept, notes = load_checkpoint(source)
     model = load_model(kept)
     eos_token: str = from_dict(str, kept.state.get("eos_token"), "state.json.eos_token")

@@ -1,17 +1,25 @@
-"""Dataclasses as plain data for JSON and back, checked field by field on the way back."""
+"""Dataclasses to plain data and back, and strict parsing of untrusted JSON.
+
+Python's own JSON parser keeps the last of two equal keys, reads 1e999 as infinity and accepts NaN.
+Here a text has one meaning, or a ValueError says what is wrong.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import stat
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 _WORDS: dict[type, str] = {int: "a whole number", str: "a text", bool: "true or false"}
-# JSON has no word for these: where a number is due, these texts stand for them.
-_NOT_FINITE = ("nan", "inf", "-inf")
+# JSON has no numbers for these, so they are written as strings.
+NOT_FINITE = ("nan", "inf", "-inf")
+MAX_BYTES = 64 << 20
+"""Size of the largest JSON file that is read."""
 
 
 def to_dict(value: Any) -> Any:
@@ -42,25 +50,25 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
         return None if values is None else from_dict(given, values, where)
     if origin is Literal:
         if values not in args:
-            _refuse(where, values, f"one of {', '.join(map(str, args))}")
+            _raise(where, values, f"one of {', '.join(map(str, args))}")
         return values
     if origin is tuple:
         if not isinstance(values, list | tuple) or len(values) != len(args):
-            _refuse(where, values, f"a list of {len(args)}")
+            _raise(where, values, f"a list of {len(args)}")
         parts = enumerate(zip(args, values, strict=True))
         return tuple(from_dict(arg, value, f"{where}[{i}]") for i, (arg, value) in parts)
     if origin is list:
         if not isinstance(values, list):
-            _refuse(where, values, "a list")
+            _raise(where, values, "a list")
         return [from_dict(args[0], value, f"{where}[{i}]") for i, value in enumerate(values)]
     if origin is dict:
-        _refuse_no_mapping(values, where)
+        _check_mapping(values, where)
         return {key: from_dict(args[1], value, f"{where}.{key}") for key, value in values.items()}
     return _leaf_from(kind, values, where)
 
 
 def _dataclass_from(kind: Any, values: Any, where: str) -> Any:
-    _refuse_no_mapping(values, where)
+    _check_mapping(values, where)
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     for what, keys in (("unknown keys", set(values) - known), ("no", known - set(values))):
@@ -74,26 +82,89 @@ def _dataclass_from(kind: Any, values: Any, where: str) -> Any:
 def _leaf_from(kind: Any, value: Any, where: str) -> Any:
     if kind is Path:
         if not isinstance(value, str):
-            _refuse(where, value, "a path")
+            _raise(where, value, "a path")
         return Path(value)
     if kind is float:
-        if value in _NOT_FINITE:
+        if value in NOT_FINITE:
             return float(value)
         # JSON writes whole numbers without a point.
         if not isinstance(value, int | float) or isinstance(value, bool):
-            _refuse(where, value, "a number")
+            _raise(where, value, "a number")
         return float(value)
     # Not isinstance: a bool is an int, and neither stands for the other.
     if type(value) is not kind:
-        _refuse(where, value, _WORDS[kind])
+        _raise(where, value, _WORDS[kind])
     return value
 
 
-def _refuse_no_mapping(values: Any, where: str) -> None:
+def _check_mapping(values: Any, where: str) -> None:
     if not isinstance(values, dict):
-        _refuse(where, values, "a mapping")
+        _raise(where, values, "a mapping")
 
 
-def _refuse(where: str, value: Any, wanted: str) -> NoReturn:
+def _raise(where: str, value: Any, wanted: str) -> NoReturn:
     shown = repr(value)
     raise ValueError(f"{where} is {shown[:60]}{'...' * (len(shown) > 60)}, not {wanted}")
+
+
+# -- JSON --------------------------------------------------------------------------------------
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    return parse_object(read_bytes(path), path.name)
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes."""
+    regular_size(path)
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path.name} has more than {limit:,} bytes")
+    return content
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a file; raise a ValueError for a link, folder, pipe or device."""
+    found = path.lstat()
+    # Opening a pipe could block forever, and a link may lead anywhere.
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is not a plain file")
+    return found.st_size
+
+
+def parse_object(content: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object; `name` is the file's, for error messages."""
+    try:
+        found = json.loads(
+            content.decode("utf8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_reject_constant,
+            parse_float=_finite,
+        )
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds no object")
+    return found
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number

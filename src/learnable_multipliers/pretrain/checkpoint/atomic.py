@@ -1,4 +1,4 @@
-"""Files that a power cut finds either as they were or as they were to become."""
+"""Crash-safe atomic writes of files, and locks."""
 
 from __future__ import annotations
 
@@ -6,57 +6,76 @@ import errno
 import os
 from pathlib import Path
 
-# A folder on some network file systems cannot be synced, and one that may be written to cannot
-# always be opened: there is nothing to be done about either.
+try:
+    import fcntl
+except ImportError:  # Windows has no flock.
+    fcntl = None
+
+# Some network file systems cannot sync a folder, and a folder that can be written to cannot always
+# be opened. Neither can be helped.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one go: readers, now or after a crash, see the old one or the new one.
+    """Write a file atomically: readers, now or after a crash, see the old or the new content.
 
-    What is written meanwhile lies beside it, under a name that the next try takes again: a process
-    that is killed leaves no more than one such file. One process at a time.
+    The temporary file has a fixed name, so a killed process leaves at most one. One process at a
+    time may call this for a path.
     """
-    aside = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the list of names in a folder, to disk."""
-    if not path.is_dir():
-        # Some systems sync only what they may write.
-        _sync(path, os.O_RDWR)
-        return
-    # Windows has no such call for folders.
-    if os.name == "nt":
+    """Flush a file, or the entries of a folder, to disk."""
+    is_folder = path.is_dir()
+    # Windows cannot sync folders.
+    if is_folder and os.name == "nt":
         return
     try:
-        _sync(path, os.O_RDONLY)
+        # Some systems only sync files that are open for writing.
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if not is_folder or error.errno not in _NO_SYNC:
             raise
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, each known to the one that holds it."""
+    """Make a folder and its parents, and flush the entry of each new one to disk."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync(folder.parent)
 
 
-def _sync(path: Path, access: int) -> None:
-    descriptor = os.open(path, access)
+def lock(path: Path) -> int | None:
+    """Lock a file or folder until the returned descriptor is closed.
+
+    The system releases it when the process ends. Returns None where locks are not supported, and
+    raises BlockingIOError if another process holds the lock.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        os.fsync(descriptor)
-    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        # Some network file systems have no locks. Locking is best effort.
+        return None
+    return descriptor

@@ -1,4 +1,7 @@
-"""A folder that a command makes: there when it is complete, and not before."""
+"""Atomic folders: written under a hidden name and published by a rename.
+
+Datasets, exports and checkpoints are made this way.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +9,64 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: there, what a killed process left stays.
-    fcntl = None
+from learnable_multipliers.pretrain.checkpoint.atomic import lock, sync
 
 MANIFEST_FILE = "manifest.json"
 
 
+def hidden(target: Path, kind: str = "partial", mark: str | None = None) -> Path:
+    """Return a new hidden path beside `target`; `mark` makes it unique."""
+    return target.with_name(f".{target.name}.{mark or uuid.uuid4().hex[:8]}.{kind}")
+
+
+def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
+    """Flush what is not on disk yet, rename the folder to `target`, and flush its new name."""
+    for path in (*unsynced, partial):
+        sync(path)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder. It is hidden first, so that a crash never leaves half of it visible."""
+    gone = hidden(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 @contextmanager
-def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to write in; it becomes `out` at the end, or vanishes if anything fails."""
-    refuse_existing(out, overwrite=overwrite)
-    made = [parent for parent in out.absolute().parents if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    partial = out.with_name(f".{out.name}.{mark}.partial")
-    old = out.with_name(f".{out.name}.{mark}.old")
+def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write to; it becomes `target` at the end, or is removed on any error."""
+    check_target(target, overwrite=overwrite)
+    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = hidden(target), hidden(target, "old")
     partial.mkdir()
-    held = _hold(partial)
+    held = lock(partial)
     try:
         yield partial
-        refuse_existing(out, overwrite=overwrite)
-        if out.exists():
-            out.rename(old)
+        check_target(target, overwrite=overwrite)
+        if target.exists():
+            target.rename(old)
         try:
-            partial.rename(out)
+            publish(partial, target, partial.rglob("*"))
         except BaseException:
             if old.exists():
-                old.rename(out)
+                old.rename(target)
             raise
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"{error.strerror}; nothing was kept: free some space or choose another folder"
-            raise OSError(error.errno, text, str(out)) from error
+            raise OSError(error.errno, text, str(target)) from error
         raise
     finally:
         if held is not None:
@@ -55,61 +74,45 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def clear_leftovers(out: Path) -> None:
-    """Remove what processes that were killed have left beside `out`, however large.
+def clear_leftovers(target: Path) -> None:
+    """Remove what killed processes left beside `target`.
 
-    One of them may have died between moving an old dataset away and the new one to its place: then
-    the old one is put back.
+    A process may have died after it moved the old folder away and before it published the new one:
+    then the old one is put back.
     """
-    for partial in out.parent.glob(f".{_literal(out.name)}.*.partial"):
-        held = _hold(partial)
-        if held is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-            os.close(held)
-    for old in out.parent.glob(f".{_literal(out.name)}.*.old"):
-        if out.exists():
+    for partial in target.parent.glob(f".{escape(target.name)}.*.partial"):
+        with suppress(BlockingIOError, FileNotFoundError):
+            held = lock(partial)
+            if held is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+                os.close(held)
+    for old in target.parent.glob(f".{escape(target.name)}.*.old"):
+        if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
-            old.rename(out)
+            old.rename(target)
 
 
-def refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Raise unless `out` is free, or a dataset that may be overwritten."""
-    if not out.exists() and not out.is_symlink():
-        refuse_unreachable(out)
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Raise unless `target` is free, or a dataset that may be overwritten."""
+    if not target.exists() and not target.is_symlink():
+        check_can_be_made(target)
         return
     if not overwrite:
-        raise FileExistsError(f"{out} exists; choose another folder or give --overwrite")
-    is_dataset = (out / MANIFEST_FILE).is_file() or (out.is_dir() and not any(out.iterdir()))
-    if out.is_symlink() or not is_dataset:
+        raise FileExistsError(f"{target} exists; choose another folder or give --overwrite")
+    is_dataset = (target / MANIFEST_FILE).is_file() or (
+        target.is_dir() and not any(target.iterdir())
+    )
+    if target.is_symlink() or not is_dataset:
         raise FileExistsError(
-            f"{out} is not a token dataset, so it is not overwritten; choose another folder"
+            f"{target} is not a token dataset, so it is not overwritten; choose another folder"
         )
 
 
-def refuse_unreachable(out: Path) -> None:
-    """Raise if a folder cannot be made at `out`, before any work is done for it."""
-    above = next(folder for folder in out.absolute().parents if folder.exists())
+def check_can_be_made(target: Path) -> None:
+    """Raise if a folder cannot be made at `target`, before any work is done for it."""
+    above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise NotADirectoryError(f"{above} is a file, so {out} cannot be made in it")
+        raise NotADirectoryError(f"{above} is a file, so {target} cannot be made in it")
     if not os.access(above, os.W_OK):
-        raise PermissionError(f"{out} cannot be made: {above} may not be written to")
-
-
-def _hold(folder: Path) -> int | None:
-    """Lock a folder, until it is closed or the process is gone; None if another holds it."""
-    if fcntl is None:
-        return None
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        # Held by another process, or on a file system that keeps no locks.
-        os.close(held)
-        return None
-    return held
-
-
-def _literal(name: str) -> str:
-    """Return a name for `glob` that stands for itself."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+        raise PermissionError(f"{target} cannot be made: {above} may not be written to")

@@ -1,8 +1,8 @@
-"""Checkpoints that cannot be lost: safetensors and JSON, written aside and published by a rename.
+"""Checkpoints: safetensors and JSON, written under a hidden name and published by a rename.
 
 A checkpoint is a folder `step-00001000` with its files and a manifest of their names, sizes and
-checksums. It is never changed after the rename; older ones go only when newer ones are complete.
-Loading verifies and falls back to the newest good one. No pickle on the way in or out.
+SHA-256 checksums. It never changes after the rename, and older ones are removed only when newer
+ones are complete. Loading verifies, and falls back to the newest good checkpoint. No pickle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,25 @@ from safetensors import SafetensorError
 
 from learnable_multipliers.pretrain.checkpoint import tensor_files
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, sync
+from learnable_multipliers.pretrain.checkpoint.atomic_folder import hidden, publish, remove
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX, Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
-from learnable_multipliers.pretrain.strict_json import (
+from learnable_multipliers.pretrain.plain_data import (
     parse_object,
+    read_bytes,
     read_object,
-    read_plain,
-    refuse_odd_file,
+    regular_size,
 )
 
+FORMAT = 2
+"""Version of manifest.json and state.json."""
 MANIFEST = "manifest.json"
 _STATE = "state.json"
 _NAME = re.compile(r"step-([0-9]{8,18})")
-_FORMAT = 1
-# The first one had no checksum of its own.
-_MANIFEST_KEYS = {1: {"format", "files"}, 2: {"format", "files", "sha256"}}
-
+_MANIFEST_KEYS = {"format", "files", "sha256"}
 
 Files = dict[str, dict[str, Any]]
-"""Size and checksum, by name."""
+"""Size and checksum, by file name."""
 
 
 class CheckpointError(OSError):
@@ -48,7 +48,7 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     step: int
     state: dict[str, Any]
@@ -56,24 +56,30 @@ class Checkpoint:
     tensors: Tensors = field(default_factory=dict)
 
 
+# -- saving ------------------------------------------------------------------------------------
+
+
 def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
     """Write a checkpoint and return its folder; then remove all but the newest `keep`.
 
-    One run at a time writes to a folder of checkpoints, all its ranks together. A checkpoint that
-    is there already and good is left as it is: the same step of the same run.
+    All ranks of one run call this together. An existing good checkpoint of the step is left as it
+    is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    (number,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
-    aside = folder / f".{target.name}.{number:08x}"
+    (mark,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
+    partial = hidden(target, mark=f"{mark:08x}")
     try:
-        is_there = world.together(lambda: world.is_first and _make_ready(folder, target, aside))
-        if world.tell([is_there])[0]:
+        exists = world.together(lambda: world.is_first and _prepare(folder, target, partial))
+        if world.tell([exists])[0]:
             return target
-        files = world.together(lambda: _write_tensors(aside, checkpoint.tensors, world))
-        files = _of_all(files, world)
-        world.together(lambda: world.is_first and _publish(aside, target, checkpoint, files))
-    except (OSError, SafetensorError) as error:
-        _give_up(aside, world)
+        files = world.together(lambda: _write_tensors(partial, checkpoint.tensors, world))
+        files = _gather_files(files, world)
+        world.together(lambda: world.is_first and _publish(partial, target, checkpoint, files))
+    except BaseException as error:
+        if world.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
         kept = steps(folder)
         left = f"the newest one is that of step {kept[-1]}" if kept else "there is none yet"
         raise CheckpointError(
@@ -81,9 +87,6 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
             "then go on with --resume"
         ) from error
-    except BaseException:
-        _give_up(aside, world)
-        raise
     try:
         world.together(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
     except OSError as error:
@@ -94,30 +97,72 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     return target
 
 
-def steps(folder: Path) -> list[int]:
-    """Return the steps that checkpoints were published for, in order."""
-    if not folder.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    # Each step has one name; a folder called otherwise is none of ours.
-    return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
+def _prepare(folder: Path, target: Path, partial: Path) -> bool:
+    """Make the folder to write to; return whether the checkpoint exists already."""
+    make_folder(folder)
+    if target.exists():
+        if problem(target) is None:
+            # The process that renamed it may have been killed before the name was on disk.
+            sync(folder)
+            return True
+        set_aside(target)
+    _clear_leftovers(folder)
+    partial.mkdir()
+    return False
+
+
+def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
+    """Write and sync this rank's tensors; return size and checksum of each file."""
+    files = {}
+    for group, named in tensors.items():
+        path = partial / tensor_files.file_name(group, world)
+        tensor_files.write(path, named, world)
+        sync(path)
+        files[path.name] = _fingerprint(path)
+    return files
+
+
+def _gather_files(files: Files, world: World) -> Files:
+    """Return the sizes and checksums of all ranks' files."""
+    own = b"".join(
+        f["bytes"].to_bytes(8, "big") + bytes.fromhex(f["sha256"]) for f in files.values()
+    )
+    found = {}
+    for rank, content in enumerate(world.gather(own)):
+        for place, name in enumerate(files):
+            size, digest = content[40 * place : 40 * place + 8], content[40 * place + 8 :][:32]
+            of_rank = tensor_files.name_on(name, rank, world)
+            found[of_rank] = {"bytes": int.from_bytes(size, "big"), "sha256": digest.hex()}
+    return found
+
+
+def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
+    state = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state}
+    (partial / _STATE).write_bytes(_to_json(state))
+    files = {**files, _STATE: _fingerprint(partial / _STATE)}
+    (partial / MANIFEST).write_bytes(_manifest(dict(sorted(files.items()))))
+    publish(partial, target, (partial / _STATE, partial / MANIFEST))
+
+
+# -- loading -----------------------------------------------------------------------------------
 
 
 def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> Checkpoint:
-    """Read one checkpoint, verified unless it has been.
+    """Read one checkpoint, after verifying it unless that was done.
 
     Args:
-        like: Tensors as this rank holds them, so that it reads no more than its part.
+        like: Tensors as this rank holds them; only this rank's part is read.
     """
     wrong = None if verified else problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
-    # The files are as they were written; that need not have been by us.
+    # The files match the manifest, but the manifest may have been written by anyone.
     try:
         state = read_object(path / _STATE)
-        step, form = state.pop("step", None), state.pop("format", None)
-        if type(step) is not int or form != _FORMAT:
-            raise ValueError(f"{_STATE} tells no step, or is not of format {_FORMAT}")
+        _check_format(_STATE, state.pop("format", None))
+        step = state.pop("step", None)
+        if type(step) is not int:
+            raise ValueError(f"{_STATE} has no step")
         tensors = tensor_files.read(path, like)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
@@ -127,10 +172,7 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
 def load_newest(
     folder: Path, like: Tensors | None = None, world: World = ALONE
 ) -> tuple[Checkpoint, list[str]]:
-    """Return the newest good checkpoint, and what is wrong with newer ones.
-
-    The first rank verifies and chooses; all others take the same one.
-    """
+    """Return the newest good checkpoint, and what is wrong with newer ones."""
     found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
     if found is not None:
         return found, wrong
@@ -142,16 +184,19 @@ def load_newest(
 
 
 def load_newest_of(
-    among: Callable[[], list[int]],
+    candidates: Callable[[], list[int]],
     folder: Path,
     like: Tensors | None = None,
     world: World = ALONE,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest good one of some steps, None without any, and what is wrong with others."""
+    """Return the newest good checkpoint of some steps or None, and what is wrong with newer ones.
+
+    The first rank verifies and chooses; all others load the same one.
+    """
     found, wrong = None, []
     try:
         if world.is_first:
-            found, wrong = _newest_good(among, folder, like)
+            found, wrong = _newest_good(candidates, folder, like)
     finally:
         (step,) = world.tell([-1 if found is None else found.step])
     if step < 0:
@@ -161,11 +206,11 @@ def load_newest_of(
 
 
 def _newest_good(
-    among: Callable[[], list[int]], folder: Path, like: Tensors | None
+    candidates: Callable[[], list[int]], folder: Path, like: Tensors | None
 ) -> tuple[Checkpoint | None, list[str]]:
     wrong: dict[int, str] = {}
-    # Looked for anew each time: while one is read, a run may publish others and remove it.
-    while untried := [step for step in among() if step not in wrong]:
+    # Listed again each time: while one is read, a run may publish others and remove it.
+    while untried := [step for step in candidates() if step not in wrong]:
         step = max(untried)
         path = folder / _name(step)
         try:
@@ -179,129 +224,45 @@ def _newest_good(
     return None, list(wrong.values())
 
 
+# -- verification ------------------------------------------------------------------------------
+
+
 def problem(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None if every file is as it was written."""
+    """Return what is wrong with a checkpoint; None if every file is as it was written."""
     try:
         return _mismatch(path, _read_manifest(path / MANIFEST))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except ValueError as error:
         return str(error)
-    # A disk that fails to read is damage like any other.
+    # A read error of the disk is damage like any other.
     except OSError as error:
         return f"it cannot be read: {error}"
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that cannot be used, so that it does not count as one; nothing is lost.
-
-    Else it would be among the newest that are kept, and a good one would go in its place.
-    """
-    return path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"))
+def _check_format(name: str, found: Any) -> None:
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"{name} is of format {found!r}, this release reads format {FORMAT}")
 
 
-def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Set aside all checkpoints after a step: those passed over when a run goes on from it."""
-    return [set_aside(folder / _name(later)) for later in steps(folder) if later > step]
-
-
-def tidy(folder: Path, newest: int, keep: int) -> None:
-    """Do what a process that was killed at its last save could not: remove leftovers and old ones.
-
-    A run that goes on would do so at its next save; one that is complete has none.
-    """
-    _clear_leftovers(folder)
-    _prune(folder, newest, keep)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _make_ready(folder: Path, target: Path, aside: Path) -> bool:
-    """Make room to write to, and tell whether the checkpoint is there already."""
-    make_folder(folder)
-    if target.exists():
-        if problem(target) is None:
-            # The process that renamed it may have been killed before it was on disk.
-            sync(folder)
-            return True
-        set_aside(target)
-    _clear_leftovers(folder)
-    aside.mkdir()
-    return False
-
-
-def _write_tensors(aside: Path, tensors: Tensors, world: World) -> Files:
-    """Write this rank's tensors, bring them to disk, and return the fingerprints of its files."""
-    files = {}
-    for group, named in tensors.items():
-        path = aside / tensor_files.file_name(group, world)
-        tensor_files.write(path, named, world)
-        sync(path)
-        files[path.name] = _fingerprint(path)
-    return files
-
-
-def _of_all(files: Files, world: World) -> Files:
-    """Return the fingerprints of all ranks' files; each has the same ones under its own names."""
-    content = b"".join(
-        f["bytes"].to_bytes(8, "big") + bytes.fromhex(f["sha256"]) for f in files.values()
-    )
-    found = {}
-    for rank, told in enumerate(world.gather(content)):
-        for place, name in enumerate(files):
-            entry = told[40 * place : 40 * (place + 1)]
-            of_rank = tensor_files.name_on(name, rank, world)
-            found[of_rank] = {
-                "bytes": int.from_bytes(entry[:8], "big"),
-                "sha256": entry[8:].hex(),
-            }
-    return found
-
-
-def _publish(aside: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
-    """Complete what ranks have written and give it its name."""
-    state = {"format": _FORMAT, "step": checkpoint.step, **checkpoint.state}
-    (aside / _STATE).write_bytes(_text(state))
-    files = {**files, _STATE: _fingerprint(aside / _STATE)}
-    (aside / MANIFEST).write_bytes(_manifest(dict(sorted(files.items()))))
-    for path in (aside / _STATE, aside / MANIFEST, aside):
-        sync(path)
-    aside.rename(target)
-    sync(target.parent)
-
-
-def _give_up(aside: Path, world: World) -> None:
-    if world.is_first:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _manifest(files: dict[str, dict[str, Any]]) -> bytes:
-    """Return a manifest that vouches for itself: a bit turned in it blames no other file."""
-    content = {"format": 2, "files": files}
-    return _text(content | {"sha256": hashlib.sha256(_text(content)).hexdigest()})
+def _manifest(files: Files) -> bytes:
+    """Return a manifest with a checksum of itself, so that damage to it blames no other file."""
+    content = {"format": FORMAT, "files": files}
+    return _to_json(content | {"sha256": hashlib.sha256(_to_json(content)).hexdigest()})
 
 
 def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Return sizes and checksums by name of file; a ValueError says what is wrong with them."""
-    content = read_plain(path)
+    """Return sizes and checksums by file name; a ValueError says what is wrong."""
+    content = read_bytes(path)
     manifest = parse_object(content, MANIFEST)
-    form = manifest.get("format")
-    if type(form) is not int or form not in _MANIFEST_KEYS:
-        known = " and ".join(map(str, _MANIFEST_KEYS))
-        raise ValueError(f"{MANIFEST} is of format {form!r}, this release reads {known}")
+    _check_format(MANIFEST, manifest.get("format"))
     try:
-        expected = {
-            name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
-        }
+        files: Files = manifest["files"]
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} does not list files with bytes and sha256") from error
-    own = {key: value for key, value in manifest.items() if key != "sha256"}
-    digest = hashlib.sha256(_text(own)).hexdigest()
-    # Spelled otherwise, or with more in it, it is not what was written, whatever it says.
-    as_written = set(manifest) == _MANIFEST_KEYS[form] and content == _text(manifest)
-    if not as_written or manifest.get("sha256", digest) != digest:
+    # Compared as bytes: any other spelling or extra key is not what was written.
+    if set(manifest) != _MANIFEST_KEYS or content != _manifest(files):
         raise ValueError(f"{MANIFEST} is damaged: it is not as it was written")
     if _STATE not in expected:
         raise ValueError(f"{MANIFEST} does not name {_STATE}")
@@ -312,8 +273,8 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
-    """Say where the files of a checkpoint differ from the sizes and checksums expected."""
-    # Names are compared, never followed: those that lead elsewhere are in no folder.
+    """Return where the files of a checkpoint differ from the manifest."""
+    # Names are compared with the folder's entries and never followed out of it.
     present = {file.name for file in path.iterdir()} - {MANIFEST}
     for what, names in (
         ("is missing", set(expected) - present),
@@ -323,7 +284,7 @@ def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             return f"{min(names)!r} {what}{more}"
     for name, (size, digest) in expected.items():
-        found = refuse_odd_file(path / name).st_size
+        found = regular_size(path / name)
         if found != size:
             return f"{name} has {found} bytes, not {size}"
         if _fingerprint(path / name)["sha256"] != digest:
@@ -331,22 +292,59 @@ def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
     return None
 
 
+# -- retention ---------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of all published checkpoints, in order."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    # Each step has one name; a folder with another spelling is not ours.
+    return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
+
+
+def num_to_keep(kept: Sequence[int], every: int, keep: int) -> int:
+    """Return how many of the newest checkpoints include `keep` at multiples of `every`."""
+    scheduled = [place for place, step in enumerate(reversed(kept), 1) if step % every == 0]
+    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(kept), keep)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that cannot be used, so that it no longer counts as one.
+
+    It would otherwise be kept as one of the newest, and a good one removed in its place.
+    """
+    return path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"))
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Set aside all checkpoints after the step from which a run continues."""
+    return [set_aside(folder / _name(later)) for later in steps(folder) if later > step]
+
+
+def tidy(folder: Path, newest: int, keep: int) -> None:
+    """Finish the clean-up of a save that was killed."""
+    _clear_leftovers(folder)
+    _prune(folder, newest, keep)
+
+
 def _prune(folder: Path, newest: int, keep: int) -> None:
     for step in [step for step in steps(folder) if step <= newest][:-keep]:
-        old = folder / _name(step)
-        # Out of sight first: a half-removed folder must not look like a checkpoint.
-        gone = folder / f".{old.name}.{uuid.uuid4().hex[:8]}"
-        old.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove(folder / _name(step))
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove what a killed process was writing or removing: each is as large as a checkpoint."""
+    """Remove the partial folders of killed processes; the run's lock keeps other runs out."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _text(data: dict[str, Any]) -> bytes:
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _to_json(data: dict[str, Any]) -> bytes:
     return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
 
 

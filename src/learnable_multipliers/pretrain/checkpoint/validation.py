@@ -1,4 +1,4 @@
-"""The model that a checkpoint says it holds, believed only as far as its tensors bear it out."""
+"""Validate a checkpoint's model config against its tensors."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.plain_data import from_dict
 
 
-def held_model(kept: Checkpoint) -> ModelConfig:
-    """Return the config of the model in a checkpoint; a CheckpointError if it holds another."""
+def model_config(kept: Checkpoint) -> ModelConfig:
+    """Return the model config of a checkpoint, validated against its tensors."""
     try:
         config: ModelConfig = from_dict(ModelConfig, kept.state.get("model"), "state.json.model")
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint of step {kept.step} is not one that this release reads: {error}"
         ) from error
-    refuse_another_model(config, kept)
+    check_model(config, kept)
     return config
 
 
-def refuse_another_model(config: ModelConfig, kept: Checkpoint) -> None:
-    """Raise a CheckpointError if the weights in a checkpoint are not those of such a model.
+def check_model(config: ModelConfig, kept: Checkpoint) -> None:
+    """Raise a CheckpointError if the weights in a checkpoint do not fit a model config.
 
     Nothing is allocated for the model: a file of a few bytes may claim any size.
     """
     found = {name: value.shape for name, value in kept.tensors.get("model", {}).items()}
     try:
         config.check()
-        # A layer has several tensors; the layers claimed are built one by one.
+        # Building even meta layers takes time, and each layer has several tensors.
         if config.num_layers > len(found):
             raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
@@ -39,7 +39,7 @@ def refuse_another_model(config: ModelConfig, kept: Checkpoint) -> None:
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise ValueError(f"its weights and its config disagree about {odd[0]}{more}")
-    # Sizes whose product no integer holds are no ValueError to torch.
+    # torch raises other errors for sizes whose product overflows.
     except (ValueError, RuntimeError, OverflowError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint of step {kept.step} cannot be used: {str(error).splitlines()[0]}"

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+    check_target,
     clear_leftovers,
     new_folder,
-    refuse_existing,
 )
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.encoding import encode_documents
@@ -116,7 +116,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called as a stage begins and after each batch."""
     report = report or (lambda progress: None)
     clear_leftovers(config.out)
-    refuse_existing(config.out, overwrite=config.overwrite)
+    check_target(config.out, overwrite=config.overwrite)
     splitter = _splitter(config)
     report(Progress("tokenizer", 0, 0, 0))
     tokenizer = _tokenizer(config, splitter, report)

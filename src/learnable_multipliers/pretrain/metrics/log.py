@@ -1,30 +1,26 @@
-"""Where the numbers of a run go: a file of JSON lines, and whoever else was asked for.
+"""The metrics of a run: a file of JSON lines, and TensorBoard, W&B or Trackio where asked for.
 
-`metrics.jsonl` is the record of a run: one JSON object per line, flushed as it is written. After a
-resume it equals that of a run that never stopped. TensorBoard, W&B and Trackio are views of it.
+`metrics.jsonl` is the record: one JSON object per line, flushed as it is written. After a resume it
+equals that of a run that never stopped.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
+from learnable_multipliers.pretrain.plain_data import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
 Metrics = Mapping[str, Any]
-
-# JSON has no word for these; `float` reads them all.
-_NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 class MetricLog:
@@ -51,18 +47,16 @@ class MetricLog:
         self._writer_class = _tensorboard_writer(tensorboard)
         self._writer: Any = None
         self._trackers: list[Any] = []
-        name = self.folder.resolve().name
-        if wandb is not None:
-            tracker = _tracker("wandb")
-            tracker.init(project=wandb, name=name, id=self._wandb_id(), resume="allow")
-            self._trackers.append(tracker)
-        if trackio is not None:
-            tracker = _tracker("trackio")
-            tracker.init(project=trackio, name=name, resume="allow")
-            self._trackers.append(tracker)
+        for package, project in (("wandb", wandb), ("trackio", trackio)):
+            if project is not None:
+                tracker = _tracker(package)
+                own = {"id": self._wandb_id()} if package == "wandb" else {}
+                name = self.folder.resolve().name
+                tracker.init(project=project, name=name, resume="allow", **own)
+                self._trackers.append(tracker)
         _drop_torn_line(self.path)
         self._file = self.path.open("ab")
-        # Lines on disk are lost all the same if the name of their file is not.
+        # Without its folder entry on disk the file would be lost in a crash.
         sync(self.folder)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -75,11 +69,11 @@ class MetricLog:
         if "step" in metrics:
             raise ValueError('"step" is given to log apart from the metrics')
         step, plain = int(step), _plain(metrics, "metrics")
-        line = json.dumps(_valid_json({"step": step, **plain}), allow_nan=False) + "\n"
-        with self._told():
+        line = json.dumps(to_dict({"step": step, **plain}), allow_nan=False) + "\n"
+        with self._writing():
             self._file.write(line.encode())
             self._file.flush()
-        # A loss in training and one on held-out text are two curves.
+        # Training and held-out loss are two curves.
         kind = plain.get("kind")
         numbers = dict(_numbers(plain, f"{kind}/" if isinstance(kind, str) else ""))
         if self._writer_class is not None:
@@ -90,38 +84,38 @@ class MetricLog:
             tracker.log(numbers, step=step)
 
     def truncate_after(self, step: int, *, has_more: bool = False) -> dict[str, Any] | None:
-        """Drop what was written after a step: a run that resumes from there writes it again.
+        """Drop all records after a step: a run that resumes from there writes them again.
 
-        The file is replaced in one go; lines that stay are not touched. Returns the last of them.
+        The file is replaced atomically. Returns the last record that stays.
 
         Args:
-            has_more: The run goes on from here: that it had ended is dropped too.
+            has_more: The run continues from here, so that a record of its end is dropped too.
         """
         kept, last = [], None
         for line, record in _lines(self.path):
             if record["step"] <= step and not (has_more and record.get("kind") == "end"):
                 kept.append(line)
                 last = record
-        with self._told():
+        with self._writing():
             replace_file(self.path, b"".join(kept))
         self._file.close()
         self._file = self.path.open("ab")
         if self._writer is not None:
             self._writer.close()
         if self._writer_class is not None:
-            # Event files cannot be cut; this tells readers what to forget.
+            # Event files cannot be truncated; this makes readers drop later steps.
             self._writer = self._new_writer(purge_step=step + 1)
         return last
 
     def flush(self) -> None:
-        """Bring every line to disk; before a checkpoint is published, which may not be ahead."""
-        with self._told():
+        """Flush every line to disk."""
+        with self._writing():
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Write out what is pending and let go of all files."""
+        """Flush and close all files."""
         try:
-            with self._told():
+            with self._writing():
                 self._file.close()
         finally:
             if self._writer is not None:
@@ -131,20 +125,15 @@ class MetricLog:
                 tracker.finish()
             self._trackers = []
 
-    def __enter__(self) -> MetricLog:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Let an error of the system say which file it met, and what to do."""
+    def _writing(self) -> Iterator[None]:
+        """Add the file and what to do about it to an error of the system."""
         try:
             yield
         except OSError as error:
@@ -177,7 +166,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each whole line and what it says."""
+    """Yield each complete line and its record."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -193,7 +182,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a killed run left unfinished: the next would be glued to it."""
+    """Remove a last line that a killed run left incomplete."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -203,7 +192,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a value made of Python's own kinds; tensors and arrays become numbers or lists."""
+    """Return a value of plain Python types; tensors and arrays become numbers or lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -215,20 +204,12 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(f"{where} is {type(value).__name__}: log numbers, words, lists or mappings")
 
 
-def _valid_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _valid_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_valid_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _with_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else value
 
 
 def _numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:

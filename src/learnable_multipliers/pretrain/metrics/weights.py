@@ -1,4 +1,4 @@
-"""What the weights of a run look like: their rms, the rms noise alone would give, multipliers."""
+"""Statistics of weights: their rms, the rms predicted from noise alone, and multipliers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.equilibrium import TensorReading
 from learnable_multipliers.optim import AdamW, Muon, multipliers
@@ -30,17 +29,11 @@ def describe_weights(
             name: {kind: _quantiles(value) for kind, value in values.items()}
             for name, values in multipliers(optimizer).items()
         },
-        "roles": {name: "/".join(sorted(_roles(m), key=_order(m))) for name, m in matrices.items()},
+        "roles": {
+            name: "/".join(dict.fromkeys(block.role for block in matrix.blocks))
+            for name, matrix in matrices.items()
+        },
     }
-
-
-def _roles(matrix: Matrix) -> set[str]:
-    return {block.role for block in matrix.blocks}
-
-
-def _order(matrix: Matrix) -> Any:
-    order = [block.role for block in matrix.blocks]
-    return order.index
 
 
 def _quantiles(values: Tensor) -> list[float]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from learnable_multipliers._formats import count
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
-from learnable_multipliers.pretrain.metrics.progress import in_short
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import machine_checks as machine
 from learnable_multipliers.pretrain.preflight import trial
@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.preflight.check_result import Finding, NotTr
 from learnable_multipliers.pretrain.preflight.memory import rank_bytes, state_bytes
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.run_folder import refuse_another
+from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
@@ -114,7 +114,7 @@ class _Case:
         config = self.config
         self._data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self._data.verify()
-        tokens = in_short(self._data.num_tokens)
+        tokens = count(self._data.num_tokens)
         return Finding("data", "ok", f"{tokens} tokens at {self._data.folder}, checksums are right")
 
     def settings_work(self) -> Finding:
@@ -169,7 +169,7 @@ class _Case:
         if found.verdict != "ok" or self.config.resume:
             return found
         try:
-            refuse_another(self.config.out)
+            check_unused(self.config.out)
         except ValueError as error:
             text, _, advice = str(error).rpartition(": ")
             return Finding("folder", "warning", text, advice)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from learnable_multipliers._formats import count
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
-from learnable_multipliers.pretrain.metrics.progress import in_short, printable
+from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight.memory import rank_bytes
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
@@ -47,8 +48,8 @@ def _run(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str
     peak = max(step.lr_factor for step in taken) * config.optimizer.lr
     full = config.data.batch_sequences
     return [
-        f"Run: {len(taken):,} steps, {in_short(total)} tokens, "
-        f"{total / data.num_tokens:.2f} epochs of {in_short(data.num_tokens)} tokens at "
+        f"Run: {len(taken):,} steps, {count(total)} tokens, "
+        f"{total / data.num_tokens:.2f} epochs of {count(data.num_tokens)} tokens at "
         f"{data.folder}",
         f"  batch {taken[0].sequences}"
         + (f" -> {full}" if taken[0].sequences != full else "")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain.metrics.progress import in_short
+from learnable_multipliers._formats import count
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.trainer.device import Device
 
@@ -167,6 +167,6 @@ def nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def size(count: float) -> str:
+def size(num_bytes: float) -> str:
     """Return a number of bytes in words."""
-    return f"{in_short(count)}B"
+    return f"{count(num_bytes)}B"

@@ -80,7 +80,7 @@ def _train(config: TrainConfig, until: int, *, killed: bool = False) -> None:
 def _main() -> None:
     asked = json.load(sys.stdin)
     trainer = Trainer(from_dict(TrainConfig, asked["config"]))
-    for step in trainer.going():
+    for step in trainer.steps():
         if step == asked["until"]:
             if asked["killed"]:
                 os.kill(os.getpid(), signal.SIGKILL)

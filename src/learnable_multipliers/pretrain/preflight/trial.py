@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from learnable_multipliers._formats import count, duration
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.metrics.progress import duration, in_short
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.check_result import Finding
 from learnable_multipliers.pretrain.preflight.machine_checks import nearest_folder
@@ -23,7 +23,7 @@ from learnable_multipliers.pretrain.trainer.device import Device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import steps
-from learnable_multipliers.pretrain.trainer.train_step import Passes
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 _NEAR = 1.0
 """Nats between the first loss and that of guessing."""
@@ -44,14 +44,14 @@ class Trial:
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
-        self._passes = Passes(self.model, device, config.z_loss)
+        self._train_step = TrainStep(self.model, device, config.z_loss)
         self.sequences = micro_batch(config, dp_degree)
         self._tokens = data.batch(0, self.sequences, device.device)
 
     def gradients(self) -> float:
         """Leave the gradients of the micro-batch and return its loss."""
-        loss = self._passes.gradients([self._tokens], self.sequences)
-        self._passes.spoil(loss)
+        loss = self._train_step.gradients([self._tokens], self.sequences)
+        self.optimizer.found_inf = ~loss.isfinite()
         return loss.item()
 
     def step(self, lr: float) -> None:
@@ -59,7 +59,7 @@ class Trial:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self._passes.clear()
+        self._train_step.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of effective and raw weights and multipliers, on the host."""
@@ -115,7 +115,7 @@ def check_save_and_load(trial: Trial) -> Finding:
     if changed:
         told = f"not every tensor came back: {len(changed)} differ, {changed[0]} among them"
         return Finding(about, "failed", told, f"see to the disk of {config.out}, or {_FAULT}")
-    return Finding(about, "ok", f"{in_short(written)}B in {duration(seconds)}; every bit came back")
+    return Finding(about, "ok", f"{count(written)}B in {duration(seconds)}; every bit came back")
 
 
 def check_speed(trial: Trial) -> Finding:
@@ -139,7 +139,7 @@ def check_speed(trial: Trial) -> Finding:
     return Finding(
         "speed",
         "ok",
-        f"{per_step:.3g} s a step of {in_short(tokens)} tokens, {in_short(speed)} tokens/s; the "
+        f"{per_step:.3g} s a step of {count(tokens)} tokens, {count(speed)} tokens/s; the "
         f"whole run about {duration(whole)}, {left_out} left out",
     )
 

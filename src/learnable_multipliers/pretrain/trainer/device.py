@@ -23,8 +23,8 @@ class Device:
     device: torch.device
     dtype: torch.dtype
     compiled: bool
-    recorded: bool
-    """Whether passes are recorded as a CUDA graph."""
+    captured: bool
+    """Whether forward and backward are captured as a CUDA graph."""
     name: str
     peak_tflops: float | None
     """None where it is not known: no MFU then."""
@@ -38,9 +38,9 @@ class Device:
     def of_rank(self, size: int) -> Device:
         """Return how one of `size` ranks uses the device.
 
-        Several exchange gradients in the middle of a pass, which is not recorded then.
+        Several ranks reduce gradients during backward, which is then not captured.
         """
-        return self if size == 1 else replace(self, recorded=False)
+        return self if size == 1 else replace(self, captured=False)
 
     def synchronize(self) -> None:
         """Wait for the device, before reading a clock."""
@@ -94,7 +94,7 @@ def choose_device(config: RuntimeConfig) -> Device:
         device=device,
         dtype=getattr(torch, dtype),
         compiled=config.compile == "on" or (config.compile == "auto" and device.type == "cuda"),
-        recorded=device.type == "cuda" and config.cuda_graph != "off",
+        captured=device.type == "cuda" and config.cuda_graph != "off",
         name=name,
         peak_tflops=config.peak_tflops or (known if dtype == "bfloat16" else None),
     )

@@ -1,24 +1,30 @@
-"""The folder of a run: one run's alone, and one process's at a time."""
+"""The folder of a run: its lock, description files, metrics and checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file
+from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.distributed import World
+from learnable_multipliers.pretrain.metrics.environment import environment
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: there, nobody looks out for a second process.
-    fcntl = None
+from learnable_multipliers.pretrain.metrics.log import MetricLog
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.plain_data import to_dict
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
-"""Files that tell what a run is, written when it begins."""
+"""Files that describe a run, written when it begins."""
 _LOCK = ".lock"
+
+Observer = Callable[[dict[str, Any]], None]
+"""Called with every record of a run as it is written, and with warnings."""
 
 
 def checkpoint_folder(run: Path) -> Path:
@@ -27,11 +33,20 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 class RunFolder:
-    """A folder, held until `close` or until the process is gone, however it went."""
+    """Locked by one run at a time; only the first rank writes, on other ranks nothing happens."""
 
-    def __init__(self, path: Path, *, resume: bool):
-        self.path, self.checkpoints = path, checkpoint_folder(path)
+    def __init__(self, config: TrainConfig, world: World, observer: Observer | None = None):
+        self.path, self.checkpoints = config.out, checkpoint_folder(config.out)
+        self._config, self._world = config, world
+        self._observer = observer or (lambda record: None)
+        self._warned: set[str] = set()
         self._lock: int | None = None
+        self._log: MetricLog | None = None
+        if world.is_first:
+            self._claim()
+
+    def _claim(self) -> None:
+        path, resume = self.path, self._config.resume
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file: choose another folder (--out)")
         if resume and not checkpoints.steps(self.checkpoints):
@@ -40,60 +55,120 @@ class RunFolder:
                 "and in an empty folder"
             )
         make_folder(path)
-        self._hold()
+        (path / _LOCK).touch()
+        try:
+            self._lock = lock(path / _LOCK)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is training in {path}: wait for it or end it, or choose "
+                "another folder (--out)"
+            ) from error
+        if self._lock is None:
+            self.warn(0, f"{path} cannot be locked: see that no other process trains in it")
         if not resume:
             try:
-                refuse_another(path)
+                check_unused(path)
             except BaseException:
                 self.close()
                 raise
 
-    @property
-    def is_held(self) -> bool:
-        """Whether other processes are kept out; not every file system can."""
-        return self._lock is not None
+    def open_log(self, step: int, num_steps: int) -> bool:
+        """Open the metrics, truncated to the current step; return whether the run has ended."""
+        ended = self._world.together(
+            lambda: self._world.is_first and self._open_log(step, num_steps)
+        )
+        return bool(self._world.tell([ended])[0])
 
-    def close(self) -> None:
-        """Let another process have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _open_log(self, step: int, num_steps: int) -> bool:
+        settings = self._config.log
+        self._log = MetricLog(
+            self.path,
+            tensorboard=None if settings.tensorboard else False,
+            wandb=settings.wandb or None,
+            trackio=settings.trackio or None,
+        )
+        last = None
+        if self._config.resume:
+            last = self._log.truncate_after(step, has_more=step < num_steps)
+        if step and last is None:
+            self.warn(
+                step, f"{self._log.path} has nothing from before step {step:,}: was it removed?"
+            )
+        return last is not None and last.get("kind") == "end"
 
-    def __del__(self) -> None:
-        self.close()
+    def record(self, step: int, kind: str, **values: Any) -> None:
+        """Write a record to the metrics and hand it to the observer."""
+        if self._log is not None:
+            self._log.log(step, {"kind": kind, **values})
+            self._observer({"step": step, "kind": kind, **values})
 
-    def write(self, name: str, data: Any) -> None:
-        """Write plain data as a JSON file."""
+    def warn(self, step: int, text: str, topic: str | None = None) -> None:
+        """Give the observer a warning, once per topic where one is named."""
+        if not self._world.is_first or topic in self._warned:
+            return
+        if topic is not None:
+            self._warned.add(topic)
+        self._observer({"kind": "warning", "step": step, "text": text})
+
+    def describe(self, step: int, device: str, model: HybridLM, plan: Plan) -> None:
+        """Write what the run is; on a resume, what it runs on from this step."""
+        if not self._world.is_first:
+            return
+        config, found = self._config, environment(device)
+        if config.resume:
+            # Earlier steps may have run on another machine, with other settings.
+            schedule = to_dict(config.schedule)
+            path = self.path / "config.json"
+            before = json.loads(path.read_bytes()) if path.exists() else None
+            if isinstance(before, dict) and before.get("schedule") != schedule:
+                self._write("config.json", before | {"schedule": schedule})
+            found |= {"runtime": to_dict(config.runtime), "schedule": schedule}
+            self._write(f"resumed-{step:08d}.json", found)
+            return
+        found |= {"parameters": model.num_parameters, "multipliers": plan.num_multipliers}
+        self._write("config.json", to_dict(config))
+        self._write("environment.json", found)
+        self._write("plan.json", plan.to_json())
+
+    def _write(self, name: str, data: Any) -> None:
         text = data if isinstance(data, str) else json.dumps(data, indent=1)
         replace_file(self.path / name, (text + "\n").encode())
 
-    def amend(self, name: str, section: str, data: Any) -> None:
-        """Replace a section of a JSON file, if it is another."""
-        path = self.path / name
-        told = json.loads(path.read_bytes()) if path.exists() else None
-        if isinstance(told, dict) and told.get(section) != data:
-            self.write(name, told | {section: data})
+    def flush(self) -> None:
+        """Flush the metrics to disk, before a checkpoint of the same step is published."""
+        if self._log is not None:
+            self._log.flush()
 
-    def _hold(self) -> None:
-        """Take the lock; the system takes it back from a process that ends."""
-        if fcntl is None:
-            return
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    def go_back_to(self, step: int) -> None:
+        """Set aside the checkpoints after a step, and drop the records after it."""
+        if self._world.is_first:
+            for path in checkpoints.set_aside_after(self.checkpoints, step):
+                self.warn(step, f"set aside, to be looked at or removed: {path}")
+        if self._log is not None:
+            self._log.truncate_after(step)
+
+    def tidy(self, newest: int, keep: int) -> None:
+        """Finish the clean-up of a save that was killed."""
+        if self._world.is_first:
+            checkpoints.tidy(self.checkpoints, newest, keep)
+
+    def close(self) -> None:
+        """Close the metrics and release the lock."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise ValueError(
-                f"another process is training in {self.path}: wait for it or end it, or choose "
-                "another folder (--out)"
-            ) from error
-        except OSError:
-            # Some network file systems keep no locks. A run is worth more than its guard.
-            self.close()
+            if self._log is not None:
+                self._log.close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def __del__(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
 
 
-def refuse_another(path: Path) -> None:
-    """Keep a new run from mixing with what is in a folder."""
+def check_unused(path: Path) -> None:
+    """Raise a ValueError if a new run would mix with what is in a folder."""
     metrics = path / METRICS
     if checkpoints.steps(checkpoint_folder(path)):
         raise ValueError(
@@ -106,7 +181,7 @@ def refuse_another(path: Path) -> None:
             "another folder (--out), or remove it"
         )
     foreign = [name for name in DESCRIPTIONS if (path / name).exists()]
-    # With metrics, though empty, these are of a run that failed before its first step.
+    # Next to empty metrics they belong to a run that failed before its first step.
     if foreign and not metrics.exists():
         raise ValueError(
             f"{path} is not a run's folder, and holds {', '.join(foreign)}, which a run would "

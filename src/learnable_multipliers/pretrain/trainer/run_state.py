@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run, and how a run takes it up again."""
+"""The state of a run in a checkpoint, and how a run continues from it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
-from learnable_multipliers.pretrain.metrics.loss_meter import LossReading
+from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
@@ -22,7 +21,7 @@ from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything but tensors."""
+    """Everything but the tensors."""
 
     samples: int
     """Sequences trained on."""
@@ -43,22 +42,13 @@ class RunState:
 
 
 def state_of(kept: Checkpoint) -> RunState:
-    """Return the plain data of a checkpoint, checked."""
+    """Return the validated state of a checkpoint."""
     try:
-        return from_dict(RunState, _completed(kept.state), "state.json")
+        return from_dict(RunState, kept.state, "state.json")
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
         ) from error
-
-
-def _completed(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an earlier release as it would be written now; others as they are."""
-    if "loss_sum" not in state:
-        return state
-    state = {"passed_over": 0, "spikes": to_dict(SpikeState()), **state}
-    loss = LossReading(state.pop("loss_sum"), state.pop("loss_steps", None), 0, 0)
-    return {**state, "loss": to_dict(loss)}
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -75,14 +65,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 @torch.no_grad()
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
-    """Bring weights and optimizer to where a checkpoint left them; all of it fits, or nothing."""
+    """Load weights and optimizer state; nothing is changed if any of it does not fit."""
     for file, expected in tensors_of(model, optimizer).items():
         found = kept.tensors.get(file, {})
-        # Earlier releases did not keep it, and it can start anew.
-        needed = {
-            n: t for n, t in expected.items() if n in found or not n.endswith(f"/{MEAN_SQUARE}")
-        }
-        _refuse_misfit(f"{file}.safetensors", needed, found)
+        _check_fits(f"{file}.safetensors", expected, found)
     for name, parameter in model.named_parameters():
         parameter.copy_(kept.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}
@@ -98,8 +84,8 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoin
     )
 
 
-def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
-    """Raise a ValueError if a run would go on with other settings than it began with.
+def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
+    """Raise a ValueError if a run would continue with other settings than it began with.
 
     Another schedule is the same run as long as it has the same steps so far: a run at its constant
     rate can be made longer, or shorter with its decay at once.
@@ -128,17 +114,17 @@ def refuse_other_settings(config: TrainConfig, before: Mapping[str, Any], taken:
         )
 
 
-# What may differ between a run and its continuation: where, how fast, how chatty and how patient.
+# Settings that may differ between a run and its continuation: they do not change what is trained.
 _MAY_CHANGE = {
     *("out", "name", "resume", "dry_run"),
     *("log", "checkpoint", "spikes", "parallel", "runtime"),
-    # A pass that no longer fits the memory is split; that rounds otherwise, and changes no more.
+    # A smaller micro-batch saves memory and changes rounding only.
     *("data.path", "data.micro_batch_sequences"),
 }
 
 
 def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> bool:
-    """Tell whether both settings have the same steps, up to the number that was taken."""
+    """Return whether both settings have the same steps, up to the number taken."""
     now = config.data.batch_sequences, config.data.sequence_length
     then = (before["data"]["batch_sequences"], before["data"]["sequence_length"])
     schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
@@ -158,7 +144,7 @@ def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     return [] if old == new else [(where, old, new)]
 
 
-def _refuse_misfit(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     for what, names in (
         ("misses", expected.keys() - found.keys()),
         ("holds, beyond this run's,", found.keys() - expected.keys()),

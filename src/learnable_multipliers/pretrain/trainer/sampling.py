@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.trainer.device import Device
 
 
 @torch.no_grad()
@@ -43,3 +47,23 @@ def generate(
             break
         tokens = torch.cat((tokens, chosen.to(tokens)))
     return tokens
+
+
+def sample_text(
+    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device, world: World
+) -> str:
+    """Return what the model writes after the prompt of the config."""
+    prompt = data.encode(config.log.prompt) or [data.eos]
+    tokens = generate(
+        model,
+        torch.tensor(prompt, device=device.device),
+        config.log.sample_tokens,
+        context=min(256, config.data.sequence_length),
+        # Ranks compute each token together: none may stop before the others.
+        stop=data.eos if world.size == 1 else None,
+        seed=config.seed,
+    )
+    written = tokens[len(prompt) :].tolist()
+    if data.eos in written:
+        written = written[: written.index(data.eos)]
+    return data.decode(written)

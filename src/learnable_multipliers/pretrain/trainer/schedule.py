@@ -94,6 +94,17 @@ def tokens_after(plan: list[Step], sequence_length: int) -> list[int]:
     return [0, *(step.tokens_before + step.sequences * sequence_length for step in plan)]
 
 
+def check_divisible(plan: list[Step], dp_degree: int) -> None:
+    """Raise a ValueError if a batch of the run cannot be divided among data-parallel ranks."""
+    for step in plan:
+        if step.sequences % dp_degree:
+            raise ValueError(
+                f"a batch of {step.sequences} sequences cannot be divided by the data-parallel "
+                f"degree of {dp_degree} (parallel.data x parallel.shard): choose "
+                "data.batch_sequences and the ramp-up of the schedule as multiples of that"
+            )
+
+
 def _rampup_stages(config: ScheduleConfig, full_sequences: int) -> int:
     start, increment = config.rampup_start_sequences, config.rampup_increment_sequences
     stages, rest = divmod(full_sequences - start, increment)

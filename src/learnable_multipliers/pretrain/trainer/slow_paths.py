@@ -1,7 +1,7 @@
 """Where a run on a GPU is slower than it could be, and what to do about it.
 
-Kernels and recorded passes have shapes that they do not serve, and PyTorch then does the work. That
-is told before a run, not left to be found in its speed.
+Kernels and CUDA graphs do not support every shape, and PyTorch then does the work. A run warns of
+it before it begins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slow_paths(config: TrainConfig, device: Device) -> list[SlowPath]:
     """Return all of them; none on devices other than CUDA's, which have one path alone."""
     if device.device.type != "cuda":
         return []
-    return [*_without_kernels(config.model), *_without_recording(config, device)]
+    return [*_without_kernels(config.model), *_without_capture(config, device)]
 
 
 def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
@@ -70,12 +70,12 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
         )
 
 
-def _without_recording(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
-    if not device.recorded:
+def _without_capture(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
+    if not device.captured:
         if config.runtime.cuda_graph == "on":
             yield SlowPath(
-                "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
-                "pass, and it is not recorded as a CUDA graph",
+                "runtime.cuda_graph=on has no effect: ranks reduce gradients during backward, "
+                "which is not captured as a CUDA graph",
                 "set it to auto",
             )
         return
@@ -87,7 +87,7 @@ def _without_recording(config: TrainConfig, device: Device) -> Iterator[SlowPath
     if uneven:
         yield SlowPath(
             f"data.micro_batch_sequences={micro} leaves a rest in batches of "
-            f"{', '.join(map(str, uneven))} sequences: their passes are not recorded as CUDA "
-            "graphs, and the GPU waits for Python",
+            f"{', '.join(map(str, uneven))} sequences: they are not captured as CUDA graphs, "
+            "and the GPU waits for Python",
             "choose a number that divides them",
         )

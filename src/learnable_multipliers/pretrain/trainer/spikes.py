@@ -85,12 +85,6 @@ def rollback_steps(kept: Sequence[int], state: SpikeState, every: int) -> list[i
     return [step for step in kept if step < state.good_step and step % every == 0]
 
 
-def num_kept(kept: Sequence[int], every: int, keep: int) -> int:
-    """Return how many of the newest checkpoints have `keep` at multiples of `every` among them."""
-    scheduled = [place for place, step in enumerate(reversed(kept), 1) if step % every == 0]
-    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(kept), keep)
-
-
 def is_endless(skipped_in_a_row: int, config: SpikeConfig) -> bool:
     """Tell whether steps have been skipped for too long to hope for better."""
     return 0 < config.max_skipped <= skipped_in_a_row

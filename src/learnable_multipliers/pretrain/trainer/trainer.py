@@ -9,39 +9,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join, take_own_device
-from learnable_multipliers.pretrain.metrics.environment import environment
-from learnable_multipliers.pretrain.metrics.loss_meter import LossMeter
-from learnable_multipliers.pretrain.metrics.stopwatch import Stopwatch
+from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch
 from learnable_multipliers.pretrain.metrics.weights import describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.plain_data import to_dict
-from learnable_multipliers.pretrain.trainer import spikes
+from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
-from learnable_multipliers.pretrain.trainer.logbook import Logbook, Observer
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
-from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
+from learnable_multipliers.pretrain.trainer.run_folder import Observer, RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
-    refuse_other_settings,
+    check_same_settings,
     restore_,
     state_of,
     tensors_of,
 )
-from learnable_multipliers.pretrain.trainer.sampling import generate
-from learnable_multipliers.pretrain.trainer.schedule import Step, steps, tokens_after
+from learnable_multipliers.pretrain.trainer.sampling import sample_text
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
-from learnable_multipliers.pretrain.trainer.train_step import Passes
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
 
 
@@ -57,7 +51,7 @@ class Trainer:
         config.check()
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
-        self._logbook = self.world.together(lambda: Logbook(config, self.world, observer))
+        self._folder = self.world.together(lambda: RunFolder(config, self.world, observer))
         try:
             self._set_up(config)
         except BaseException:
@@ -65,12 +59,12 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.steps: list[Step] = steps(
+        self.schedule = schedule.steps(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
-        refuse_uneven_batches(self.steps, self.world.dp_degree)
+        schedule.check_divisible(self.schedule, self.world.dp_degree)
         self.model = build(config.model, config.seed, self.device.device)
-        # While every rank has all of the model.
+        # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
@@ -79,26 +73,35 @@ class Trainer:
         )
         self.step, self.samples, self.passed_over = 0, 0, 0
         self._skipped_before = 0
-        self._watch = Stopwatch()
+        self._stopwatch = Stopwatch()
         self._losses = LossMeter(self.device.device)
         self._spikes = spikes.SpikeState()
         if config.resume:
             self._resume()
-        self._ended = self._logbook.open(self.step, len(self.steps))
+        self._ended = self._folder.open_log(self.step, len(self.schedule))
         if not self._ended:
-            self._describe()
+            self._folder.describe(self.step, self.device.name, self.model, self.plan)
+            if self.world.is_first and not config.resume:
+                self.data.copy_tokenizer(config.out)
             for path in slow_paths(config, self.device):
                 self._warn(path.in_words)
         if self.device.compiled:
             self.model.compile_layers_()
-        self._passes = Passes(self.model, self.device, config.z_loss, parallel)
-        self._mark = (self.seconds, self.tokens)
+        self._train_step = TrainStep(self.model, self.device, config.z_loss, parallel)
+        self._restart_clock()
 
-    # -- a run --------------------------------------------------------------------------------
+    def _symmetries(self) -> Symmetries | None:
+        """Return the symmetries along which multipliers could drift."""
+        if not self.config.log.drift or not self.plan.num_multipliers:
+            return None
+        # On the CPU, in float64.
+        return find_symmetries(build(self.config.model, self.config.seed), self.plan)
+
+    # -- training -----------------------------------------------------------------------------
 
     def train(self, interrupt: Interrupt | None = None) -> str:
         """Train to the end, or until interrupted; return which of the two it was."""
-        for _ in self.going():
+        for _ in self.steps():
             if self.stopped_by(interrupt) is not None:
                 self.save()
                 self.close()
@@ -106,21 +109,54 @@ class Trainer:
                 return "interrupted"
         return "finished"
 
-    def going(self) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then close the run."""
-        while self.step < len(self.steps):
-            with self._watch, self.world.waiting():
+        while self.step < len(self.schedule):
+            with self._stopwatch, self.world.waiting():
                 self._take_step()
             yield self.step
-        self._finish()
+        if not self._ended:
+            memory = self.device.peak_memory()
+            self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
+            self.save()
+        self.close()
+        self.world.leave()
+
+    def _take_step(self) -> None:
+        planned = self.schedule[self.step]
+        lr = self.config.optimizer.lr * planned.lr_factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        own = self.world.share(planned.sequences)
+        micro = self.config.data.micro_batch_sequences or len(own)
+        begin = self.samples + self.passed_over
+        end = begin + own.stop
+        batches = (
+            self.data.batch(start, min(micro, end - start), self.device.device)
+            for start in range(begin + own.start, end, micro)
+        )
+        # The loss of the whole batch, the same on all ranks: they skip the same steps.
+        gradients = self._train_step.gradients(batches, planned.sequences)
+        loss = self.world.sum_over_dp(gradients)
+        self.optimizer.found_inf = ~loss.isfinite()
+        self.optimizer.step()
+        self._losses.add(loss, self.optimizer.grad_norm)
+        self._train_step.clear()
+        self.samples += planned.sequences
+        self.step += 1
+        self._after_step(lr)
 
     def stopped_by(self, interrupt: Interrupt | None) -> str | None:
-        """Return the signal that has come to any rank: all of them stop after the same step."""
+        """Return the signal that any rank has received: all ranks stop after the same step."""
         own = 0
         if interrupt is not None and interrupt.received is not None:
             own = int(signal.Signals[interrupt.received])
         (number,) = self.world.agree([own])
         return signal.Signals(number).name if number else None
+
+    def close(self) -> None:
+        """Close the metrics and release the folder; a run that ended has done so itself."""
+        self._folder.close()
 
     @property
     def tokens(self) -> int:
@@ -130,60 +166,51 @@ class Trainer:
     @property
     def tokens_after(self) -> list[int]:
         """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
-        return tokens_after(self.steps, self.config.data.sequence_length)
+        return schedule.tokens_after(self.schedule, self.config.data.sequence_length)
 
-    def _take_step(self) -> None:
-        planned = self.steps[self.step]
-        lr = self.config.optimizer.lr * planned.lr_factor
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        own = self.world.share(planned.sequences)
-        micro = self.config.data.micro_batch_sequences or len(own)
-        begin = self.samples + self.passed_over
-        starts = range(begin + own.start, begin + own.stop, micro)
-        end = begin + own.stop
-        batches = (
-            self.data.batch(start, min(micro, end - start), self.device.device) for start in starts
-        )
-        # The same on all ranks: what one of them cannot use, none may.
-        loss = self.world.sum_over_dp(self._passes.gradients(batches, planned.sequences))
-        self._passes.spoil(loss)
-        self.optimizer.step()
-        self._losses.add(loss, self.optimizer.grad_norm)
-        self._passes.clear()
-        self.samples += planned.sequences
-        self.step += 1
-        self._write_down(lr)
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in steps, over all processes of the run."""
+        return self._stopwatch.seconds
 
-    # -- what is written down -----------------------------------------------------------------
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing because a loss or gradient was not finite."""
+        return self._skipped_before + self.optimizer.num_skipped
 
-    def _write_down(self, lr: float) -> None:
-        log, last = self.config.log, self.step == len(self.steps)
+    # -- metrics ------------------------------------------------------------------------------
+
+    def _after_step(self, lr: float) -> None:
+        log, last = self.config.log, self.step == len(self.schedule)
 
         def due(every: int) -> bool:
             return bool(every) and self.step % every == 0
 
-        looked = due(log.every) or (last and bool(log.every)) or self.step == 1
-        if looked:
-            self._record_speed(lr)
-        if (looked or due(self.config.spikes.max_skipped)) and self._left_its_course():
+        logged = due(log.every) or (last and bool(log.every)) or self.step == 1
+        if logged:
+            self._record_training(lr)
+        if (logged or due(self.config.spikes.max_skipped)) and self._rolled_back():
             return
-        if due(log.weights_every) or last or self.step == 1:
+        weights = due(log.weights_every) or last or self.step == 1
+        evaluation = due(log.evaluate_every) or last
+        sample = bool(log.sample_tokens) and (due(log.sample_every) or last)
+        # While the loss is in doubt no checkpoint may displace a good one.
+        checkpoint = due(self.config.checkpoint.every) and not last and not self._in_doubt
+        if weights:
             self._record_health()
-            self._restart_clock()
-        if due(log.evaluate_every) or last:
-            self._record("eval", **self.evaluate())
-            self._restart_clock()
-        if due(log.sample_every) or last:
-            self._record_sample()
-            self._restart_clock()
-        if due(self.config.checkpoint.every) and not last and not self._in_doubt:
+        if evaluation:
+            self._record("eval", **self._evaluate())
+        if sample:
+            text = sample_text(self.model, self.data, self.config, self.device, self.world)
+            self._record("sample", prompt=log.prompt, text=text)
+        if checkpoint:
             self.save()
+        if weights or evaluation or sample or checkpoint:
             self._restart_clock()
 
-    def _record_speed(self, lr: float) -> None:
+    def _record_training(self, lr: float) -> None:
         losses = self._losses.read()
-        self._losses.start_anew()
+        self._losses.reset()
         look = spikes.Look(self.step, losses.mean)
         self._spikes = spikes.looked(self._spikes, look, self.config.spikes)
         norm = self.optimizer.grad_norm
@@ -206,112 +233,33 @@ class Trainer:
             seconds=self.seconds,
         )
 
-    @property
-    def seconds(self) -> float:
-        """Time the run has taken, whatever else went on between its steps."""
-        return self._watch.seconds
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that changed nothing because a gradient was not finite."""
-        return self._skipped_before + self.optimizer.num_skipped
-
     def _restart_clock(self) -> None:
-        """Let the next speed be measured from here."""
+        """Measure the next speed from here."""
         self._mark = (self.seconds, self.tokens)
 
-    def evaluate(self) -> dict[str, float]:
-        """Return loss and bits per byte on held-out text."""
-        return evaluate(
-            self.model,
-            self.data,
-            self.config.data,
-            self.device,
-            max_tokens=self.config.log.evaluate_tokens,
-        )
+    def _evaluate(self) -> dict[str, float]:
+        tokens = self.config.log.evaluate_tokens
+        return evaluate(self.model, self.data, self.config.data, self.device, max_tokens=tokens)
 
     def _record_health(self) -> None:
         health = self.monitor.health()
-        weights = describe_weights(self.optimizer, self.plan, health.readings)
-        self._record("weights", **weights)
+        self._record("weights", **describe_weights(self.optimizer, self.plan, health.readings))
         texts = [alarm.text for alarm in health.alarms]
         self._record("health", **health.metrics(), alarms=texts)
         for alarm in health.alarms:
-            # The same trouble is in every record from now on; once is enough to be told.
-            self._logbook.warn(self.step, alarm.text, alarm.about)
-
-    def _symmetries(self) -> Symmetries | None:
-        """Return along what multipliers could drift."""
-        if not self.config.log.drift or not self.plan.num_multipliers:
-            return None
-        # Where it is computed in float64, by plain PyTorch.
-        return find_symmetries(build(self.config.model, self.config.seed), self.plan)
-
-    def _record_sample(self) -> None:
-        if not self.config.log.sample_tokens:
-            return
-        prompt = self.data.encode(self.config.log.prompt) or [self.data.eos]
-        tokens = generate(
-            self.model,
-            torch.tensor(prompt, device=self.device.device),
-            self.config.log.sample_tokens,
-            context=min(256, self.config.data.sequence_length),
-            # Ranks compute each token together: none may stop while another goes on.
-            stop=self.data.eos if self.world.size == 1 else None,
-            seed=self.config.seed,
-        )
-        written = tokens[len(prompt) :].tolist()
-        if self.data.eos in written:
-            written = written[: written.index(self.data.eos)]
-        text = self.data.decode(written)
-        self._record("sample", prompt=self.config.log.prompt, text=text)
+            self._folder.warn(self.step, alarm.text, alarm.about)
 
     def _record(self, kind: str, **values: Any) -> None:
-        self._record_at(self.step, kind, values)
-
-    def _record_at(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        self._logbook.record(step, {"kind": kind, "tokens": self.tokens, **values})
-
-    def _finish(self) -> None:
-        if not self._ended:
-            memory = self.device.peak_memory()
-            self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
-            self.save()
-        self.close()
-        self.world.leave()
+        self._folder.record(self.step, kind, tokens=self.tokens, **values)
 
     def _warn(self, text: str) -> None:
-        self._logbook.warn(self.step, text)
+        self._folder.warn(self.step, text)
 
-    def close(self) -> None:
-        """Let go of the log's files and of the folder; a run that came to its end has done so."""
-        self._logbook.close()
-
-    # -- folder and checkpoints ---------------------------------------------------------------
-
-    def _describe(self) -> None:
-        """Write down what the run is, and what it is made with from this step on."""
-        found = environment(self.device.name)
-        if self.config.resume:
-            # The first part of the run may have been computed elsewhere and otherwise.
-            schedule = to_dict(self.config.schedule)
-            found |= {"runtime": to_dict(self.config.runtime), "schedule": schedule}
-            self._logbook.amend("config.json", "schedule", schedule)
-            self._logbook.describe(f"resumed-{self.step:08d}.json", found)
-            return
-        self._logbook.describe("config.json", to_dict(self.config))
-        found |= {
-            "parameters": self.model.num_parameters,
-            "multipliers": self.plan.num_multipliers,
-        }
-        self._logbook.describe("environment.json", found)
-        self._logbook.describe("plan.json", self.plan.to_json())
-        if self.world.is_first:
-            self.data.copy_tokenizer(self.config.out)
+    # -- checkpoints --------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint; what is lost if that fails is said in the error, and is nothing."""
-        self._logbook.flush()
+        """Write a checkpoint and return its folder."""
+        self._folder.flush()
         state = RunState(
             samples=self.samples,
             passed_over=self.passed_over,
@@ -327,54 +275,51 @@ class Trainer:
         kept = checkpoints.Checkpoint(
             self.step, to_dict(state), tensors_of(self.model, self.optimizer)
         )
-        folder = checkpoint_folder(self.config.out)
-        return checkpoints.save(folder, kept, self._num_kept(), self.world)
+        return checkpoints.save(self._folder.checkpoints, kept, self._num_to_keep(), self.world)
 
-    def _num_kept(self) -> int:
-        """Return how many checkpoints to keep, so that a spike finds the same ones in any case."""
+    def _num_to_keep(self) -> int:
+        """Return how many checkpoints to keep; a rollback needs those at multiples of `every`."""
         config = self.config.checkpoint
-        if not self.config.spikes.max_rollbacks or self.step == len(self.steps):
+        if not self.config.spikes.max_rollbacks or self.step == len(self.schedule):
             return config.keep
-        kept = {*checkpoints.steps(checkpoint_folder(self.config.out)), self.step}
-        return spikes.num_kept(sorted(kept), config.every, config.keep)
+        kept = {*checkpoints.steps(self._folder.checkpoints), self.step}
+        return checkpoints.num_to_keep(sorted(kept), config.every, config.keep)
 
     def _resume(self) -> None:
-        folder = checkpoint_folder(self.config.out)
         like = tensors_of(self.model, self.optimizer)
-        kept, wrong = checkpoints.load_newest(folder, like, self.world)
+        kept, wrong = checkpoints.load_newest(self._folder.checkpoints, like, self.world)
         state = state_of(kept)
-        refuse_other_settings(self.config, state.config, kept.step)
+        check_same_settings(self.config, state.config, kept.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their tokens "
                 "or their tokenizer are others; name those with --data.path, or begin a new run"
             )
-        self._take_up(kept, state)
-        self._watch = Stopwatch(state.seconds)
+        self._restore(kept, state)
+        self._stopwatch = Stopwatch(state.seconds)
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
-        self._logbook.set_aside_after(self.step)
-        self._logbook.tidy(self.step, self._num_kept())
+        self._folder.go_back_to(self.step)
+        self._folder.tidy(self.step, self._num_to_keep())
 
-    def _take_up(self, kept: checkpoints.Checkpoint, state: RunState) -> None:
-        """Be where a checkpoint was written, but for the clock."""
+    def _restore(self, kept: checkpoints.Checkpoint, state: RunState) -> None:
+        """Restore all state except elapsed time."""
         restore_(self.model, self.optimizer, kept)
-        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.steps[: kept.step]]
+        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.schedule[: kept.step]]
         self.monitor.resume(lrs, state.skipped_steps)
         self.step, self.samples, self.passed_over = kept.step, state.samples, state.passed_over
         self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
         self._losses = LossMeter(self.device.device, state.loss)
         self._spikes = state.spikes
 
-    # -- trouble ------------------------------------------------------------------------------
+    # -- loss spikes --------------------------------------------------------------------------
 
     @property
     def _in_doubt(self) -> bool:
-        """Whether a checkpoint might be a bad one, and take the place of a good one."""
         return bool(self._spikes.high or self._losses.read().skipped_in_a_row)
 
-    def _left_its_course(self) -> bool:
-        """Go back from a spike, or from steps that all fail, if allowed; tell whether it was so."""
+    def _rolled_back(self) -> bool:
+        """Handle a loss spike, or too many skipped steps; return whether the run rolled back."""
         config, skipped = self.config.spikes, self._losses.read().skipped_in_a_row
         endless = spikes.is_endless(skipped, config)
         if not endless and not spikes.is_spike(self._spikes, config):
@@ -388,17 +333,15 @@ class Trainer:
         return False
 
     def _roll_back(self, skipped: int) -> bool:
-        """Go on from before the trouble, with the data after it; tell whether that was possible.
+        """Continue from before the spike with the data after it; return whether it was possible.
 
-        No checkpoint is written: a run that is killed from here on and resumed meets the same
-        spike, and does the same again.
+        No checkpoint is written: a run that is killed afterwards and resumed meets the same spike
+        and rolls back again.
         """
         spike, next_sample = self._spikes, self.samples + self.passed_over
-        folder = checkpoint_folder(self.config.out)
+        folder, every = self._folder.checkpoints, self.config.checkpoint.every
         kept, wrong = checkpoints.load_newest_of(
-            lambda: spikes.rollback_steps(
-                checkpoints.steps(folder), spike, self.config.checkpoint.every
-            ),
+            lambda: spikes.rollback_steps(checkpoints.steps(folder), spike, every),
             folder,
             tensors_of(self.model, self.optimizer),
             self.world,
@@ -408,15 +351,14 @@ class Trainer:
         if kept is None:
             self._warn("no checkpoint is from before the loss left its course: none to go back to")
             return False
-        self._logbook.set_aside_after(kept.step)
-        self._take_up(kept, state_of(kept))
+        self._folder.go_back_to(kept.step)
+        self._restore(kept, state_of(kept))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        self._logbook.cut_back(self.step)
-        # Told of the first step that is taken again, and so forgotten together with it by a
-        # resume from the checkpoint itself, which will come here once more.
         record = spikes.record(spike, self._spikes.num_rollbacks, self.step, self.passed_over)
-        self._record_at(self.step + 1, "rollback", record)
+        # Recorded at the first step that is repeated: a resume from the checkpoint drops it, and
+        # will write it again.
+        self._folder.record(self.step + 1, "rollback", tokens=self.tokens, **record)
         self._warn(
             f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
             f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "
@@ -427,19 +369,8 @@ class Trainer:
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config whose every field has its final value."""
+    """Return a config with vocabulary size and name filled in."""
     if config.model.vocab_size == 0:
         model = replace(config.model, vocab_size=data.manifest.vocab_size)
         config = replace(config, model=model)
     return replace(config, name=config.name or config.out.resolve().name)
-
-
-def refuse_uneven_batches(planned: list[Step], dp_degree: int) -> None:
-    """Raise a ValueError if a batch of the run cannot be shared evenly."""
-    for step in planned:
-        if step.sequences % dp_degree:
-            raise ValueError(
-                f"a batch of {step.sequences} sequences cannot be divided by the data-"
-                f"parallel degree of {dp_degree} (parallel.data x parallel.shard): choose "
-                "data.batch_sequences and the ramp-up of the schedule as multiples of that"
-            )

@@ -1,8 +1,10 @@
-"""The mean loss between two looks, added up where it is computed: reading it is what waits."""
+"""Meters of the training loop: the mean loss between two log lines, and elapsed time."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossReading:
-    """Steps since the last look, and the last steps in a row that could not be taken."""
+    """Losses since the last reset."""
 
     total: float
     """Sum of the finite losses."""
@@ -18,7 +20,7 @@ class LossReading:
     left_out: int
     """Steps whose loss was not finite."""
     skipped_in_a_row: int
-    """Up to now, those before the last look included."""
+    """Latest steps in a row that were skipped; a reset does not change it."""
 
     @property
     def mean(self) -> float | None:
@@ -31,7 +33,7 @@ NOTHING = LossReading(0.0, 0, 0, 0)
 
 
 class LossMeter:
-    """Takes the loss of each step; nothing in it waits for the device before `read`."""
+    """Adds up losses on the device; only `read` synchronizes with it."""
 
     def __init__(self, device: torch.device, start: LossReading = NOTHING):
         self._total = torch.tensor(start.total, dtype=torch.float32, device=device)
@@ -40,22 +42,45 @@ class LossMeter:
         self._left_out, self._skipped = torch.tensor(counts, device=device).unbind()
 
     def add(self, loss: Tensor, grad_norm: Tensor | None) -> None:
-        """Count a step: a loss that is not finite is left out, and no statistic sees it."""
+        """Add a step; a loss that is not finite is counted and left out of the mean."""
         finite = loss.isfinite()
         self._total = self._total + loss.where(finite, 0.0)
         self._left_out = self._left_out + ~finite
         self._steps += 1
         if grad_norm is not None:
-            # The optimizer takes no step with such a norm.
-            self._skipped = (self._skipped + 1) * ~grad_norm.isfinite()
+            # The optimizer skips a step if either is not finite.
+            self._skipped = (self._skipped + 1) * ~(finite & grad_norm.isfinite())
 
     def read(self) -> LossReading:
-        """Return what has been added up."""
+        """Return the losses since the last reset."""
         left_out, skipped = torch.stack((self._left_out, self._skipped)).tolist()
         return LossReading(self._total.item(), self._steps, left_out, skipped)
 
-    def start_anew(self) -> None:
-        """Let the next reading begin here; steps skipped in a row go on."""
+    def reset(self) -> None:
+        """Start a new mean; the count of skipped steps in a row goes on."""
         self._total = torch.zeros_like(self._total)
         self._left_out = torch.zeros_like(self._left_out)
         self._steps = 0
+
+
+class Stopwatch:
+    """Counts the seconds spent inside its context."""
+
+    def __init__(self, seconds: float = 0.0):
+        self._before = seconds
+        self._since: float | None = None
+
+    def __enter__(self) -> Self:
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._before = self.seconds
+        self._since = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, including those of an open context."""
+        if self._since is None:
+            return self._before
+        return self._before + time.perf_counter() - self._since
