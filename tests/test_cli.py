@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import learnable_multipliers as lrm
-from learnable_multipliers import cli, demo
-from learnable_multipliers.cli import COMMANDS, main
+from learnable_multipliers import cli
+from learnable_multipliers.cli import COMMANDS, demo, main
 from learnable_multipliers.cli.arguments import option_names
 from learnable_multipliers.cli.train import configure
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
@@ -301,7 +301,7 @@ def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupted)
+    monkeypatch.setattr(demo, "compare", interrupted)
     told = "lrm demo: stopped: no report was written; lrm demo starts afresh\n"
     assert ask("demo") == (130, "", told)
     monkeypatch.setattr("learnable_multipliers.cli.report.write_page", interrupted)

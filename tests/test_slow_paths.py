@@ -118,10 +118,10 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     train.Trainer(replace(config, resume=True), records.append).train()
     assert [r for r in records if r["kind"] == "warning"][1:] == []
     assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
-    case = doctor._Case(config)
-    case.device_works(), case.data_open(), case.settings_work()
-    assert case.paths_are_fast().verdict == "ok"
-    case._device = GPU
-    finding = case.paths_are_fast()
-    assert (finding.verdict, finding.text) == ("warning", path.text)
-    assert finding.advice == path.advice
+    run = doctor._Preflight(config)
+    run.check_device(), run.check_data(), run.check_settings()
+    assert run.check_fast_paths().verdict == "ok"
+    run._device = GPU
+    result = run.check_fast_paths()
+    assert (result.verdict, result.text) == ("warning", path.text)
+    assert result.advice == path.advice

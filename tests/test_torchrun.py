@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 
 BIN = Path(sys.executable).parent
 SMALL = {

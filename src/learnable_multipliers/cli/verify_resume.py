@@ -15,8 +15,11 @@ from rich.console import Console
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.cli.train import ELSEWHERE, recipe
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.preflight.resume_trial import check, try_resume
-from learnable_multipliers.pretrain.preflight.run_comparison import Comparison
+from learnable_multipliers.pretrain.preflight.resume_check import (
+    Comparison,
+    check_resume,
+    check_steps,
+)
 
 _SHOWN = 3
 
@@ -38,13 +41,13 @@ def run(arguments: Sequence[str]) -> None:
     """Try a recipe, print a table, and fail if the runs differ."""
     config = configure(arguments)
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
-    check(training, config.steps)
+    check_steps(training, config.steps)
     if config.out.exists():
         raise ValueError(f"{config.out} exists: remove it, or choose another folder (--out)")
     console = Console(stderr=True)
     try:
         with console.status("getting ready") as status:
-            found = try_resume(training, config.steps, status.update)
+            found = check_resume(training, config.steps, status.update)
     except BaseException:
         shutil.rmtree(config.out, ignore_errors=True)
         raise
