@@ -14,7 +14,6 @@ from rich.text import Text
 
 from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read, wrapped
-from learnable_multipliers.cli.train import ELSEWHERE
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.plain_data import from_dict
@@ -58,10 +57,8 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         TrainConfig,
         f"doctor {name}",
         settings,
-        description=f"{_WHAT} These are the settings, with the values of {name}; each can be given "
-        "another.",
+        description=f"{_WHAT} The defaults below are those of {name}.",
         default=default,
-        elsewhere=ELSEWHERE,
     )
 
 
