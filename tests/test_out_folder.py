@@ -13,6 +13,7 @@ from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
     new_folder,
     refuse_existing,
 )
+from processes import start
 
 LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
 

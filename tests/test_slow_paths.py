@@ -86,7 +86,7 @@ def test_batches_that_are_not_recorded_are_named(micro, uneven, data, tmp_path):
     config = replace(config, data=replace(config.data, micro_batch_sequences=micro))
     found = told(config)
     assert len(found) == bool(uneven)
-    assert all(f"={micro} leaves a rest in batches of {uneven} sequences" in t for t in found)
+    assert all(f"={micro} does not divide batches of {uneven} sequences" in t for t in found)
     assert told(config, replace(GPU, recorded=False)) == []
 
 
@@ -95,7 +95,7 @@ def test_batches_of_a_ramp_are_named():
     config = replace(config, data=replace(config.data, micro_batch_sequences=128))
     (text,) = told(config)
     # 64 is a batch of one pass; 128, 256, 384 and 512 divide.
-    assert "in batches of 192, 320, 448 sequences" in text
+    assert "batches of 192, 320, 448 sequences" in text
 
 
 def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):

@@ -26,7 +26,7 @@ COMMANDS = {
     "plan": "show which multipliers each matrix would carry, and why",
     "symmetries": "find redundant scales (symmetries) of a model",
     "simulate": "predict the scale that noise and decay give a matrix",
-    "diagnose": "find the weights of a run that noise and decay hold in place",
+    "diagnose": "find the weights of a run held by noise and decay",
     "export": "export a trained model to a Hugging Face folder",
     "report": "write a page that compares one or several runs",
 }

@@ -74,9 +74,7 @@ def _recipes() -> str:
         [
             "usage: lrm train RECIPE [--help] [SETTINGS]",
             "",
-            wrapped(
-                "Train a language model. A recipe sets everything; options override its settings."
-            ),
+            wrapped("Train a language model. A recipe sets everything; options override it."),
             "",
             *(wrapped(what, first=f"  {name:<{width}}  ") for name, (what, _) in RECIPES.items()),
             "",
@@ -84,7 +82,7 @@ def _recipes() -> str:
             "  lrm train tiny                        train; Ctrl-C saves, --resume continues",
             "  lrm train 20m --data.path DATA        on the output of lrm data prepare",
             "  lrm train 20m --optimizer.lr 2e-3     with another learning rate",
-            "  lrm train 20m --dry-run               show plan, sizes and memory; do not train",
+            "  lrm train 20m --dry-run               show plan and memory; do not train",
             "  lrm train 20m --help                  list all settings with their values",
         ]
     )
