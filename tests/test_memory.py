@@ -211,7 +211,7 @@ def test_a_dry_run_and_a_check_up_speak_of_one_rank(data, tmp_path, monkeypatch)
 
 
 def test_a_model_that_fits_only_when_sharded_is_not_tried_whole(data, tmp_path, monkeypatch):
-    model = replace(LLAMA, vocab_size=257)
+    model = replace(LLAMA, vocab_size=257, hidden_size=128)
     config = small_run(data, tmp_path / "run", model=model)
     config = replace(config, parallel=ParallelConfig(shard=4))
     whole, sharded = (estimate(config, CPU, Axes(*a)).peak for a in ((4, 1, 1), (1, 4, 1)))
