@@ -38,7 +38,7 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.preflight.run_comparison import (
+from learnable_multipliers.pretrain.preflight.resume_check import (
     compare_checkpoints,
     compare_metrics,
 )

@@ -1,6 +1,5 @@
 """The command `lrm`, as a user meets it: what it says, what it does, and how it ends."""
 
-import fcntl
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import termios
 import time
 import typing
 from dataclasses import fields, is_dataclass, replace
@@ -17,15 +15,15 @@ from pathlib import Path
 import pytest
 
 import learnable_multipliers as lrm
-from learnable_multipliers import cli, demo
-from learnable_multipliers.cli import COMMANDS, main
-from learnable_multipliers.cli.arguments import option_names
+from learnable_multipliers import cli
+from learnable_multipliers.cli import COMMANDS, demo, main
 from learnable_multipliers.cli.train import configure
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.recipes import RECIPES
+from processes import start
 from runs import small_run
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -103,7 +101,6 @@ def command_of(config: TrainConfig) -> list[str]:
 def test_every_setting_can_be_given_by_its_name_and_arrives(part):
     paths = list(leaves(RECIPE))
     assert len(paths) > 80
-    assert [f"--{path.replace('_', '-')}" for path, *_ in paths] == option_names(TrainConfig)
     expected = RECIPE
     for index, (path, kind, value) in enumerate(paths):
         if part is None or index % 8 == part:
@@ -201,36 +198,34 @@ def test_whole_numbers_are_read_as_people_write_them():
         ("train nope", "there is no recipe 'nope'. lrm train --help lists the recipes."),
         ("train 20-m", "Did you mean lrm train 20m?"),
         ("train --resume tiny", "the recipe comes first"),
-        ("train tiny 20m", "cannot make sense of '20m'"),
-        ("data prepare --out x text", "Sources come first, or behind --sources."),
+        ("train tiny 20m", "Unrecognized options: 20m"),
+        ("data prepare --out x text", "Unrecognized options: text"),
         ("train tiny --schedule.tokens 1e-1", "'1e-1' is not a whole number"),
         ("train tiny --schedule.tokens many", "'many' is not a whole number"),
-        ("train tiny --optimizer.learning-rate 3", "Did you mean --optimizer.lr?"),
-        ("train tiny --optimizer.learning_rate=3", "no option --optimizer.learning-rate."),
-        ("train tiny --lr 3", "Did you mean --optimizer.lr?"),
-        ("train tiny --batch-size 3", "Did you mean --data.batch-sequences?"),
-        ("train tiny --every 3", "Did you mean --log.every or --checkpoint.every?"),
-        ("train tiny --optimizer.wieght-decay 3", "Did you mean --optimizer.weight-decay?"),
-        ("train tiny --dryrun", "Did you mean --dry-run?"),
-        ("train tiny --log.drift False", "--log.drift is on unless turned off: --log.no-drift."),
-        ("train tiny --xyz 3", "no option --xyz. All options: lrm train tiny --help"),
+        ("train tiny --lr 3", "Perhaps you meant: --optimizer.adamw-lr-scale"),
+        ("train tiny --lr 3", "--optimizer.lr FLOAT Peak learning rate."),
+        ("train tiny --optimizer.wieght-decay 3", "Perhaps you meant: --optimizer.weight-decay"),
+        ("train tiny --dryrun", "Perhaps you meant: --dry-run"),
+        ("train tiny --log.drift False", "--log.no-drift"),
+        ("train tiny --xyz 3", "Unrecognized options: --xyz, 3"),
+        ("train tiny --xyz 3", "For full helptext, run lrm train tiny --help"),
         ("train tiny --optimizer.kind sgd", "('adamw', 'muon')"),
         ("train tiny --optimizer.lr fast", "--optimizer.lr"),
         ("train tiny --optimizer.betas 0.9", "Expected 2 values"),
         ("train tiny --schedule.tokens 100", "shorten them or lengthen"),
         ("verify-resume 20-m", "Did you mean lrm verify-resume 20m?"),
-        ("verify-resume --resume", "no option --resume."),
+        ("verify-resume --resume", "Unrecognized options: --resume"),
         ("plan", "MODEL"),
         ("plan tiny --placement ful", "'symmetry-aware'"),
         ("symmetries", "MODEL"),
         ("symmetries tiny --placement none", "'all'"),
-        ("simulate --wd 3", "Did you mean --weight-decay?"),
+        ("simulate --weigth-decay 3", "Perhaps you meant: --weight-decay"),
         ("simulate --optimizer adam", "'adamw'"),
         ("diagnose", "RUN"),
         ("export run", "OUT"),
         ("report", "name one or several folders of runs"),
         ("data prepare", "--out PATH"),
-        ("demo --steps 3", "no option --steps."),
+        ("demo --steps 3", "Unrecognized options: --steps, 3"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, says):
@@ -301,7 +296,7 @@ def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupted)
+    monkeypatch.setattr(demo, "compare", interrupted)
     told = "lrm demo: stopped: no report was written; lrm demo starts afresh\n"
     assert ask("demo") == (130, "", told)
     monkeypatch.setattr("learnable_multipliers.cli.report.write_page", interrupted)
@@ -446,7 +441,7 @@ def test_a_reader_that_goes_away_does_not_end_a_run(ask, data):
     config = replace(config, runtime=replace(config.runtime, num_threads=1))
     read, write = os.pipe()
     line = [*LRM, *command_of(config)]
-    process = subprocess.Popen(line, stdout=write, stderr=subprocess.PIPE, text=True)
+    process = start(line, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     os.read(read, 1)
     os.close(read)
@@ -460,14 +455,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint(ask, data):
     config = small_run(data, Path("whole"), steps=400, name="run")
     config = replace(config, runtime=replace(config.runtime, num_threads=1))
     primary, secondary = os.openpty()
-    process = subprocess.Popen(
-        [*LRM, *command_of(config)],
-        stdin=secondary,
-        stdout=secondary,
-        stderr=secondary,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
+    process = start([*LRM, *command_of(config)], terminal=secondary)
     os.close(secondary)
     wait_for_lines(process, Path("whole/metrics.jsonl"), 6)
     # What is written to it fails from now on, and SIGHUP comes.
@@ -483,7 +471,7 @@ def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, numb
     config = small_run(data, Path("whole"), steps=40, name="run")
     config = replace(config, runtime=replace(config.runtime, num_threads=1))
     assert ask(*command_of(config))[0] == 0
-    process = subprocess.Popen(
+    process = start(
         [*LRM, *command_of(replace(config, out=Path("a part")))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from learnable_multipliers import demo
+from learnable_multipliers.cli import demo
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import BATCH, LENGTH, small_run
@@ -60,7 +60,7 @@ def made(config, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "Trainer", Watched)
         patch.setattr(Watched, "seen", {})
-        assert demo.run(config, out, console) == out / "report.html"
+        assert demo.compare(config, out, console) == out / "report.html"
         return out, Watched.seen, console.export_text()
 
 
@@ -126,7 +126,7 @@ def test_a_demo_can_be_run_again(made, config, tmp_path):
     shutil.copytree(made[0], out)
     (out / "note.txt").write_text("mine")
     before = [last_loss(out / name) for name in demo.RUNS]
-    assert demo.run(replace(config, seed=1), out).is_file()
+    assert demo.compare(replace(config, seed=1), out).is_file()
     assert (out / "note.txt").read_text() == "mine"
     after = [last_loss(out / name) for name in demo.RUNS]
     assert all(abs(first - second) > 1e-3 for first, second in zip(before, after, strict=True))
@@ -141,12 +141,12 @@ def test_ctrl_c_ends_without_a_report_and_the_next_demo_starts_afresh(
     monkeypatch.setattr(Watched, "kill_at", 3)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        demo.run(config, out)
+        demo.compare(config, out)
     assert signal.getsignal(signal.SIGINT) is handler
     # A page about runs that are no longer there would be a lie.
     assert not (out / "report.html").exists()
     monkeypatch.setattr(Watched, "kill_at", None)
-    assert demo.run(config, out).is_file()
+    assert demo.compare(config, out).is_file()
     assert [last_loss(out / name) for name in demo.RUNS] == [
         last_loss(made[0] / name) for name in demo.RUNS
     ]
@@ -156,6 +156,6 @@ def test_runs_of_somebody_else_are_not_replaced(config, tmp_path):
     Trainer(replace(config, out=tmp_path / "runs" / "plain")).train()
     before = (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="is not from an earlier demo: choose another folder"):
-        demo.run(config, tmp_path / "runs")
+        demo.compare(config, tmp_path / "runs")
     assert (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes() == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]

@@ -1,4 +1,4 @@
-"""The check-up before a run: all is well with a small one, and each fault is found."""
+"""`lrm doctor`: every check passes on a small run, and each fault is found."""
 
 import errno
 import os
@@ -13,9 +13,9 @@ import torch
 from learnable_multipliers.optim import AdamW
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.preflight import machine_checks, trial
-from learnable_multipliers.pretrain.preflight.check_result import Finding, NotTriedError, examined
-from learnable_multipliers.pretrain.preflight.doctor import examine, in_words
+from learnable_multipliers.pretrain.preflight import checks, doctor
+from learnable_multipliers.pretrain.preflight.checks import CheckResult, SkippedError, run_check
+from learnable_multipliers.pretrain.preflight.doctor import run_checks, summary
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from runs import damage, small_run, trained
@@ -26,17 +26,17 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def checked(config):
-    """Return the findings of a check-up by what they are about."""
-    return {finding.about: finding for finding in examine(config)}
+    """Return the check results by name."""
+    return {result.name: result for result in run_checks(config)}
 
 
-def bad(findings):
-    return {f.about: f.verdict for f in findings.values() if f.verdict != "ok"}
+def bad(results):
+    return {result.name: result.verdict for result in results.values() if result.verdict != "ok"}
 
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch):
-    monkeypatch.setattr(trial, "_TIMED", 2)
+    monkeypatch.setattr(doctor, "_TIMED", 2)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_all_is_well_and_nothing_is_left_behind(data, tmp_path, changes):
     config = small_run(data, tmp_path / "runs" / "run")
     found = checked(replace(config, optimizer=replace(config.optimizer, **changes)))
     assert bad(found) == {}
-    assert len(found) == 16
-    assert all(not finding.advice for finding in found.values())
-    assert "no bit changed" in found["a step without rate"].text
+    assert len(found) == 17
+    assert all(not result.advice for result in found.values())
+    assert "no bit changed" in found["step with lr 0"].text
     assert "every bit came back" in found["save and load"].text
     assert list(tmp_path.iterdir()) == []
 
@@ -61,10 +61,10 @@ def test_a_run_that_is_there_is_looked_at_too(data, tmp_path):
     assert found["checkpoints"].text == "the newest, of step 6, is good"
     assert {p: p.stat().st_mtime_ns for p in config.out.rglob("*") if p.is_file()} == before
     damage(config.out / "checkpoints" / "step-00000006" / "model.safetensors")
-    finding = checked(config)["checkpoints"]
-    assert finding.verdict == "warning"
-    assert "model.safetensors is damaged" in finding.text
-    assert "from step 5" in finding.advice
+    result = checked(config)["checkpoints"]
+    assert result.verdict == "warning"
+    assert "model.safetensors is damaged" in result.text
+    assert "from step 5" in result.advice
     shutil.rmtree(config.out / "checkpoints" / "step-00000005")
     assert checked(config)["checkpoints"].verdict == "failed"
 
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_written_to_is_found(data, tmp_path, monkeypatch
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     # Asked of the system itself, a test run by root would be allowed everything.
-    monkeypatch.setattr(machine_checks.tempfile, "TemporaryDirectory", refused)
+    monkeypatch.setattr(checks.tempfile, "TemporaryDirectory", refused)
     found = checked(small_run(data, tmp_path / "run"))
     assert bad(found) == {"folder": "failed", "save and load": "failed"}
     assert found["folder"].text == f"{tmp_path} cannot be written to: Permission denied"
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_to_is_found(data, tmp_path, monkeypatch
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_found(tmp_path):
     tmp_path.chmod(0o500)
-    assert machine_checks.check_folder(tmp_path / "run").verdict == "failed"
+    assert checks.check_folder(tmp_path / "run").verdict == "failed"
 
 
 def test_a_folder_with_a_run_is_told_unless_it_is_to_go_on(data, tmp_path):
@@ -104,8 +104,8 @@ def test_a_folder_with_a_run_is_told_unless_it_is_to_go_on(data, tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_found(tmp_path):
     (tmp_path / "run").write_text("")
-    finding = machine_checks.check_folder(tmp_path / "run")
-    assert (finding.verdict, finding.text) == ("failed", f"{tmp_path / 'run'} is a file")
+    result = checks.check_folder(tmp_path / "run")
+    assert (result.verdict, result.text) == ("failed", f"{tmp_path / 'run'} is a file")
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_found(data, tmp_path, monkeypatch):
@@ -113,77 +113,77 @@ def test_a_disk_too_small_for_the_checkpoints_is_found(data, tmp_path, monkeypat
     # Shared memory has its own limit, which this is above.
     for free, verdict in ((70_000_000, "ok"), (300_000, "failed")):
         usage = Usage(10**9, 0, free)
-        monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path, u=usage: u)
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path, u=usage: u)
         assert checked(config)["disk"].verdict == verdict
     # The estimate is the size of what is written.
     trained(config)
     kept = config.out / "checkpoints" / "step-00000012"
     written = sum(file.stat().st_size for file in kept.glob("*.safetensors"))
     told = []
-    monkeypatch.setattr(machine_checks, "check_space", lambda out, size, keep: told.append(size))
-    list(examine(config))
+    monkeypatch.setattr(checks, "check_disk", lambda out, size, keep: told.append(size))
+    list(run_checks(config))
     assert told[0] == pytest.approx(written, rel=0.15)
 
 
 def test_little_shared_memory_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_checks, "_SHARED", tmp_path)
-    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda path: Usage(0, 0, 1000))
-    finding = machine_checks.check_shared_memory()
-    assert (finding.verdict, "--shm-size" in finding.advice) == ("warning", True)
-    monkeypatch.setattr(machine_checks, "_SHARED", tmp_path / "none")
-    assert machine_checks.check_shared_memory().verdict == "ok"
+    monkeypatch.setattr(checks, "_SHARED", tmp_path)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(0, 0, 1000))
+    result = checks.check_shared_memory()
+    assert (result.verdict, "--shm-size" in result.advice) == ("warning", True)
+    monkeypatch.setattr(checks, "_SHARED", tmp_path / "none")
+    assert checks.check_shared_memory().verdict == "ok"
 
 
 @pytest.mark.parametrize(
     ("missing", "verdict"), [("tokenizers", "failed"), ("matplotlib", "warning")]
 )
 def test_a_missing_package_is_named(monkeypatch, missing, verdict):
-    spec = machine_checks.importlib.util.find_spec
+    spec = checks.importlib.util.find_spec
     monkeypatch.setattr(
-        machine_checks.importlib.util, "find_spec", lambda n: None if n == missing else spec(n)
+        checks.importlib.util, "find_spec", lambda n: None if n == missing else spec(n)
     )
-    finding = machine_checks.check_packages()
-    assert finding.verdict == verdict
-    assert finding.text == f"not installed: {missing}"
-    assert "pip install" in finding.advice
+    result = checks.check_packages()
+    assert result.verdict == verdict
+    assert result.text == f"not installed: {missing}"
+    assert "pip install" in result.advice
 
 
 def test_a_missing_compiler_matters_where_something_is_compiled(monkeypatch):
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: None)
-    assert machine_checks.check_compiler(CPU).verdict == "ok"
-    finding = machine_checks.check_compiler(replace(CPU, compiled=True))
-    assert finding.verdict == "failed"
-    assert "--runtime.compile off" in finding.advice
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    assert checks.check_compiler(CPU).verdict == "ok"
+    result = checks.check_compiler(replace(CPU, compiled=True))
+    assert result.verdict == "failed"
+    assert "--runtime.compile off" in result.advice
 
 
 def test_without_triton_a_gpu_is_slow(monkeypatch):
     def missing(name):
-        raise machine_checks.PackageNotFoundError(name)
+        raise checks.PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine_checks, "version", missing)
-    assert machine_checks.check_versions(CPU).verdict == "ok"
-    finding = machine_checks.check_versions(replace(CPU, device=torch.device("cuda")))
-    assert (finding.verdict, "triton" in finding.advice) == ("warning", True)
-    monkeypatch.setattr(machine_checks.sys, "version_info", (3, 9))
-    assert machine_checks.check_versions(CPU).verdict == "failed"
+    monkeypatch.setattr(checks, "version", missing)
+    assert checks.check_versions(CPU).verdict == "ok"
+    result = checks.check_versions(replace(CPU, device=torch.device("cuda")))
+    assert (result.verdict, "triton" in result.advice) == ("warning", True)
+    monkeypatch.setattr(checks.sys, "version_info", (3, 9))
+    assert checks.check_versions(CPU).verdict == "failed"
 
 
 def test_too_little_memory_is_found_before_it_is_tried(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine_checks, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(trial, "build", lambda *_: pytest.fail("nothing is built"))
+    monkeypatch.setattr(checks, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(doctor, "build", lambda *_: pytest.fail("nothing is built"))
     found = checked(small_run(data, tmp_path / "run"))
     assert bad(found) == {
         "memory": "failed",
-        "a step without rate": "warning",
+        "step with lr 0": "warning",
         "speed": "warning",
         "save and load": "warning",
     }
     assert "--data.micro-batch-sequences" in found["memory"].advice
-    assert found["speed"].text.startswith("not tried: ")
+    assert found["speed"].text.startswith("skipped: ")
 
 
 def test_free_memory_is_that_of_the_machine():
-    free = machine_checks.free_memory(CPU)
+    free = checks.free_memory(CPU)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free is None or 0 < free < total
 
@@ -202,8 +202,8 @@ def test_an_optimizer_that_moves_without_a_rate_is_found(data, tmp_path, monkeyp
 
     monkeypatch.setattr(AdamW, "step", moving)
     found = checked(small_run(data, tmp_path / "run"))
-    assert found["a step without rate"].verdict == "failed"
-    assert "tensors changed" in found["a step without rate"].text
+    assert found["step with lr 0"].verdict == "failed"
+    assert "tensors changed" in found["step with lr 0"].text
     assert found["speed"].verdict == "ok"
 
 
@@ -218,19 +218,36 @@ def test_a_checkpoint_that_comes_back_otherwise_is_found(data, tmp_path, monkeyp
         moment.view(torch.int32)[zero] ^= -(2**31)
         return kept
 
-    monkeypatch.setattr(trial.checkpoints, "load", broken)
-    finding = checked(small_run(data, tmp_path / "run"))["save and load"]
-    assert finding.verdict == "failed"
-    assert "came back: 1 differ" in finding.text
-    assert "/exp_avg" in finding.text
+    monkeypatch.setattr(doctor.checkpoints, "load", broken)
+    result = checked(small_run(data, tmp_path / "run"))["save and load"]
+    assert result.verdict == "failed"
+    assert "came back: 1 differ" in result.text
+    assert "/exp_avg" in result.text
 
 
 def test_a_loss_that_is_none_or_far_from_guessing_is_found(data, tmp_path, monkeypatch):
     config = small_run(data, tmp_path / "run")
-    gradients = trial.Trial.gradients
+    gradients = doctor.ShortRun.gradients
     for change, verdict in ((float("nan"), "failed"), (1.5, "warning"), (0.5, "ok")):
-        monkeypatch.setattr(trial.Trial, "gradients", lambda self, c=change: gradients(self) + c)
-        assert checked(config)["a step without rate"].verdict == verdict
+        monkeypatch.setattr(
+            doctor.ShortRun, "gradients", lambda self, c=change: gradients(self) + c
+        )
+        assert checked(config)["step with lr 0"].verdict == verdict
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "train-00000.bin", "valid-00000.bin"])
+def test_damaged_data_are_found(data, tmp_path, file):
+    shutil.copytree(data, tmp_path / "data")
+    config = small_run(tmp_path / "data", tmp_path / "run")
+    assert checked(config)["checksums"].verdict == "ok"
+    (path,) = (tmp_path / "data").glob(file)
+    content = bytearray(path.read_bytes())
+    # JSON stays JSON: a space more, a token changed.
+    path.write_bytes(
+        content + b" " if file.endswith("json") else bytes([content[0] ^ 1]) + content[1:]
+    )
+    results = checked(config)
+    assert f"{path} is damaged" in results["checksums"].text + results["data"].text
 
 
 def test_what_cannot_be_opened_or_does_not_work_is_told_and_the_rest_goes_on(data, tmp_path):
@@ -239,45 +256,45 @@ def test_what_cannot_be_opened_or_does_not_work_is_told_and_the_rest_goes_on(dat
     assert found["data"].verdict == "failed"
     assert "no token dataset" in found["data"].text
     assert "lrm data prepare" in found["data"].advice
-    assert found["plan"].text == "not tried: the settings do not work"
-    assert len(found) == 16
+    assert found["plan"].text == "skipped: the settings are not valid"
+    assert len(found) == 17
     found = checked(replace(config, checkpoint=replace(config.checkpoint, keep=1)))
     assert found["settings"].text.startswith("checkpoint.keep must be at least 2")
     found = checked(replace(config, runtime=RuntimeConfig(device="warp")))
     assert found["device"].verdict == "failed"
-    assert found["versions"].text == "not tried: there is no device to compute on"
+    assert found["versions"].text == "skipped: there is no device to compute on"
     assert found["disk"].verdict == "ok"
 
 
-def test_a_check_that_raises_is_a_finding():
+def test_a_check_that_raises_has_failed():
     def raising():
         raise RuntimeError("no\nmore")
 
-    expected = Finding("it", "failed", "RuntimeError: no", "do that")
-    assert examined("it", raising, "do that") == expected
+    expected = CheckResult("it", "failed", "RuntimeError: no", "do that")
+    assert run_check("it", raising, "do that") == expected
 
     def missing():
-        raise NotTriedError("no reason")
+        raise SkippedError("no reason")
 
-    assert examined("it", missing, "").verdict == "warning"
+    assert run_check("it", missing, "").verdict == "warning"
 
 
 def test_a_model_that_cannot_be_made_is_told_once(data, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("cannot be made")
 
-    monkeypatch.setattr(trial, "build", broken)
+    monkeypatch.setattr(doctor, "build", broken)
     assert bad(checked(small_run(data, tmp_path / "run"))) == {
-        "a step without rate": "failed",
+        "step with lr 0": "failed",
         "speed": "warning",
         "save and load": "warning",
     }
 
 
-def test_counts_are_told_in_words():
-    findings = [Finding("", verdict, "") for verdict in ("ok", "ok", "failed", "warning")]
-    assert in_words(findings[:2]) == "2 checks: 2 ok"
-    assert in_words(findings) == "4 checks: 2 ok, 1 to look at, 1 failed"
+def test_the_summary_counts_verdicts():
+    results = [CheckResult("", verdict, "") for verdict in ("ok", "ok", "failed", "warning")]
+    assert summary(results[:2]) == "2 checks: 2 ok"
+    assert summary(results) == "4 checks: 2 ok, 1 to look at, 1 failed"
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -289,14 +306,14 @@ def test_the_command_prints_a_checklist(ask, data):
     code, out, complaints = ask("doctor", *settings)
     assert (code, complaints) == (0, "")
     lines = out.splitlines()
-    assert len(lines) == 17
+    assert len(lines) == 18
     assert all(line.startswith("ok      ") for line in lines[:-1])
-    assert lines[-1].startswith("16 checks: 16 ok, in ")
+    assert lines[-1].startswith("17 checks: 17 ok, in ")
     trained(config)
     code, out, _ = ask("doctor", "run", "--checkpoint.keep", "1")
     assert code == 1
     assert "failed  settings" in out
-    assert f"{'':8}-> change what it names" in out
+    assert f"{'':8}-> change the setting it names" in out
     assert "the newest, of step 12, is good" in out
     assert "1 failed" in out.splitlines()[-1]
 
@@ -315,19 +332,9 @@ def test_what_it_cannot_look_at_is_said(ask):
 def test_without_a_name_it_looks_at_the_smallest_recipe(ask, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "learnable_multipliers.cli.doctor.examine", lambda config: seen.append(config) or []
+        "learnable_multipliers.cli.doctor.run_checks", lambda config: seen.append(config) or []
     )
     assert ask("doctor")[:2] == (0, "0 checks: 0 ok, in 0s\n")
     assert ask("doctor", "--optimizer.lr", "0.5")[0] == 0
     assert seen[0] == RECIPES["tiny"][1]
     assert seen[1].optimizer.lr == 0.5
-
-
-def test_damaged_tokens_are_found(data, tmp_path):
-    shutil.copytree(data, tmp_path / "data")
-    path = tmp_path / "data" / "train-00000.bin"
-    tokens = path.read_bytes()
-    path.write_bytes(tokens[:-1] + bytes([tokens[-1] ^ 1]))
-    found = checked(small_run(tmp_path / "data", tmp_path / "run"))["data"]
-    assert found.verdict == "failed"
-    assert "train-00000.bin is damaged" in found.text

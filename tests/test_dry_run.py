@@ -1,4 +1,4 @@
-"""What a dry run foretells is what a run does: counts, bytes, rates and the first batch."""
+"""A dry run describes what the run does: counts, bytes, learning rates and the first batch."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,11 @@ import torch
 from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.dry_run import describe
-from learnable_multipliers.pretrain.preflight.memory import activation_bytes, state_bytes
+from learnable_multipliers.pretrain.preflight.memory import (
+    activation_bytes,
+    estimate,
+    state_bytes,
+)
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -52,14 +56,12 @@ def test_lasting_bytes_are_those_of_a_step_taken(data, tmp_path, name, placement
     assert told == found
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_activations_are_the_bytes_autograd_keeps(data, tmp_path, name, dtype, where):
+def test_activations_are_near_the_bytes_autograd_keeps(data, tmp_path, name, dtype):
     config = small_run(data, tmp_path / "run", model=MODELS[name])
-    config = replace(config, data=replace(config.data, micro_batch_sequences=3))
-    device = choose_device(RuntimeConfig(device=where, dtype=dtype))
-    model = build(config.model, device=device.device)
+    device = choose_device(RuntimeConfig(device="cpu", dtype=dtype))
+    model = build(config.model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -67,11 +69,12 @@ def test_activations_are_the_bytes_autograd_keeps(data, tmp_path, name, dtype, w
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    tokens = torch.randint(257, (3, config.data.sequence_length + 1), device=device.device)
+    tokens = torch.randint(257, (3, config.data.sequence_length + 1))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), device.autocast():
         model.loss(tokens, config.z_loss)
     expected = sum(storage.nbytes() for at, storage in kept.items() if at not in weights)
-    assert activation_bytes(config, device) == expected
+    found = activation_bytes(config.model, 3 * config.data.sequence_length, device)
+    assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
@@ -99,20 +102,23 @@ def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
     assert "batch 2 -> 4 sequences of 32" in text
 
 
-def test_the_table_of_memory_adds_up(data, tmp_path):
+@pytest.mark.parametrize("micro", [0, 2])
+def test_the_table_of_memory_shows_the_estimate(data, tmp_path, micro):
     config = small_run(data, tmp_path / "run", model=SIZED)
+    config = replace(config, data=replace(config.data, micro_batch_sequences=micro))
     text = describe(config)
-    table = text.partition("Memory on cpu (float32):\n")[2].partition("\n\n")[0]
-    sizes = {
+    table = text.partition("Memory on cpu (float32), estimated from shapes:\n")[2]
+    shown = {
         name.strip(): float(size)
-        for name, size in re.findall(r"^ (.+?)  +([\d.]+) MiB$", table, re.M)
+        for name, size in re.findall(r"^  (\w.+?)  +([\d.]+) MiB$", table, re.M)
     }
-    model = build(config.model)
-    told = state_bytes(config, model, make_optimizer(model, config.optimizer)[1])
-    told["activations of a micro-batch"] = activation_bytes(config, choose_device(config.runtime))
-    told["together"] = sum(told.values())
-    assert sizes == {name: round(size / 2**20, 1) for name, size in told.items()}
-    assert sizes["activations of a micro-batch"] > 1
+    estimated = estimate(config, choose_device(config.runtime))
+    rows = estimated.rows | {"peak": estimated.peak}
+    assert shown == {name: round(size / 2**20, 1) for name, size in rows.items()}
+    # One micro-batch frees its activations while gradients are written; several add them up.
+    overlap = 0 if micro else estimated.rows["gradients"]
+    assert estimated.peak == sum(estimated.rows.values()) - overlap
+    assert ("the larger one counts" in text) == (micro == 0)
 
 
 def test_the_first_batch_is_the_text_the_run_begins_with(data, tmp_path):

@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.checkpoint.store import (
     CheckpointError,
     tensor_files,
 )
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, small_run, trained
 

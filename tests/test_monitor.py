@@ -11,7 +11,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from learnable_multipliers.symmetry._gauge import symmetry_positions
 from learnable_multipliers.symmetry._scales import multiply_

@@ -13,6 +13,7 @@ from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
     clear_leftovers,
     new_folder,
 )
+from processes import start
 
 LRM = [sys.executable, "-c", "from learnable_multipliers.cli import main; main()"]
 
@@ -61,9 +62,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_any_work(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_preparation_that_is_ended_leaves_nothing_for_good(tmp_path, number):
     line = [*LRM, "data", "prepare", "--out", "out", "--max-bytes", "4000000", "--overwrite"]
-    process = subprocess.Popen(
-        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not list(tmp_path.glob(".out.*.partial/train-*")):
         assert time.monotonic() < until

@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import (
     HYBRID,

@@ -86,7 +86,7 @@ def test_batches_that_are_not_recorded_are_named(micro, uneven, data, tmp_path):
     config = replace(config, data=replace(config.data, micro_batch_sequences=micro))
     found = told(config)
     assert len(found) == bool(uneven)
-    assert all(f"={micro} leaves a rest in batches of {uneven} sequences" in t for t in found)
+    assert all(f"={micro} does not divide batches of {uneven} sequences" in t for t in found)
     assert told(config, replace(GPU, captured=False)) == []
 
 
@@ -95,7 +95,7 @@ def test_batches_of_a_ramp_are_named():
     config = replace(config, data=replace(config.data, micro_batch_sequences=128))
     (text,) = told(config)
     # 64 is a batch of one pass; 128, 256, 384 and 512 divide.
-    assert "in batches of 192, 320, 448 sequences" in text
+    assert "batches of 192, 320, 448 sequences" in text
 
 
 def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
@@ -118,10 +118,10 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     train.Trainer(replace(config, resume=True), records.append).train()
     assert [r for r in records if r["kind"] == "warning"][1:] == []
     assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
-    case = doctor._Case(config)
-    case.device_works(), case.data_open(), case.settings_work()
-    assert case.paths_are_fast().verdict == "ok"
-    case._device = GPU
-    finding = case.paths_are_fast()
-    assert (finding.verdict, finding.text) == ("warning", path.text)
-    assert finding.advice == path.advice
+    run = doctor._Preflight(config)
+    run.check_device(), run.check_data(), run.check_settings()
+    assert run.check_fast_paths().verdict == "ok"
+    run._device = GPU
+    result = run.check_fast_paths()
+    assert (result.verdict, result.text) == ("warning", path.text)
+    assert result.advice == path.advice

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import processes
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 
 BIN = Path(sys.executable).parent
 SMALL = {
@@ -48,7 +49,7 @@ def start(data, out, *more):
     ]
     command += ["train", "tiny-llama", "--data.path", data, "--out", out, *given, *SWITCHES, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return processes.start(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
 

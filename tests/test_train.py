@@ -14,7 +14,7 @@ from learnable_multipliers.pretrain.checkpoint import tensor_files
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.preflight.run_comparison import without_clock
+from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer

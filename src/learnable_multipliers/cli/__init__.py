@@ -1,7 +1,7 @@
 """The command `lrm`: a table of commands, each in a file of its own.
 
-Exit codes: 0 done, 1 failed (the message says why), 2 the command line makes no sense, 128 + n
-ended by signal n, as shells have it.
+Exit codes: 0 done, 1 failed (the message says why), 2 the command line is wrong, 128 + n ended
+by signal n.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from learnable_multipliers import __version__
 
 # Command -> what it does, in the order a newcomer meets them.
 COMMANDS = {
-    "demo": "train a tiny model without and with multipliers; compare",
-    "data prepare": "turn text into token shards to train on",
-    "doctor": "look at machine, data and model before a run",
+    "demo": "compare a tiny model trained without and with multipliers",
+    "data prepare": "tokenize text into shards to train on",
+    "doctor": "check machine, data and model before a run",
     "train": "train a language model: lrm train 20m --data.path DATA",
-    "verify-resume": "kill a run, resume it, and compare it with one in one go",
+    "verify-resume": "check that a killed and resumed run is bit-identical",
     "plan": "show which multipliers each matrix would carry, and why",
-    "symmetries": "tell which scales of a model do the same",
-    "simulate": "train a matrix on noise: the scale that decay gives it",
-    "diagnose": "tell which weights of a run noise and decay hold",
-    "export": "turn a trained model into a Hugging Face folder",
-    "report": "make one page about one or several runs",
+    "symmetries": "find redundant scales (symmetries) of a model",
+    "simulate": "predict the scale that noise and decay give a matrix",
+    "diagnose": "find the weights of a run held by noise and decay",
+    "export": "export a trained model to a Hugging Face folder",
+    "report": "write a page that compares one or several runs",
 }
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 _BROKEN_PIPE = 128 + 13
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone, as `head` goes when it has enough. What is still buffered goes
-        # nowhere, or Python would complain about it at exit.
+        # The reader has closed the pipe, as `head` does. Buffered output is discarded, or Python
+        # would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
 
@@ -55,7 +55,7 @@ def _run(given: list[str]) -> None:
     if given[:1] in (["--version"], ["version"]):
         print(f"lrm {__version__}")
         return
-    # "data" is no command by itself: its help is the list.
+    # "data" alone is not a command: its help is the list of commands.
     asked = given[1:] if given[:1] == ["data"] else given
     if not given or asked[:1] in (["-h"], ["--help"], ["help"]):
         print(_help())
@@ -73,11 +73,11 @@ def _run(given: list[str]) -> None:
         sys.exit(_INTERRUPTED)
     except BrokenPipeError:
         raise
-    # What users can cause is said in one line; LRM_TRACEBACK=1 shows where it comes from.
+    # Errors that users can cause are one line; LRM_TRACEBACK=1 shows the traceback.
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("LRM_TRACEBACK"):
             raise
-        # Under torchrun, which rank says so.
+        # Under torchrun, name the rank.
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         sys.exit(f"lrm {command}{rank}: {error}")
 
@@ -99,7 +99,7 @@ def _help() -> str:
             "",
             *listed,
             "",
-            "Each command explains itself: lrm train --help. New here? lrm demo",
+            "Options of a command: lrm train --help. New here? Start with lrm demo",
         ]
     )
 
@@ -108,10 +108,10 @@ def _refuse(given: Sequence[str]) -> NoReturn:
     words = [name.split()[0] for name in COMMANDS]
     close = difflib.get_close_matches(given[0], words, n=1)
     if given[0] == "data":
-        told = "there is one command about data: lrm data prepare"
+        hint = "there is one command about data: lrm data prepare"
     elif close:
-        told = f"there is no command {given[0]!r}; did you mean lrm {close[0]}?"
+        hint = f"there is no command {given[0]!r}; did you mean lrm {close[0]}?"
     else:
-        told = f"there is no command {given[0]!r}; lrm --help lists them"
-    print(f"lrm: {told}", file=sys.stderr)
+        hint = f"there is no command {given[0]!r}; lrm --help lists them"
+    print(f"lrm: {hint}", file=sys.stderr)
     sys.exit(2)

@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.data.splits import VALID
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Turn text into token shards."""
+    """Tokenize text into shards."""
     # Sources may come first without their option, as files do in most commands.
     sources = list(takewhile(lambda word: not word.startswith("-"), arguments))
     if sources:
@@ -31,10 +31,9 @@ def run(arguments: Sequence[str]) -> None:
         PrepareConfig,
         "data prepare",
         arguments,
-        description="lrm data prepare SOURCES --out DATA: turn text (plain, JSON Lines, parquet; "
-        "also .xz, .gz, .zst), folders of it, or a Hugging Face dataset into token shards to train "
-        "on. With no sources: the sources of Python's own standard library.",
-        elsewhere={"source": "--sources", "input": "--sources", "output": "--out"},
+        description="lrm data prepare SOURCES --out DATA: tokenize text files (plain, JSON Lines, "
+        "parquet; also .xz, .gz, .zst), folders of them, or a Hugging Face dataset into shards to "
+        "train on. Without sources: the source code of Python's standard library.",
     )
     console = Console()
     start = time.perf_counter()
@@ -47,7 +46,7 @@ def run(arguments: Sequence[str]) -> None:
             elif config.tokenizer is None:
                 status.update(f"training the tokenizer: {read}")
 
-        with _tidy_when_told_to_end():
+        with _clean_up_on_sigterm():
             manifest = prepare(config, report)
     seconds = time.perf_counter() - start
     size = sum(manifest.num_bytes(split) for split in manifest.splits)
@@ -72,7 +71,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _left_out(source: dict[str, Any]) -> Iterator[str]:
-    """Say what is not among the tokens, though it was among the sources."""
+    """Yield what was left out of the sources."""
     skipped = {kind: count for kind, count in source["skipped_files"].items() if count}
     if skipped:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items())
@@ -87,8 +86,8 @@ def _left_out(source: dict[str, Any]) -> Iterator[str]:
 
 
 @contextmanager
-def _tidy_when_told_to_end() -> Iterator[None]:
-    """Let SIGTERM end a preparation as Ctrl-C does: with nothing left behind."""
+def _clean_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         sys.exit(128 + number)

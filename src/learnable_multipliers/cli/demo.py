@@ -1,45 +1,64 @@
-"""`lrm demo`."""
+"""`lrm demo`: one model trained without and with multipliers, side by side.
+
+The text is the source of the Python standard library on this machine; both runs see the same
+batches from the same start. It shows what the library does to a model, not what multipliers are
+worth: minutes of training on one seed prove nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from learnable_multipliers import demo
+from rich.console import Console
+
 from learnable_multipliers.cli.arguments import read
-from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.config import Placement, TrainConfig
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.metrics.progress import Display
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
+
+RUNS: dict[str, Placement] = {"plain": "none", "multipliers": "full"}
+_MARK = ".lrm-demo"
+_TEXT = "the sources of the Python standard library of this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """How long, and where."""
+    """Length and place of the demo."""
 
     out: Path = Path("demo")
     """Folder of the two runs and of report.html; an earlier demo there is replaced."""
     tokens: int = RECIPES["tiny"][1].schedule.tokens
     """Length of each run, in tokens."""
     seed: int = 0
-    """Of weights and batches."""
+    """Seed of weights and batches."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run the demo and say where the report is."""
+    """Run the demo and print where the report is."""
     config = read(
         DemoConfig,
         "demo",
         arguments,
         description="Train a tiny language model on the sources of Python's standard library, "
-        "without and with multipliers, and write one page about both. A few minutes on a laptop's "
-        "CPU.",
+        "without and with multipliers, and write a report that compares both. Takes a few minutes "
+        "on a laptop's CPU.",
     )
     try:
-        page = demo.run(training(config), config.out)
+        page = compare(training(config), config.out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("no report was written; lrm demo starts afresh") from None
-    for name in demo.RUNS:
+    for name in RUNS:
         last = Run.load(config.out / name).last("eval")
         assert last is not None
         print(
@@ -50,7 +69,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def training(config: DemoConfig) -> TrainConfig:
-    """Return the recipe of both runs: that of `lrm train tiny`, as long as asked for."""
+    """Return the recipe of both runs: `lrm train tiny`, as long as asked for."""
     base = RECIPES["tiny"][1]
     part = config.tokens / base.schedule.tokens
     schedule = replace(
@@ -60,3 +79,77 @@ def training(config: DemoConfig) -> TrainConfig:
         decay_tokens=int(base.schedule.decay_tokens * part),
     )
     return replace(base, seed=config.seed, schedule=schedule)
+
+
+def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Path:
+    """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
+    console = console or Console()
+    text = base.data.path or _TEXT
+    with console.status(f"reading {text}"):
+        TrainingData.open(base.data, base.model.vocab_size, base.seed)
+    _make_room(out)
+    configs = {
+        name: replace(
+            base,
+            out=out / name,
+            name=name,
+            optimizer=replace(base.optimizer, placement=placement),
+        )
+        for name, placement in RUNS.items()
+    }
+    _train(configs, console)
+    return write_page(
+        out / "report.html",
+        [Run.load(out / name) for name in RUNS],
+        title="Learnable multipliers: a first look",
+        notes=[
+            f"Both runs train the same model on {text}, from the same start and on the same "
+            "batches. This shows what the library does to a model, not what multipliers are worth: "
+            "minutes of training are far from the equilibrium they are made for, and one seed "
+            "proves nothing."
+        ],
+    )
+
+
+def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
+    """Train step by step in turn: the curves grow together, under the same load of the machine."""
+    shown: list[Display] = []
+
+    def observe(name: str, record: dict[str, Any]) -> None:
+        if shown:
+            shown[0].record(name, record)
+
+    with ExitStack() as stack:
+        trainers: dict[str, Trainer] = {}
+        for name, config in configs.items():
+            trainers[name] = Trainer(config, partial(observe, name))
+            stack.callback(trainers[name].close)
+        # They differ in their multipliers, not in their schedule.
+        tokens = next(iter(trainers.values())).tokens_after
+        interrupt = stack.enter_context(Interrupt())
+        display = stack.enter_context(Display(list(trainers), tokens, console))
+        shown.append(display)
+        steps = {name: trainer.steps() for name, trainer in trainers.items()}
+        while steps:
+            for name in list(steps):
+                step = next(steps[name], None)
+                if step is None:
+                    del steps[name]
+                else:
+                    display.advance(name, step)
+                if interrupt.received:
+                    raise KeyboardInterrupt
+
+
+def _make_room(out: Path) -> None:
+    """Remove what an earlier demo left, and nothing that anybody else wrote."""
+    mark = out / _MARK
+    for folder in (out / name for name in RUNS):
+        if not folder.exists():
+            continue
+        if not mark.is_file():
+            raise ValueError(f"{folder} is not from an earlier demo: choose another folder (--out)")
+        shutil.rmtree(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    mark.write_text("Made by lrm demo, which replaces its runs when it is run again.\n")
+    (out / "report.html").unlink(missing_ok=True)

@@ -22,11 +22,11 @@ class DiagnoseConfig:
     """What to look at."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Folder of a run, whose newest good checkpoint is taken, or of one checkpoint."""
+    """Folder of a run (its newest good checkpoint is read) or of one checkpoint."""
     json: bool = False
-    """Print JSON, with every layer by itself, instead of a table."""
+    """Print JSON, with every layer separately, instead of a table."""
     plot: Path | None = None
-    """File to draw every tensor to as well (.svg, .png, .pdf)."""
+    """File to plot every tensor to (.svg, .png, .pdf)."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -35,10 +35,10 @@ def run(arguments: Sequence[str]) -> None:
         DiagnoseConfig,
         "diagnose",
         arguments,
-        description="Tell which tensors of a run are trapped where gradient noise and weight decay "
-        "hold them, and which are free: their rms against the one that noise would have given "
-        "them, from the same start under the same learning rates, and how noisy their gradients "
-        "are. Lines are medians over layers.",
+        description="Find the tensors of a run whose scale is set by gradient noise and weight "
+        "decay (trapped) and those whose scale is learned (free). Compares their rms with the one "
+        "that pure noise gives from the same start under the same learning rates, and prints how "
+        "noisy their gradients are. Rows are medians over layers.",
     )
     if config.plot is not None:
         analysis.check_format(config.plot)

@@ -14,42 +14,42 @@ from rich.text import Text
 
 from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read, wrapped
-from learnable_multipliers.cli.train import ELSEWHERE
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.plain_data import from_dict
-from learnable_multipliers.pretrain.preflight.check_result import Finding
-from learnable_multipliers.pretrain.preflight.doctor import examine, in_words
+from learnable_multipliers.pretrain.preflight.checks import CheckResult
+from learnable_multipliers.pretrain.preflight.doctor import run_checks, summary
 from learnable_multipliers.pretrain.recipes import RECIPES
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _WHAT = (
-    "Look before a run: at packages, device, disk and memory, at data and settings; take one step "
-    "without learning rate, which must change nothing, save and load a checkpoint, and time a "
-    "step. Leaves nothing behind. Ends with 1 if something failed."
+    "Check machine, data and model before a run: packages, device, disk and memory, checksums of "
+    "the data and all settings. Then take one step with learning rate 0, which must change "
+    "nothing, save and load a checkpoint, and time a step. Leaves nothing behind. Exit code 1 if a "
+    "check fails."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print a checklist of what a run needs."""
+    """Print one line per check."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(_help())
         return
     config = configure(arguments)
     console, began = Console(), time.perf_counter()
-    findings: list[Finding] = []
-    with console.status("looking"):
-        for finding in examine(config):
-            findings.append(finding)
-            _show(finding, console)
+    results: list[CheckResult] = []
+    with console.status("checking"):
+        for result in run_checks(config):
+            results.append(result)
+            _show(result, console)
     took = duration(time.perf_counter() - began)
-    console.print(f"{in_words(findings)}, in {took}", highlight=False, soft_wrap=True)
-    if any(finding.verdict == "failed" for finding in findings):
+    console.print(f"{summary(results)}, in {took}", highlight=False, soft_wrap=True)
+    if any(result.verdict == "failed" for result in results):
         sys.exit(1)
 
 
 def configure(arguments: Sequence[str]) -> TrainConfig:
-    """Return the config to look at: a recipe's or a run's, any of its settings overridden."""
+    """Return the config to check: a recipe's or a run's, with its settings overridden."""
     named = bool(arguments) and not arguments[0].startswith("-")
     name, settings = (arguments[0], arguments[1:]) if named else ("tiny", arguments)
     default = RECIPES[name][1] if name in RECIPES else _config_of(name)
@@ -57,10 +57,8 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         TrainConfig,
         f"doctor {name}",
         settings,
-        description=f"{_WHAT} These are the settings, with the values of {name}; each can be given "
-        "another.",
+        description=f"{_WHAT} The defaults below are those of {name}.",
         default=default,
-        elsewhere=ELSEWHERE,
     )
 
 
@@ -80,15 +78,13 @@ def _config_of(name: str) -> TrainConfig:
     return replace(config, out=Path(name))
 
 
-def _show(finding: Finding, console: Console) -> None:
-    line = Text(f"{finding.verdict:<8}", style=_STYLES[finding.verdict])
-    line.append(f"{finding.about:<20}", style="default")
-    line.append(printable(finding.text), style="default")
+def _show(result: CheckResult, console: Console) -> None:
+    line = Text(f"{result.verdict:<8}", style=_STYLES[result.verdict])
+    line.append(f"{result.name:<20}{printable(result.text)}", style="default")
     console.print(line, highlight=False, soft_wrap=True)
-    if finding.advice:
-        console.print(
-            Text(f"{'':8}-> {printable(finding.advice)}"), highlight=False, soft_wrap=True
-        )
+    if result.advice:
+        advice = Text(f"{'':8}-> {printable(result.advice)}")
+        console.print(advice, highlight=False, soft_wrap=True)
 
 
 def _help() -> str:
@@ -99,8 +95,8 @@ def _help() -> str:
             wrapped(_WHAT),
             "",
             "For instance:",
-            "  lrm doctor                        the recipe tiny, in seconds",
-            "  lrm doctor 20m --data.path DATA   what lrm train would be given",
-            "  lrm doctor runs/tiny              a run that is there, and its checkpoints",
+            "  lrm doctor                        the recipe tiny; takes seconds",
+            "  lrm doctor 20m --data.path DATA   a recipe with the settings of lrm train",
+            "  lrm doctor runs/tiny              an existing run and its checkpoints",
         ]
     )

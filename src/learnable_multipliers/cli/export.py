@@ -19,11 +19,11 @@ class ExportConfig:
     """What to export, and where to."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Folder of a run, whose newest good checkpoint is taken, or of one checkpoint."""
+    """Folder of a run (its newest good checkpoint is read) or of one checkpoint."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder to make."""
+    """Folder to create."""
     dtype: ExportDtype = "float32"
-    """Of the weights written."""
+    """Dtype of the exported weights."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -32,9 +32,9 @@ def run(arguments: Sequence[str]) -> None:
         ExportConfig,
         "export",
         arguments,
-        description="Turn a trained model into a Hugging Face folder (config, safetensors, "
-        "tokenizer) that from_pretrained loads. Multipliers are in the weights already; they are "
-        "written beside them for those who want to look.",
+        description="Export a trained model to a Hugging Face folder (config, safetensors, "
+        "tokenizer) that from_pretrained loads. The weights include the multipliers, which are "
+        "also written to a file of their own for analysis.",
     )
     done = export(config.run, config.out, config.dtype)
     for note in done.notes:

@@ -22,9 +22,9 @@ class PlanConfig:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
     placement: Placement = "full"
-    """Row and column everywhere (full), those free of symmetries, or one number each (scalar)."""
+    """Rows and columns (full), without redundant ones (symmetry-aware), or one each (scalar)."""
     json: Path | None = None
-    """Write the plan to this file as well."""
+    """Also write the plan to this file."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
         "plan",
         arguments,
         description="Show which multipliers each matrix of a model would carry, and why. Reads "
-        "names and shapes alone: no weights are loaded.",
+        "only names and shapes: no weights are loaded.",
     )
     planned = plan(named_model(config.model, weights=False), config.placement)
     print(planned)

@@ -36,8 +36,8 @@ def run(arguments: Sequence[str]) -> None:
         ReportConfig,
         "report",
         arguments,
-        description="Make one self-contained page about one or several runs: losses, norms "
-        "against the noise prediction, multipliers, samples.",
+        description="Write one self-contained page about one or several runs: losses, norms "
+        "against the noise prediction, multipliers and samples.",
     )
     if not config.runs:
         refuse("lrm report: name one or several folders of runs: lrm report runs/tiny")

@@ -37,7 +37,7 @@ class SimulateConfig:
     """A run on noise."""
 
     optimizer: BrownianOptimizer = "adamw"
-    """Whose update rule."""
+    """Optimizer whose update rule is simulated."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -45,35 +45,35 @@ class SimulateConfig:
     steps: int = 20_000
     """Length of the run."""
     shape: tuple[int, int] = (64, 64)
-    """Of the weight, rows and columns; the rms has a sampling error of 1/sqrt(2 numbers)."""
+    """Rows and columns of the weight; the rms has a sampling error of 1/sqrt(2 rows columns)."""
     start_rms: float = 0.0
     """RMS of the normal distribution that the weight starts from."""
     betas: tuple[float, float] | None = None
-    """AdamW's (else 0.9 0.95) or Lion's (else 0.9 0.99)."""
+    """Betas of AdamW (default 0.9 0.95) or Lion (default 0.9 0.99)."""
     momentum: float | None = None
-    """Muon's (else 0.95) or SGD's (else 0.9)."""
+    """Momentum of Muon (default 0.95) or SGD (default 0.9)."""
     nesterov: Literal["on", "off"] | None = None
-    """Muon's (else on) or SGD's (else off)."""
+    """Nesterov momentum of Muon (default on) or SGD (default off)."""
     adjust_lr: AdjustLr | None = None
-    """Muon's (else match_rms_adamw)."""
+    """How Muon scales its updates (default match_rms_adamw)."""
     coefficients: Coefficients | None = None
-    """Muon's (else quintic)."""
+    """Newton-Schulz coefficients of Muon (default quintic)."""
     warmup: float = 0.0
-    """Share of the run in which the rate grows from zero."""
+    """Share of the run in which the learning rate grows from zero."""
     decay: float = 0.0
-    """Share of the run, at its end, in which the rate falls."""
+    """Share of the run, at its end, in which the learning rate falls."""
     decay_factor: float = 8.0
-    """What the rate is divided by at the end of the decay."""
+    """What the learning rate is divided by at the end of the decay."""
     decay_shape: DecayShape = "exponential"
-    """How it falls."""
+    """How the learning rate falls."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
     rows: int = 10
-    """Lines to print, evenly over the run."""
+    """Lines to print, evenly spaced over the run."""
     json: bool = False
     """Print JSON instead of a table."""
     plot: Path | None = None
-    """File to draw the whole run to as well (.svg, .png, .pdf)."""
+    """File to plot the whole run to (.svg, .png, .pdf)."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -85,9 +85,8 @@ def run(arguments: Sequence[str]) -> None:
         description="Train a matrix on pure noise and print its rms: simulated with the "
         "optimizer's own update rule; expected at that step, from the start under the same "
         "rates; and the equilibrium that noise and decay would lead to at the rate of that step. "
-        "A matrix of a real run whose rms is the expected one has a scale that the data did not "
-        "choose.",
-        elsewhere={"wd": "--weight-decay", "learning-rate": "--lr", "beta1": "--betas"},
+        "If a matrix of a real run has the expected rms, its scale was set by noise and decay, not "
+        "by the data.",
     )
     lrs = rates(config)
     if config.plot is not None:

@@ -26,11 +26,11 @@ class SymmetriesConfig:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
     placement: Literal["all", "full", "symmetry-aware", "scalar"] = "all"
-    """Scales that matrices have: rows and columns of all of them, or those of a placement."""
+    """Scales to look at: all rows and columns, or the multipliers of a placement."""
     json: bool = False
-    """Print JSON, with every layer by itself, instead of words."""
+    """Print JSON, with every layer separately, instead of text."""
     plot: Path | None = None
-    """File to draw them to as well (.svg, .png, .pdf): which axes take part in which."""
+    """File to plot to (.svg, .png, .pdf): which axes take part in which symmetry."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -39,16 +39,16 @@ def run(arguments: Sequence[str]) -> None:
         SymmetriesConfig,
         "symmetries",
         arguments,
-        description="Tell which rescalings of a model's matrices and norms leave its outputs "
-        "alone. They are computed from the forward pass at random weights, in seconds to minutes; "
-        "a large model is asked through a small one of the same architecture. The numbers in "
+        description="Find the rescalings of a model's matrices and norms that do not change its "
+        "outputs. They are computed from the forward pass at random weights, in seconds to "
+        "minutes; for a large model, from a small one of the same architecture. The numbers in "
         "front count independent rescalings.",
     )
     if config.plot is not None:
         analysis.check_format(config.plot)
     start = time.perf_counter()
-    # Apart from the answer, which may go into a file.
-    with Console(stderr=True).status(f"asking {config.model}"):
+    # Not on stdout, which may be a file.
+    with Console(stderr=True).status(f"analysing {config.model}"):
         model = named_model(config.model, weights=True)
         planned = None if config.placement == "all" else plan(model, config.placement)
         found = find_symmetries(model, planned)

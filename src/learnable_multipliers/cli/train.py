@@ -25,26 +25,14 @@ from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
-ELSEWHERE = {
-    "learning-rate": "--optimizer.lr",
-    "batch-size": "--data.batch-sequences",
-    "seq-len": "--data.sequence-length",
-    "steps": "--schedule.tokens",
-    "max-steps": "--schedule.tokens",
-    "epochs": "--schedule.tokens",
-    "warmup-steps": "--schedule.warmup-tokens",
-    "output-dir": "--out",
-}
-"""What other programs call some options, and their names here."""
-
 
 def run(arguments: Sequence[str]) -> None:
-    """Train a model by a named recipe, any of its settings overridden."""
+    """Train a model by a named recipe; options override its settings."""
     config = configure(arguments)
     if config.dry_run:
         print(dry_run.describe(config))
         return
-    # Ranks say the same, and one is enough.
+    # One rank prints for all.
     console = Console(file=SteadyOutput(sys.stdout), quiet=own_rank() > 0)  # pyright: ignore[reportArgumentType]
     train(config, console, arguments)
 
@@ -53,7 +41,7 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
     """Return the config of `lrm train` with these arguments."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_recipes())
-        # Nothing was asked for and nothing was done: scripts should notice.
+        # Without a recipe nothing is trained: scripts should notice.
         sys.exit(0 if arguments else 2)
     name, *settings = arguments
     if name.startswith("-"):
@@ -63,10 +51,8 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         TrainConfig,
         f"train {name}",
         settings,
-        description=f"Train a {what}. These are the settings, with the values of this recipe; each "
-        "can be given another.",
+        description=f"Train a {what}. The defaults below are those of this recipe.",
         default=default,
-        elsewhere=ELSEWHERE,
     )
 
 
@@ -74,7 +60,7 @@ _LIST = "lrm train --help lists the recipes."
 
 
 def recipe(command: str, name: str) -> tuple[str, TrainConfig]:
-    """Return what a recipe trains, and its config; a name that is none ends the process."""
+    """Return what a recipe trains, and its config; an unknown name ends the process."""
     if name not in RECIPES:
         near = closest(name, list(RECIPES))
         hint = f"Did you mean lrm {command} {near}? {_LIST}" if near else _LIST
@@ -88,18 +74,15 @@ def _recipes() -> str:
         [
             "usage: lrm train RECIPE [--help] [SETTINGS]",
             "",
-            wrapped(
-                "Train a language model. A recipe sets everything; any setting can be given "
-                "another value."
-            ),
+            wrapped("Train a language model. A recipe sets everything; options override it."),
             "",
             *(wrapped(what, first=f"  {name:<{width}}  ") for name, (what, _) in RECIPES.items()),
             "",
             "For instance:",
-            "  lrm train tiny                        train; Ctrl-C saves, --resume goes on",
-            "  lrm train 20m --data.path DATA        on text that lrm data prepare made",
+            "  lrm train tiny                        train; Ctrl-C saves, --resume continues",
+            "  lrm train 20m --data.path DATA        on the output of lrm data prepare",
             "  lrm train 20m --optimizer.lr 2e-3     with another learning rate",
-            "  lrm train 20m --dry-run               show plan, sizes and memory alone",
+            "  lrm train 20m --dry-run               show plan and memory; do not train",
             "  lrm train 20m --help                  list all settings with their values",
         ]
     )
@@ -151,17 +134,17 @@ def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> No
 
 @contextmanager
 def _memory_advice() -> Iterator[None]:
-    """Say what helps where memory runs out."""
+    """Add advice to errors about memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # torch's error on a CPU is no class of its own.
-        told = str(error).partition("\n")[0] or "memory ran out"
+        # On a CPU torch raises a plain RuntimeError.
+        text = str(error).partition("\n")[0] or "memory ran out"
         kinds = (torch.OutOfMemoryError, MemoryError)
-        if not isinstance(error, kinds) and "allocate memory" not in told:
+        if not isinstance(error, kinds) and "allocate memory" not in text:
             raise
         raise ValueError(
-            f"{told} Give --data.micro-batch-sequences a smaller number, also to a run that goes "
+            f"{text} Give --data.micro-batch-sequences a smaller number, also to a run that goes "
             "on with --resume; --dry-run shows what takes how much"
         ) from error
 
@@ -187,5 +170,5 @@ def _announce(trainer: Trainer, console: Console) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    # A line is a line, also in a file: the terminal wraps what it must.
+    # Do not wrap: a message is one line in a log file, and terminals wrap by themselves.
     console.print(text, highlight=False, soft_wrap=True)

@@ -13,47 +13,50 @@ import tyro
 from rich.console import Console
 
 from learnable_multipliers.cli.arguments import read
-from learnable_multipliers.cli.train import ELSEWHERE, recipe
+from learnable_multipliers.cli.train import recipe
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.preflight.resume_trial import check, try_resume
-from learnable_multipliers.pretrain.preflight.run_comparison import Comparison
+from learnable_multipliers.pretrain.preflight.resume_check import (
+    Comparison,
+    check_resume,
+    check_steps,
+)
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(TrainConfig):
-    """A training run, and how much of it is tried."""
+    """A training run, and how many of its steps are checked."""
 
     steps: int = 10
     """Steps before the checkpoint, and again after it."""
     out: Path = Path("runs/verify-resume")
-    """Folder of both runs, a new one; it is removed if they are the same."""
-    # The trial itself begins and resumes.
+    """New folder for both runs; removed if they are the same."""
+    # The command itself starts and resumes.
     resume: tyro.conf.Suppress[bool] = False
     dry_run: tyro.conf.Suppress[bool] = False
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Try a recipe, print a table, and fail if the runs differ."""
+    """Check a recipe, print a table, and fail if the runs differ."""
     config = configure(arguments)
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
-    check(training, config.steps)
+    check_steps(training, config.steps)
     if config.out.exists():
         raise ValueError(f"{config.out} exists: remove it, or choose another folder (--out)")
     console = Console(stderr=True)
     try:
         with console.status("getting ready") as status:
-            found = try_resume(training, config.steps, status.update)
+            found = check_resume(training, config.steps, status.update)
     except BaseException:
         shutil.rmtree(config.out, ignore_errors=True)
         raise
     print(table(found))
     if any(one.differences for one in found):
         sys.exit(
-            f"lrm verify-resume: the resumed run is not the one that never stopped; both are in "
-            f"{config.out}. On a GPU, kernels that add in any order do this: compare two runs in "
-            "one go as well"
+            f"lrm verify-resume: the resumed run differs from the one without a stop; both are in "
+            f"{config.out}. On a GPU, kernels that add in no fixed order do this: compare "
+            "two runs without a stop as well"
         )
     shutil.rmtree(config.out)
     print(
@@ -72,11 +75,10 @@ def configure(arguments: Sequence[str]) -> VerifyConfig:
         VerifyConfig,
         f"verify-resume {name}",
         settings,
-        description=f"Train the first steps of a {what}, in one go and with a kill and a resume on "
-        "the way, and compare weights, optimizer, counters and metrics bit for bit. "
-        "Exit code 1 if anything differs. The settings are those of lrm train.",
+        description=f"Train the first steps of a {what} twice: once without a stop, once killed "
+        "and resumed. Compare weights, optimizer, counters and metrics bit for bit. Exit code 1 if "
+        "anything differs. The options are those of lrm train.",
         default=replace(VerifyConfig(**defaults), out=VerifyConfig.out),
-        elsewhere={word: option for word, option in ELSEWHERE.items() if word != "steps"},
     )
 
 

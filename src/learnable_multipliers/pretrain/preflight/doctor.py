@@ -1,91 +1,118 @@
-"""A check-up before a run: machine, data, model, one step, a checkpoint and the speed.
+"""Checks before a run: machine, data, settings, memory, a few steps, a checkpoint, the speed.
 
-Each check stands by itself: one that fails, or raises, is told, and the others go on.
+Each check stands by itself: one that fails is reported, and the others still run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from learnable_multipliers._formats import count
+from learnable_multipliers._formats import count, duration, size
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
-from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.preflight import machine_checks as machine
-from learnable_multipliers.pretrain.preflight import trial
-from learnable_multipliers.pretrain.preflight.check_result import Finding, NotTriedError, examined
-from learnable_multipliers.pretrain.preflight.memory import rank_bytes, state_bytes
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.preflight import checks
+from learnable_multipliers.pretrain.preflight.checks import CheckResult, SkippedError, run_check
+from learnable_multipliers.pretrain.preflight.memory import (
+    estimate,
+    measure,
+    micro_batch,
+    state_bytes,
+)
+from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
+from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
+from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
-_CHECK_SETTINGS = "change what it names; lrm train RECIPE --help explains every setting"
-_LESS_MEMORY = "give --data.micro-batch-sequences a smaller number"
+_SETTINGS = "change the setting it names; lrm train RECIPE --help explains every setting"
+_BUG = "report this list: it is a bug in this package or in torch"
+_NEAR = 1.0
+"""Largest difference between the first loss and that of guessing, in nats."""
+_TIMED, _SECONDS = 5, 10.0
+"""How many steps are timed, and for how long at most."""
 
 
-def examine(config: TrainConfig) -> Iterator[Finding]:
-    """Yield one finding after another, as they come."""
-    case = _Case(config)
-    for about, check, advice in (
-        ("packages", machine.check_packages, machine.INSTALL),
-        ("device", case.device_works, "choose another: --runtime.device cpu"),
-        ("versions", lambda: machine.check_versions(case.device), machine.INSTALL),
-        ("compiler", lambda: machine.check_compiler(case.device), "--runtime.compile off"),
-        ("folder", case.folder_is_free, "choose another folder: --out"),
-        ("shared memory", machine.check_shared_memory, "several processes need it, one does not"),
-        ("data", case.data_open, "prepare data (lrm data prepare) and name them: --data.path"),
-        ("settings", case.settings_work, _CHECK_SETTINGS),
-        ("plan", case.plan_fits, "lrm plan MODEL shows the plan; rules can be given in Python"),
-        ("fast paths", case.paths_are_fast, _CHECK_SETTINGS),
-        ("memory", case.memory_suffices, _LESS_MEMORY),
-        ("disk", case.disk_suffices, "choose another folder: --out"),
-        ("a step without rate", lambda: trial.check_zero_step(case.trial), _LESS_MEMORY),
-        ("speed", lambda: trial.check_speed(case.trial), _LESS_MEMORY),
+def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
+    """Yield one check result after another, as they come."""
+    run = _Preflight(config)
+    for name, check, advice in (
+        ("packages", checks.check_packages, checks.INSTALL),
+        ("device", run.check_device, "choose another: --runtime.device cpu"),
+        ("versions", lambda: checks.check_versions(run.device), checks.INSTALL),
+        ("compiler", lambda: checks.check_compiler(run.device), "--runtime.compile off"),
+        ("folder", run.check_folder, "choose another folder: --out"),
+        ("shared memory", checks.check_shared_memory, "runs of several processes need it"),
+        ("data", run.check_data, "prepare data (lrm data prepare) and name them: --data.path"),
+        ("checksums", run.check_checksums, "copy the data again, or prepare them again"),
+        ("settings", run.check_settings, _SETTINGS),
+        ("plan", run.check_plan, "lrm plan MODEL shows the plan; rules can be given in Python"),
+        ("fast paths", run.check_fast_paths, _SETTINGS),
+        ("memory", run.check_memory, checks.LESS_MEMORY),
+        ("disk", run.check_disk, "choose another folder: --out"),
+        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.LESS_MEMORY),
+        ("speed", lambda: check_speed(run.short_run), checks.LESS_MEMORY),
         (
             "save and load",
-            lambda: trial.check_save_and_load(case.trial),
-            f"see to the disk of {config.out}",
+            lambda: check_save_and_load(run.short_run),
+            f"check the disk of {config.out}",
         ),
-        ("checkpoints", case.checkpoints_are_good, "lrm train RECIPE --resume names the good ones"),
+        ("checkpoints", run.check_checkpoints, "lrm train RECIPE --resume names the good ones"),
     ):
-        yield examined(about, check, advice)
+        yield run_check(name, check, advice)
 
 
-class _Case:
-    """What checks find out and later ones need."""
+def summary(results: Sequence[CheckResult]) -> str:
+    """Return how many checks passed, warned and failed."""
+    counts = {v: sum(r.verdict == v for r in results) for v in ("ok", "warning", "failed")}
+    parts = [f"{counts['ok']} ok"]
+    parts += [f"{counts['warning']} to look at"] if counts["warning"] else []
+    parts += [f"{counts['failed']} failed"] if counts["failed"] else []
+    return f"{len(results)} checks: {', '.join(parts)}"
+
+
+class _Preflight:
+    """The checks of one run, and what earlier checks found out for later ones."""
 
     def __init__(self, config: TrainConfig):
         self.config = config
         self._device: Device | None = None
         self._data: TrainingData | None = None
         self._planned: tuple[HybridLM, Plan] | None = None
-        self._settled = self._fits = False
-        self._too_large = "there is no model that is known to fit into memory"
-        self._trial: trial.Trial | None = None
+        self._valid = self._fits = False
+        self._too_large = "the model is not known to fit into memory"
+        self._short_run: ShortRun | None = None
 
     @property
     def device(self) -> Device:
         if self._device is None:
-            raise NotTriedError("there is no device to compute on")
+            raise SkippedError("there is no device to compute on")
         return self._device
 
     @property
     def data(self) -> TrainingData:
         if self._data is None:
-            raise NotTriedError("there are no data")
+            raise SkippedError("there are no data")
         return self._data
 
     @property
     def planned(self) -> tuple[HybridLM, Plan]:
         if self._planned is None:
-            raise NotTriedError("there is no plan")
+            raise SkippedError("there is no plan")
         return self._planned
 
     @property
@@ -94,109 +121,233 @@ class _Case:
         return planned_axes(parallel.data, parallel.shard, parallel.tensor)
 
     @property
-    def trial(self) -> trial.Trial:
+    def short_run(self) -> ShortRun:
         if not self._fits:
-            raise NotTriedError(self._too_large)
-        if self._trial is None:
-            # Once only: what fails now would fail again.
+            raise SkippedError(self._too_large)
+        if self._short_run is None:
+            # Only one attempt: what fails now would fail again.
             self._fits = False
             device = self.device.of_rank(self.axes.size)
-            dp_degree = self.axes.dp_degree
-            self._trial = trial.Trial(self.config, device, self.data, dp_degree)
+            self._short_run = ShortRun(self.config, device, self.data, self.axes.dp_degree)
             self._fits = True
-        return self._trial
+        return self._short_run
 
-    def device_works(self) -> Finding:
-        self._device = choose_device(self.config.runtime)
-        return machine.check_device(self._device)
+    def check_device(self) -> CheckResult:
+        self._device = device = choose_device(self.config.runtime)
+        precision = str(device.dtype).removeprefix("torch.")
+        threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
+        return CheckResult("device", "ok", f"{device.name} in {precision}{threads}")
 
-    def data_open(self) -> Finding:
+    def check_folder(self) -> CheckResult:
+        result = checks.check_folder(self.config.out)
+        if result.verdict != "ok" or self.config.resume:
+            return result
+        try:
+            check_unused(self.config.out)
+        except ValueError as error:
+            text, _, advice = str(error).rpartition(": ")
+            return CheckResult("folder", "warning", text, advice)
+        return result
+
+    def check_data(self) -> CheckResult:
         config = self.config
         self._data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        self._data.verify()
         tokens = count(self._data.num_tokens)
-        return Finding("data", "ok", f"{tokens} tokens at {self._data.folder}, checksums are right")
+        return CheckResult("data", "ok", f"{tokens} tokens at {self._data.folder}")
 
-    def settings_work(self) -> Finding:
+    def check_checksums(self) -> CheckResult:
+        self.data.verify()
+        return CheckResult("checksums", "ok", "tokens are as the manifest says")
+
+    def check_settings(self) -> CheckResult:
         config = resolved(self.config, self.data)
         config.check()
-        self.config, self._settled = config, True
-        return Finding("settings", "ok", "they work together")
+        self.config, self._valid = config, True
+        return CheckResult("settings", "ok", "valid")
 
-    def plan_fits(self) -> Finding:
-        if not self._settled:
-            raise NotTriedError("the settings do not work")
-        # Names and shapes do.
+    def check_plan(self) -> CheckResult:
+        if not self._valid:
+            raise SkippedError("the settings are not valid")
+        # Names and shapes are enough.
         with torch.device("meta"):
             model = HybridLM(self.config.model)
         plan = make_plan(model, self.config.optimizer)
         self._planned = model, plan
         text = f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
-        return Finding("plan", "ok", text)
+        return CheckResult("plan", "ok", text)
 
-    def paths_are_fast(self) -> Finding:
-        about = "fast paths"
-        if not self._settled:
-            raise NotTriedError("the settings do not work")
+    def check_fast_paths(self) -> CheckResult:
+        if not self._valid:
+            raise SkippedError("the settings are not valid")
         if self.device.device.type != "cuda":
-            return Finding(about, "ok", "kernels and recorded passes are for CUDA devices")
-        found = slow_paths(self.config, self.device.of_rank(self.axes.size))
-        if found:
-            text = "; ".join(path.text for path in found)
-            return Finding(about, "warning", text, "; ".join(path.advice for path in found))
-        return Finding(about, "ok", "the kernels serve this model, and passes can be recorded")
+            return CheckResult("fast paths", "ok", "only CUDA devices have kernels and CUDA graphs")
+        slow = slow_paths(self.config, self.device.of_rank(self.axes.size))
+        if slow:
+            text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
+            return CheckResult("fast paths", "warning", text, advice)
+        return CheckResult("fast paths", "ok", "every kernel and CUDA graphs serve this run")
 
-    def memory_suffices(self) -> Finding:
+    def check_memory(self) -> CheckResult:
         if self._planned is None:
-            raise NotTriedError("there is no plan")
-        found = self._room_for(self.axes)
-        self._fits = found.verdict != "failed"
-        if self._fits and max(self.axes.shard, self.axes.tensor) > 1:
-            # The trial is made by one process, with a model that is not cut.
-            whole = self._room_for(Axes(self.axes.dp_degree, 1, 1))
-            self._fits = whole.verdict != "failed"
+            raise SkippedError("there is no plan")
+        axes = self.axes
+        result = self._compare_memory(axes)
+        self._fits = result.verdict != "failed"
+        if self._fits and max(axes.shard, axes.tensor) > 1:
+            # The short run is one process with a whole model.
+            self._fits = self._compare_memory(Axes(axes.dp_degree, 1, 1)).verdict != "failed"
             self._too_large = (
-                "the model fits into memory cut among ranks alone; this is one process"
+                "only a model sharded over ranks fits into memory; this is one process"
             )
-        return found
+        return result
 
-    def _room_for(self, axes: Axes) -> Finding:
-        needed = sum(rank_bytes(self.config, self.device, axes).values())
-        return machine.check_memory(self.device, needed, axes.size)
+    def _compare_memory(self, axes: Axes) -> CheckResult:
+        needed = estimate(self.config, self.device, axes).peak
+        result = checks.check_memory(self.device, needed, "estimated from shapes", axes.size)
+        if self.device.device.type != "cuda" or axes.size > 1 or result.verdict == "failed":
+            return result
+        needed = measure(self.config, self.device)
+        return checks.check_memory(self.device, needed, "measured with 1 and 2 layers")
 
-    def folder_is_free(self) -> Finding:
-        found = machine.check_folder(self.config.out)
-        if found.verdict != "ok" or self.config.resume:
-            return found
-        try:
-            check_unused(self.config.out)
-        except ValueError as error:
-            text, _, advice = str(error).rpartition(": ")
-            return Finding("folder", "warning", text, advice)
-        return found
+    def check_disk(self) -> CheckResult:
+        state = state_bytes(self.config, *self.planned)
+        # A checkpoint holds everything that lasts from step to step.
+        checkpoint = sum(state.values()) - state["gradients"]
+        return checks.check_disk(self.config.out, checkpoint, self.config.checkpoint.keep)
 
-    def disk_suffices(self) -> Finding:
-        kept = state_bytes(self.config, *self.planned)
-        # Everything that lasts from step to step.
-        checkpoint = sum(kept.values()) - kept["gradients"]
-        return machine.check_space(self.config.out, checkpoint, self.config.checkpoint.keep)
-
-    def checkpoints_are_good(self) -> Finding:
+    def check_checkpoints(self) -> CheckResult:
         folder = self.config.out / "checkpoints"
-        found = checkpoints.steps(folder)
-        if not found:
-            return Finding("checkpoints", "ok", "none yet")
-        kept, wrong = checkpoints.load_newest(folder)
+        if not checkpoints.steps(folder):
+            return CheckResult("checkpoints", "ok", "none yet")
+        newest, wrong = checkpoints.load_newest(folder)
         if wrong:
-            advice = f"resuming goes on from step {kept.step}; look after the disk"
-            return Finding("checkpoints", "warning", "; ".join(wrong), advice)
-        return Finding("checkpoints", "ok", f"the newest, of step {kept.step:,}, is good")
+            advice = f"resuming continues from step {newest.step}; check the disk"
+            return CheckResult("checkpoints", "warning", "; ".join(wrong), advice)
+        return CheckResult("checkpoints", "ok", f"the newest, of step {newest.step:,}, is good")
 
 
-def in_words(findings: Sequence[Finding]) -> str:
-    """Return the counts of a check-up in words."""
-    counts = {v: sum(f.verdict == v for f in findings) for v in ("ok", "warning", "failed")}
-    told = [f"{counts['ok']} ok"]
-    told += [f"{counts['warning']} to look at"] if counts["warning"] else []
-    told += [f"{counts['failed']} failed"] if counts["failed"] else []
-    return f"{len(findings)} checks: {', '.join(told)}"
+# -- a few steps ------------------------------------------------------------------------------
+
+
+class ShortRun:
+    """Model and optimizer as a run would make them, and one micro-batch to try them on.
+
+    Of a run on several ranks this is what one of them does, with a whole model and without any
+    communication.
+    """
+
+    def __init__(self, config: TrainConfig, device: Device, data: TrainingData, dp_degree: int = 1):
+        self.config, self.device, self.dp_degree = config, device, dp_degree
+        self.model = build(config.model, config.seed, device.device)
+        self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
+        if device.compiled:
+            self.model.compile_layers_()
+        self._train_step = TrainStep(self.model, device, config.z_loss)
+        self.sequences = micro_batch(config, dp_degree)
+        self._tokens = data.batch(0, self.sequences, device.device)
+
+    def gradients(self) -> float:
+        """Compute the gradients of the micro-batch and return its loss."""
+        loss = self._train_step.gradients([self._tokens], self.sequences)
+        self.optimizer.found_inf = ~loss.isfinite()
+        return loss.item()
+
+    def step(self, lr: float) -> None:
+        """Take an optimizer step with the current gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self._train_step.clear()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return copies of effective and raw weights and multipliers, on the host."""
+        found = {name: p.detach() for name, p in self.model.named_parameters()}
+        found |= {f"{n} (raw)": raw for n, raw in self.optimizer.raw_weights().items()}
+        for name, parts in self.optimizer.multipliers().items():
+            found |= {f"{name} ({part})": value for part, value in parts.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+
+    def timed(self, what: Callable[[], object]) -> float:
+        """Return the seconds that something takes on the device."""
+        self.device.synchronize()
+        began = time.perf_counter()
+        what()
+        self.device.synchronize()
+        return time.perf_counter() - began
+
+
+def check_zero_step(run: ShortRun) -> CheckResult:
+    """Check that a step with learning rate 0 changes no bit, and that the model starts guessing."""
+    name, before = "step with lr 0", run.weights()
+    loss = run.gradients()
+    run.step(0.0)
+    changed = compare("weights", before, run.weights()).differences
+    guessing = math.log(run.config.model.vocab_size)
+    text = f"loss {loss:.3f}, guessing {guessing:.3f}"
+    if not math.isfinite(loss):
+        advice = "try --runtime.dtype float32, and the model's mup_* factors nearer to 1"
+        return CheckResult(name, "failed", text, advice)
+    if changed:
+        text = f"{len(changed)} of {len(before)} tensors changed, among them {changed[0]}"
+        return CheckResult(name, "failed", text, _BUG)
+    if abs(loss - guessing) > _NEAR:
+        advice = "a new model should guess: look at model.init_std and the mup_* factors"
+        return CheckResult(name, "warning", text, advice)
+    return CheckResult(name, "ok", f"{text}; no bit changed")
+
+
+def check_save_and_load(run: ShortRun) -> CheckResult:
+    """Save a checkpoint where the run would, load it into a new model, and compare all of it."""
+    name, config = "save and load", run.config
+    expected = tensors_of(run.model, run.optimizer)
+    with tempfile.TemporaryDirectory(
+        prefix=".lrm-doctor-", dir=checks.nearest_folder(config.out)
+    ) as folder:
+        began = time.perf_counter()
+        path = checkpoints.save(Path(folder), checkpoints.Checkpoint(1, {}, expected), keep=2)
+        written = sum(file.stat().st_size for file in path.iterdir())
+        loaded = checkpoints.load(path)
+        seconds = time.perf_counter() - began
+        # On the host: a device may have no room for two.
+        model = build(config.model, config.seed + 1)
+        optimizer, _ = make_optimizer(model, config.optimizer)
+        # State is created on first use, and bound to the model again after loading.
+        optimizer.raw_weights()
+        restore_(model, optimizer, loaded)
+        optimizer.raw_weights()
+        found = tensors_of(model, optimizer)
+    changed = [
+        difference
+        for file in expected
+        for difference in compare(file, expected[file], found[file]).differences
+    ]
+    if changed:
+        text = f"not every tensor came back: {len(changed)} differ, among them {changed[0]}"
+        return CheckResult(name, "failed", text, f"check the disk of {config.out}, or {_BUG}")
+    text = f"{size(written)} in {duration(seconds)}; every bit came back"
+    return CheckResult(name, "ok", text)
+
+
+def check_speed(run: ShortRun) -> CheckResult:
+    """Time passes and optimizer steps, and estimate how long the run takes."""
+    data, lr = run.config.data, run.config.optimizer.lr
+    passes: list[float] = []
+    updates: list[float] = []
+    until = time.perf_counter() + _SECONDS
+    while len(passes) < _TIMED and (len(passes) < 2 or time.perf_counter() < until):
+        passes.append(run.timed(run.gradients))
+        updates.append(run.timed(lambda: run.step(lr)))
+    # The first ones warm up.
+    one_pass, update = min(passes[1:]), min(updates[1:])
+    num_passes = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
+    per_step = num_passes * one_pass + update
+    planned = steps(run.config.schedule, data.batch_sequences, data.sequence_length)
+    tokens = data.batch_sequences * data.sequence_length
+    speed = tokens / per_step
+    whole = sum(step.sequences for step in planned) * data.sequence_length / speed
+    without = "evaluation" if run.dp_degree == 1 else "evaluation and communication"
+    text = (
+        f"{per_step:.3g} s per step of {count(tokens)} tokens, {count(speed)} tokens/s; the whole "
+        f"run takes about {duration(whole)}, without {without}"
+    )
+    return CheckResult("speed", "ok", text)

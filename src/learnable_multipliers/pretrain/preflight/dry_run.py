@@ -1,23 +1,23 @@
-"""What a run would be: plan, sizes, memory and the first batch, without training."""
+"""Describe a run without training: its plan, length, memory and first batch."""
 
 from __future__ import annotations
 
 import torch
 
-from learnable_multipliers._formats import count
+from learnable_multipliers._formats import count, size
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.preflight.memory import rank_bytes
+from learnable_multipliers.pretrain.preflight.memory import estimate
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.schedule import Step, steps
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
-# Of the first batch, what is shown.
+# How much of the first batch is shown.
 _TOKENS, _LINES = 48, 8
 
 
@@ -60,15 +60,18 @@ def _run(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str
 
 
 def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
-    rows = rank_bytes(config, device, axes)
-    rows["together"] = sum(rows.values())
+    estimated = estimate(config, device, axes)
+    rows = {**estimated.rows, "peak": estimated.peak}
     width = max(map(len, rows))
     each = f" of each of {axes.size} ranks" if axes.size > 1 else ""
-    return [
+    lines = [
         f"Memory{each} on {device.name} ({str(device.dtype).removeprefix('torch.')}"
-        f"{', compiled' if device.compiled else ''}):",
-        *(f"  {name:<{width}}  {_in_words(size):>10}" for name, size in rows.items()),
+        f"{', compiled' if device.compiled else ''}), estimated from shapes:",
+        *(f"  {name:<{width}}  {size(held):>10}" for name, held in rows.items()),
     ]
+    if not estimated.accumulates:
+        lines.append("  Gradients are written while activations are freed: the larger one counts.")
+    return lines
 
 
 def _first_batch(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
@@ -78,7 +81,3 @@ def _first_batch(config: TrainConfig, data: TrainingData, taken: list[Step]) -> 
         f"First batch: {batch.shape[0]} sequences of {batch.shape[1] - 1} tokens; it begins",
         *(f"  | {line}" for line in text.splitlines()[:_LINES]),
     ]
-
-
-def _in_words(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

@@ -1,54 +1,110 @@
-"""What each rank of a run holds in memory, from shapes alone.
+"""Peak memory of each rank of a run, from shapes.
 
-Weights, gradients and optimizer state are counted by parameter. Activations are what autograd keeps
-of a pass without numbers; where layers are compiled, what is left of them once the compiler has
-chosen what to compute again on the way back. On an H200, for 8 sequences of 2048 tokens, that is
-41.6 GiB for `falcon-h1-0.5b` and 23.0 GiB for `llama-0.5b`, where runs took 40.0 and 21.4 at most
-(`results/pretrain-h200.json`).
+Weights, gradients and optimizer state are counted parameter by parameter. Activations are counted
+by formula: what autograd keeps of each layer and of the head, per token. Estimates were within 7%
+of the peaks on an H200, compiled and not (`tests/test_memory.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
-from torch.fx import GraphModule
+from torch import Tensor
 
 from learnable_multipliers._multiplier import initial_values
 from learnable_multipliers._plan import Plan
+from learnable_multipliers.kernels._backend import HAS_TRITON
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.model.loss import Losses, head_loss
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
-from learnable_multipliers.pretrain.model.rotation import Angles
+from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.trainer.device import Device
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
-# Weights, raw weights, multipliers and all moments are float32.
+# Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4
 _ALONE = Axes(1, 1, 1)
+_LIBRARIES = 64 * 2**20
+"""What cuBLAS allocates for itself on a CUDA device."""
+_ACTIVATIONS = "activations of a micro-batch"
 
 
-def rank_bytes(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> dict[str, int]:
-    """Return the bytes that one rank needs, by what needs them."""
-    config = replace(config, model=rank_shape(config.model, axes.tensor))
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of one rank."""
+
+    rows: dict[str, int]
+    """Bytes by what they hold."""
+    accumulates: bool
+    """Whether a step has several micro-batches, whose gradients add up."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at a time.
+
+        The gradients of a step with one micro-batch are written while its activations are freed,
+        so the larger of the two counts.
+        """
+        overlap = 0 if self.accumulates else min(self.rows["gradients"], self.rows[_ACTIVATIONS])
+        return sum(self.rows.values()) - overlap
+
+
+def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> MemoryEstimate:
+    """Return the estimate of a run's memory on each rank."""
+    sharded = replace(config, model=rank_shape(config.model, axes.tensor))
     with torch.device("meta"):
-        model = HybridLM(config.model)
-    rows = state_bytes(config, model, make_plan(model, config.optimizer), axes.shard)
-    rows |= _exchanged(model, axes)
-    kept = ", as the compiler keeps them" if device.compiled else ""
-    rows[f"activations of a micro-batch{kept}"] = activation_bytes(config, device, axes)
-    return rows
+        model = HybridLM(sharded.model)
+    rows = state_bytes(sharded, model, make_plan(model, config.optimizer), axes.shard)
+    rows |= _communication(model, axes)
+    sequences = micro_batch(config, axes.dp_degree)
+    rows[_ACTIVATIONS] = activation_bytes(
+        sharded.model, sequences * config.data.sequence_length, device
+    )
+    if not device.compiled:
+        # The backward pass of the loss computes several tensors of their size in float32.
+        logits = sequences * config.data.sequence_length * sharded.model.vocab_size
+        rows["gradients of the logits"] = 4 * _FLOAT * logits
+    if device.device.type == "cuda":
+        rows["workspace of CUDA libraries"] = _LIBRARIES
+    return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
+
+
+def measure(config: TrainConfig, device: Device) -> int:
+    """Return the peak of a run in one process on a CUDA device, from two that are measured.
+
+    Trains models of one and of two layers with the widths of the run, and extrapolates to its
+    number of layers.
+    """
+    one, two = (_peak_with_layers(config, device, layers) for layers in (1, 2))
+    return one + (config.model.num_layers - 1) * (two - one)
+
+
+def _peak_with_layers(config: TrainConfig, device: Device, layers: int) -> int:
+    before = torch.cuda.memory_allocated(device.device)
+    model = build(replace(config.model, num_layers=layers), config.seed, device.device)
+    optimizer, _ = make_optimizer(model, config.optimizer)
+    if device.compiled:
+        model.compile_layers_()
+    # A captured graph needs the memory of the pass it captures.
+    train_step = TrainStep(model, replace(device, captured=False), config.z_loss)
+    sequences = micro_batch(config, 1)
+    tokens = torch.randint(
+        config.model.vocab_size, (sequences, config.data.sequence_length + 1), device=device.device
+    )
+    repeats = 1 if sequences == config.data.batch_sequences else 2
+    for _ in range(2):
+        # The first step compiles, which takes memory of its own.
+        torch.cuda.reset_peak_memory_stats(device.device)
+        train_step.gradients([tokens] * repeats, sequences * repeats)
+        optimizer.step()
+        train_step.clear()
+    return torch.cuda.max_memory_allocated(device.device) - before
 
 
 def state_bytes(
@@ -57,7 +113,7 @@ def state_bytes(
     """Return the bytes of everything that lasts from step to step, and of the gradients.
 
     Args:
-        shards: Ranks that every parameter is cut among, along its first dimension.
+        shards: Ranks that every parameter is sharded over, along its first dimension.
     """
     matrices = {entry.name: entry.matrix for entry in plan.entries}
     kinds = ("weights", "gradients", "raw weights", "moments", "multipliers and their moments")
@@ -76,18 +132,107 @@ def state_bytes(
         if matrix is not None and matrix.carries:
             carried = sum(value.numel() for value in initial_values(matrix).values())
             sizes["raw weights"] += size
-            # As if whole on every rank: column multipliers are, and all together are next to none.
+            # As if every rank held all of them: column multipliers are whole, and they are small.
             sizes["multipliers and their moments"] += 3 * _FLOAT * carried
     return sizes
 
 
-def activation_bytes(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> int:
-    """Return the bytes autograd keeps for one micro-batch, from a pass without numbers."""
-    one, two = (
-        _kept(config, replace(config.model, num_layers=layers), device, axes) for layers in (1, 2)
-    )
-    # Layers are alike; tracing them all would take as many times as long.
-    return one + (config.model.num_layers - 1) * (two - one)
+def activation_bytes(model: ModelConfig, num_tokens: int, device: Device) -> int:
+    """Return the bytes that autograd keeps of one micro-batch."""
+    kept = _Kept(model, device)
+    per_token = model.num_layers * kept.layer() + kept.head()
+    return num_tokens * per_token + kept.cast_weights()
+
+
+class _Kept:
+    """What autograd keeps, in bytes per token; compiled layers compute cheap tensors again."""
+
+    def __init__(self, model: ModelConfig, device: Device):
+        self.model, self.eager = model, not device.compiled
+        self.width = device.dtype.itemsize
+        self.casts = self.width < _FLOAT
+        self.cuda = device.device.type == "cuda"
+        sizes = {model.ssm_head_dim, model.ssm_state_size}
+        self.kernels = device.device.type == "cuda" and HAS_TRITON and sizes.issubset(KERNEL_SIZES)
+        self.heads = model.num_heads * model.head_dim
+        self.kv_heads = model.num_kv_heads * model.head_dim if model.has_attention else 0
+
+    def layer(self) -> int:
+        """Return what one layer keeps."""
+        model, width = self.model, self.width
+        return (
+            self._norm()
+            + (self._norm() + width * self._mlp() if model.has_mlp else 0)
+            + (width * self._attention() if model.has_attention else 0)
+            + (width * self._ssm() if model.has_ssm else 0)
+            # The input of a joined output product.
+            + (width * (model.ssm_size + self.heads) if model.has_ssm else 0)
+        )
+
+    def head(self) -> int:
+        """Return what embedding, last norm, logits and loss keep."""
+        model = self.model
+        residual = (2 * _FLOAT + self.width) * model.hidden_size
+        if not self.eager:
+            return residual + self.width * model.vocab_size
+        # float32 logits and the mask of the targets.
+        return residual + (_FLOAT + 1) * model.vocab_size
+
+    def cast_weights(self) -> int:
+        """Return the bytes of weights in the precision of products, and of joined weights."""
+        model = self.model
+        inputs = self.heads + 2 * self.kv_heads
+        inputs += sum(model.ssm_block_sizes) if model.has_ssm else 0
+        outputs = self.heads + model.ssm_size
+        joined = 2 * model.intermediate_size
+        if self.casts or model.has_attention:
+            joined += inputs
+        if self.casts or (model.has_attention and model.has_ssm):
+            joined += outputs
+        if self.casts:
+            joined += model.intermediate_size
+        head = model.vocab_size if self.casts else 0
+        return self.width * model.hidden_size * (model.num_layers * joined + head)
+
+    def _norm(self) -> int:
+        """Return what a norm keeps: its input and output, on a CPU also what is between.
+
+        Compiled, the residual stream in front of the MLP is added up again from the mixers' output.
+        """
+        size = self.model.hidden_size
+        if self.eager:
+            return ((1 if self.cuda else 2) * _FLOAT + self.width) * size
+        return (_FLOAT // 2 + 3 * self.width // 2) * size
+
+    def _attention(self) -> int:
+        """Return the numbers of queries, keys, values and outputs."""
+        kept = 2 * self.heads + 2 * self.kv_heads
+        if not self.kernels and not self.model.has_ssm:
+            # Values are a view of the joined projection, which stays whole.
+            kept += self.heads + self.kv_heads
+        return kept
+
+    def _mlp(self) -> int:
+        """Return the numbers of gate, up and their product; without a compiler of silu(gate)."""
+        scaled = self.model.mup_gate != 1.0
+        return (3 + self.eager + scaled) * self.model.intermediate_size
+
+    def _ssm(self) -> int:
+        """Return the numbers of the joined input projection, the convolution and the scan."""
+        model = self.model
+        size, _, states, _, num_heads = model.ssm_block_sizes
+        projected = sum(model.ssm_block_sizes) + self.heads + 2 * self.kv_heads
+        scaled = size * (model.mup_ssm_in * model.mup_z != 1.0)
+        chunk = model.ssm_chunk_size
+        chunk_states = size * model.ssm_state_size // chunk
+        kept = projected + scaled + 2 * states + chunk_states
+        if self.kernels:
+            return kept + (2 + self.eager) * size
+        # The scan in PyTorch keeps decays between all pairs of steps in a chunk, two of them in
+        # float32 without a compiler.
+        tables = (2 * _FLOAT // self.width if self.eager else 0) + 1
+        tables = tables * num_heads * chunk + model.ssm_groups * chunk
+        return kept + (6 + 2 * self.eager) * size + tables + chunk_states + 2 * states
 
 
 def micro_batch(config: TrainConfig, dp_degree: int) -> int:
@@ -101,95 +246,19 @@ def _largest_shard(parameter: Tensor, shards: int) -> int:
     return math.ceil(first / shards) * math.prod(rest)
 
 
-def _exchanged(model: HybridLM, axes: Axes) -> dict[str, int]:
+def _communication(model: HybridLM, axes: Axes) -> dict[str, int]:
     """Return the bytes of what ranks gather and send, beside what they keep."""
     if axes.dp_degree == 1:
         return {}
     if axes.shard == axes.tensor == 1:
         # DistributedDataParallel copies gradients into buckets.
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return {"gradients on their way": _FLOAT * trained}
+        return {"gradient buckets": _FLOAT * trained}
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     outside = model.num_parameters - layer * len(model.model.layers)
-    # FSDP2 gathers a layer while it computes another; what lies outside of layers stays gathered
-    # from the first to the last moment of a pass.
+    # FSDP2 gathers a layer while it computes another; embedding, last norm and head stay gathered
+    # from the start of a pass to its end.
     return {
         "gathered weights": _FLOAT * (outside + 2 * layer),
-        "gradients on their way": _FLOAT * max(outside, layer),
+        "gradient buckets": _FLOAT * max(outside, layer),
     }
-
-
-def _kept(config: TrainConfig, shape: ModelConfig, device: Device, axes: Axes) -> int:
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage.nbytes()
-            # Held on to, so that no other tensor takes its place in memory and in the count.
-            alive.append(tensor)
-        return tensor
-
-    # Fake tensors know their device, so autocast and kernels choose as they would in training.
-    with FakeTensorMode(), device.device:
-        model = HybridLM(shape)
-        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        if device.compiled:
-            _partition_(model)
-        length = config.data.sequence_length
-        tokens = torch.zeros(micro_batch(config, axes.dp_degree), length + 1, dtype=torch.long)
-        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-        with device.autocast(), hooks:
-            model.loss(tokens, config.z_loss)
-    return sum(kept.values())
-
-
-def _partition_(model: HybridLM) -> None:
-    """Let layers and head keep for the way back what they would keep compiled."""
-    model.model.layers = nn.ModuleList(_Partitioned(layer) for layer in model.model.layers)
-
-    def loss(
-        features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
-    ) -> Losses:
-        cut = _partitioned(lambda f, w, t: head_loss(f, w, mup_head, t, z_loss))
-        return cut(features, head, targets)
-
-    model.head_loss = loss
-
-
-class _Partitioned(nn.Module):
-    """A layer that is cut into its way there and its way back."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-        self._cut = _partitioned(lambda weights, h, by: functional_call(layer, weights, (h, by)))
-
-    def forward(self, h: Tensor, by: Angles) -> Tensor:
-        return self._cut(dict(self.layer.named_parameters()), h, by)
-
-
-def _partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that autograd sees as torch.compile would show it, computed as it is.
-
-    The compiler traces both ways as one graph and cuts it where least has to be kept: cheap
-    operations, norms and activation functions among them, are computed again on the way back.
-    """
-    from functorch.compile import (
-        aot_function,
-        make_boxed_func,
-        min_cut_rematerialization_partition,
-    )
-    from torch._inductor.decomposition import select_decomp_table
-
-    def as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(gm.forward)
-
-    return aot_function(
-        function,
-        fw_compiler=as_it_is,
-        bw_compiler=as_it_is,
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
-        decompositions=select_decomp_table(),
-    )

@@ -1,7 +1,7 @@
-"""Where a run on a GPU is slower than it could be, and what to do about it.
+"""Settings that make a run on a GPU slower than it could be, and what to do about them.
 
-Kernels and CUDA graphs do not support every shape, and PyTorch then does the work. A run warns of
-it before it begins.
+Kernels and CUDA graphs do not serve every shape; PyTorch then does the work, slower. Runs warn
+about that before they start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.trainer.schedule import steps
 
 
 class SlowPath(NamedTuple):
-    """Something that is computed the slow way."""
+    """A part of a run that no kernel or CUDA graph serves."""
 
     text: str
     """Which setting is the cause, and what it costs."""
@@ -29,15 +29,15 @@ class SlowPath(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """Both in one sentence."""
+        """Cause and advice in one sentence."""
         return f"{self.text}; {self.advice}"
 
 
 def slow_paths(config: TrainConfig, device: Device) -> list[SlowPath]:
-    """Return all of them; none on devices other than CUDA's, which have one path alone."""
+    """Return all slow paths of a run; other devices than CUDA's have only one path."""
     if device.device.type != "cuda":
         return []
-    return [*_without_kernels(config.model), *_without_capture(config, device)]
+    return [*_without_kernels(config.model), *_without_graphs(config, device)]
 
 
 def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
@@ -70,12 +70,12 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
         )
 
 
-def _without_capture(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
+def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
     if not device.captured:
         if config.runtime.cuda_graph == "on":
             yield SlowPath(
-                "runtime.cuda_graph=on has no effect: ranks reduce gradients during backward, "
-                "which is not captured as a CUDA graph",
+                "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
+                "pass, and it is not captured as a CUDA graph",
                 "set it to auto",
             )
         return
@@ -86,8 +86,8 @@ def _without_capture(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
     uneven = [n for n in batches if micro and n % min(micro, n)]
     if uneven:
         yield SlowPath(
-            f"data.micro_batch_sequences={micro} leaves a rest in batches of "
-            f"{', '.join(map(str, uneven))} sequences: they are not captured as CUDA graphs, "
-            "and the GPU waits for Python",
+            f"data.micro_batch_sequences={micro} does not divide batches of "
+            f"{', '.join(map(str, uneven))} sequences: their passes are not captured as CUDA "
+            "graphs, and the GPU waits for Python",
             "choose a number that divides them",
         )

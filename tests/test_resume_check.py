@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
-from learnable_multipliers.pretrain.preflight import resume_trial
-from learnable_multipliers.pretrain.preflight.run_comparison import (
+from learnable_multipliers.pretrain.preflight import resume_check
+from learnable_multipliers.pretrain.preflight.resume_check import (
     compare_checkpoints,
     compare_metrics,
 )
@@ -40,7 +40,7 @@ def test_a_run_that_is_not_the_same_is_told_and_kept(ask, data, monkeypatch):
     def trained_here(config, until, killed=False):
         if config.resume:
             config = replace(config, seed=1, resume=False, out=config.out.with_name("other"))
-        trainer = resume_trial.Trainer(config)
+        trainer = resume_check.Trainer(config)
         for step in trainer.steps():
             if step == until:
                 trainer.save()
@@ -50,7 +50,7 @@ def test_a_run_that_is_not_the_same_is_told_and_kept(ask, data, monkeypatch):
             (config.out.with_name("resumed")).rename(config.out.with_name("killed"))
             config.out.rename(config.out.with_name("resumed"))
 
-    monkeypatch.setattr(resume_trial, "_train", trained_here)
+    monkeypatch.setattr(resume_check, "_train", trained_here)
     code, out, complaints = ask("verify-resume", "--data.path", data, "--steps", "2", *SMALL)
     assert code == 1
     assert "both are in runs/verify-resume" in complaints
@@ -101,4 +101,4 @@ def test_a_record_more_or_less_is_told(data, tmp_path):
     (tmp_path / "other" / "metrics.jsonl").write_text("".join(lines[:-1]))
     assert compare_metrics(folder, folder).differences == ()
     found = compare_metrics(folder, tmp_path / "other")
-    assert found.differences == (f"{len(lines)} is in the first alone",)
+    assert found.differences == (f"{len(lines)} is only in the first",)

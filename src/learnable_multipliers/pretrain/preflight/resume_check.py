@@ -1,0 +1,183 @@
+"""Check that a run which is killed and resumed is the run that never stopped, bit for bit.
+
+Runs are compared by their tensors, their counters and their metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
+from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
+from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
+
+MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
+"""Wall-clock and device metrics, excluded from the comparison."""
+# The folder of a run and its logging are part of its config, and do not change what it computes.
+_NOT_COMPUTED = MEASURED | {"config"}
+_WORDS = {"model": "weights"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared, and where it differs."""
+
+    what: str
+    compared: int
+    differences: tuple[str, ...]
+
+
+def check_steps(config: TrainConfig, half: int) -> None:
+    """Raise a ValueError if a run cannot be checked with so many steps."""
+    config.check()
+    planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    if not 1 <= half <= len(planned) // 2:
+        raise ValueError(
+            f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "
+            f"between 1 and {len(planned) // 2:,}, got {half:,}"
+        )
+
+
+def check_resume(
+    config: TrainConfig, half: int, tell: Callable[[str], None] = lambda part: None
+) -> list[Comparison]:
+    """Train the first steps of a run twice, once with a kill on the way; compare the results.
+
+    A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
+    are lines in the log which resuming must remove. `tell` is called with the progress.
+    """
+    check_steps(config, half)
+    # Other loggers would record runs that are only tests.
+    log = replace(config.log, tensorboard=False, wandb="", trackio="", drift=False)
+    config = replace(config, name=config.name or "run", log=log)
+    whole = replace(
+        config, out=config.out / "in-one-go", checkpoint=CheckpointConfig(every=0), resume=False
+    )
+    parted = replace(
+        whole, out=config.out / "resumed", checkpoint=CheckpointConfig(every=half, keep=2)
+    )
+    tell(f"{2 * half} steps in one go")
+    _train(whole, 2 * half)
+    killed_at = half + half // 2
+    tell(f"{killed_at} steps, then SIGKILL")
+    _train(parted, killed_at, killed=True)
+    tell(f"resuming from step {half}")
+    _train(replace(parted, resume=True), 2 * half)
+    kept = [checkpoints.load_newest(run.out / "checkpoints")[0] for run in (whole, parted)]
+    return [*compare_checkpoints(*kept), compare_metrics(whole.out, parted.out)]
+
+
+def _train(config: TrainConfig, until: int, *, killed: bool = False) -> None:
+    """Train in a new process."""
+    job = {"config": to_dict(config), "until": until, "killed": killed}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != (-signal.SIGKILL if killed else 0):
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ValueError(f"a training process failed: {said[-1]}")
+
+
+# -- comparison -------------------------------------------------------------------------------
+
+
+def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[Comparison]:
+    """Compare the tensors of each file, then the plain data; wall-clock metrics are left out."""
+    found = []
+    for file in sorted({*first.tensors, *second.tensors}):
+        one, other = first.tensors.get(file, {}), second.tensors.get(file, {})
+        found.append(compare(_WORDS.get(file, file), one, other))
+    return [*found, compare("counters", _counters(first), _counters(second))]
+
+
+def compare_metrics(first: Path, second: Path) -> Comparison:
+    """Compare the records of two folders, one by one and in their order."""
+    one, other = (dict(enumerate(without_clock(folder), 1)) for folder in (first, second))
+    return compare("metrics", one, other)
+
+
+def without_clock(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, without wall-clock and device metrics."""
+    return [
+        {key: value for key, value in record.items() if key not in MEASURED}
+        for record in read_metrics(folder)
+    ]
+
+
+def _counters(kept: Checkpoint) -> dict[str, Any]:
+    computed = {key: value for key, value in kept.state.items() if key not in _NOT_COMPUTED}
+    return {"step": kept.step, **computed}
+
+
+def compare(what: str, one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Comparison:
+    """Compare tensors, or plain data, by name; every bit counts, and NaN equals itself."""
+    names = list(dict.fromkeys((*one, *other)))
+    differences = []
+    for name in names:
+        if name not in one or name not in other:
+            differences.append(f"{name} is only in the {'second' if name in other else 'first'}")
+        elif found := _difference(one[name], other[name]):
+            differences.append(f"{name}: {found}")
+    return Comparison(what, len(names), tuple(differences))
+
+
+def _difference(one: Any, other: Any) -> str | None:
+    if isinstance(one, Tensor):
+        return _tensor_difference(one.detach().cpu(), other.detach().cpu())
+    # As text, because NaN equals NaN here.
+    return None if repr(one) == repr(other) else f"{_short(one)} and {_short(other)}"
+
+
+def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return f"{one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+    # Bytes, because NaN equals NaN here, and 0 does not equal -0.
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return None
+    distance = (one.double() - other.double()).abs().max().item()
+    return f"up to {distance:.1e} apart"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _main() -> None:
+    job = json.load(sys.stdin)
+    trainer = Trainer(from_dict(TrainConfig, job["config"]))
+    for step in trainer.steps():
+        if step == job["until"]:
+            if job["killed"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.save()
+            break
+    trainer.close()
+
+
+if __name__ == "__main__":
+    try:
+        _main()
+    # Errors that users can cause are one line.
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
