@@ -41,6 +41,7 @@ def test_micro_batches_add_up_to_the_batch(micro):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_step_with_another_rate_does_not_wait_for_the_device(kind):
     model = build(SHAPE, 0, "cuda")
