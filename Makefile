@@ -20,15 +20,20 @@ demo: venv
 # Tests of Triton kernels run on the CPU, in the interpreter, in a process of their own.
 KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py)
 
+# One more than the two cores of CI: tests of several ranks wait for each other.
+WORKERS ?= 3
+# `make check` runs the code of the documents.
+NOT_DOCS := --ignore tests/test_readme.py
+
 # Every law once.
 test: venv
-	$(BIN)/pytest -n 2 --quick
-	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n 2 --quick
+	$(BIN)/pytest -n $(WORKERS) --quick $(NOT_DOCS)
+	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n $(WORKERS) --quick
 
 # The whole grid of cases, and the long runs.
 test-all: venv
-	$(BIN)/pytest -n 2
-	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n 2
+	$(BIN)/pytest -n $(WORKERS) $(NOT_DOCS)
+	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n $(WORKERS)
 
 check: venv
 	$(BIN)/ruff check .

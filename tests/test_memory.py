@@ -152,6 +152,7 @@ def ranks():
     found.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("llama", [False, True], ids=["hybrid", "llama"])
 @pytest.mark.parametrize("layout", AXES)
 def test_ranks_hold_what_was_estimated(data, tmp_path, ranks, layout, llama):

@@ -16,6 +16,7 @@ from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import AXES, Ranks
 from runs import LLAMA, everything, small_run
 
+pytestmark = pytest.mark.slow
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 """Sums in another order, in float64."""
 HYBRID_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

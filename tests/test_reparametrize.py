@@ -142,6 +142,7 @@ def test_bfloat16_model_keeps_float32_raw_weights_and_multipliers():
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["full", "symmetry-aware", "scalar"])
 def test_compiled_model_gives_the_same_gradients(placement):
     # aot_eager traces forward and backward as inductor would; the C++ step is another test.

@@ -52,6 +52,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(data, tmp_path, name):
     config = small_run(data, tmp_path / "whole", name="run", **RUNS[name])

@@ -225,6 +225,7 @@ def test_a_run_goes_back_and_on_with_the_data_after_the_spike(data, tmp_path, po
     assert [r for r in records if r["kind"] != "rollback"] == without_clock(tmp_path / "hand")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [8, 13, 16, 17, 18, 23, 30])
 def test_a_run_that_goes_back_can_be_killed_at_any_step(data, tmp_path, poisoned, taken):
     whole, _ = observed(watched(data, tmp_path / "whole"))
