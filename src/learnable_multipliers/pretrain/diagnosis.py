@@ -7,13 +7,12 @@ from pathlib import Path
 
 from learnable_multipliers.equilibrium import Diagnosis, diagnose
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
-from learnable_multipliers.pretrain.checkpoint.validation import check_model
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.trainer.run_state import restore_, state_of
+from learnable_multipliers.pretrain.trainer.run_state import check_model, restore_, state_of
 from learnable_multipliers.pretrain.trainer.schedule import steps
 
 

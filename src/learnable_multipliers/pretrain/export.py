@@ -13,18 +13,18 @@ from torch import Tensor
 
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+from learnable_multipliers.pretrain.checkpoint.atomic import (
     check_can_be_made,
     clear_leftovers,
     new_folder,
 )
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
-from learnable_multipliers.pretrain.checkpoint.validation import model_config
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.run_state import model_config
 
 ExportDtype = Literal["float32", "bfloat16"]
 

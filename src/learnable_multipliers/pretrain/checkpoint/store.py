@@ -20,8 +20,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from learnable_multipliers.pretrain.checkpoint import tensor_files
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, sync
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import hidden, publish, remove
+from learnable_multipliers.pretrain.checkpoint.atomic import (
+    hidden,
+    make_folder,
+    publish,
+    remove,
+    sync,
+)
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX, Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
 from learnable_multipliers.pretrain.plain_data import (

@@ -15,14 +15,13 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join, take_own_device
-from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch
-from learnable_multipliers.pretrain.metrics.weights import describe_weights
+from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.plain_data import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device
-from learnable_multipliers.pretrain.trainer.evaluation import evaluate
+from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import Observer, RunFolder
@@ -33,7 +32,6 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
     tensors_of,
 )
-from learnable_multipliers.pretrain.trainer.sampling import sample_text
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
