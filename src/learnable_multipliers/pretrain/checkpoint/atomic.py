@@ -122,7 +122,7 @@ def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = hidden(target), hidden(target, "old")
     partial.mkdir()
-    held = lock(partial)
+    descriptor = lock(partial)
     try:
         yield partial
         check_target(target, overwrite=overwrite)
@@ -144,8 +144,8 @@ def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
             raise OSError(error.errno, text, str(target)) from error
         raise
     finally:
-        if held is not None:
-            os.close(held)
+        if descriptor is not None:
+            os.close(descriptor)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -157,10 +157,10 @@ def clear_leftovers(target: Path) -> None:
     """
     for partial in target.parent.glob(f".{escape(target.name)}.*.partial"):
         with suppress(BlockingIOError, FileNotFoundError):
-            held = lock(partial)
-            if held is not None:
+            descriptor = lock(partial)
+            if descriptor is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-                os.close(held)
+                os.close(descriptor)
     for old in target.parent.glob(f".{escape(target.name)}.*.old"):
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
@@ -19,15 +19,15 @@ _MAX_BATCH_TOKENS = 16384
 
 @torch.no_grad()
 def evaluate(
-    model: HybridLM, data: TrainingData, config: DataConfig, device: Device, *, max_tokens: int = 0
+    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device
 ) -> dict[str, float]:
     """Return nats per token and bits per byte of held-out text, the same tokens every time."""
     was_training = model.training
     model.eval()
-    fits = max(1, _MAX_BATCH_TOKENS // config.sequence_length)
-    batch_size = min(config.micro_batch_sequences or config.batch_sequences, fits)
+    fits = max(1, _MAX_BATCH_TOKENS // config.data.sequence_length)
+    batch_size = min(config.data.micro_batch_sequences or config.data.batch_sequences, fits)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for tokens in data.held_out(batch_size, max_tokens, device.device):
+    for tokens in data.held_out(batch_size, config.log.evaluate_tokens, device.device):
         # Not compiled: a pass without gradients, and one for a smaller last batch, would be
         # compiled anew, which takes longer than it saves.
         with torch.compiler.set_stance("force_eager"), device.autocast():

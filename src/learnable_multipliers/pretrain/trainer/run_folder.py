@@ -90,7 +90,7 @@ class RunFolder:
         settings = self._config.log
         self._log = MetricLog(
             self.path,
-            tensorboard=None if settings.tensorboard else False,
+            tensorboard=settings.tensorboard,
             wandb=settings.wandb or None,
             trackio=settings.trackio or None,
         )

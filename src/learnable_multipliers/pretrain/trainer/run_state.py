@@ -43,34 +43,35 @@ class RunState:
     eos_token: str
 
 
-def state_of(kept: Checkpoint) -> RunState:
+def state_of(checkpoint: Checkpoint) -> RunState:
     """Return the validated state of a checkpoint."""
+    return parse_state(checkpoint, RunState, checkpoint.state, "state.json")
+
+
+def parse_state(checkpoint: Checkpoint, kind: Any, values: Any, where: str) -> Any:
+    """Return a `kind` made from state of a checkpoint; a CheckpointError says what is wrong."""
     try:
-        return from_dict(RunState, kept.state, "state.json")
+        return from_dict(kind, values, where)
     except ValueError as error:
         raise CheckpointError(
-            f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
+            f"the checkpoint of step {checkpoint.step} is not one that this release reads: {error}"
         ) from error
 
 
-def model_config(kept: Checkpoint) -> ModelConfig:
+def model_config(checkpoint: Checkpoint) -> ModelConfig:
     """Return the model config of a checkpoint, validated against its tensors."""
-    try:
-        config: ModelConfig = from_dict(ModelConfig, kept.state.get("model"), "state.json.model")
-    except ValueError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {kept.step} is not one that this release reads: {error}"
-        ) from error
-    check_model(config, kept)
+    stored = checkpoint.state.get("model")
+    config: ModelConfig = parse_state(checkpoint, ModelConfig, stored, "state.json.model")
+    check_model(config, checkpoint)
     return config
 
 
-def check_model(config: ModelConfig, kept: Checkpoint) -> None:
+def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError if the weights in a checkpoint do not fit a model config.
 
     Nothing is allocated for the model: a file of a few bytes may claim any size.
     """
-    found = {name: value.shape for name, value in kept.tensors.get("model", {}).items()}
+    found = {name: value.shape for name, value in checkpoint.tensors.get("model", {}).items()}
     try:
         config.check()
         # Building even meta layers takes time, and each layer has several tensors.
@@ -85,7 +86,7 @@ def check_model(config: ModelConfig, kept: Checkpoint) -> None:
     # torch raises other errors for sizes whose product overflows.
     except (ValueError, RuntimeError, OverflowError, TypeError) as error:
         raise CheckpointError(
-            f"the checkpoint of step {kept.step} cannot be used: {str(error).splitlines()[0]}"
+            f"the checkpoint of step {checkpoint.step} cannot be used: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -102,15 +103,15 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 @torch.no_grad()
-def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
+def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load weights and optimizer state; nothing is changed if any of it does not fit."""
     for file, expected in tensors_of(model, optimizer).items():
-        found = kept.tensors.get(file, {})
+        found = checkpoint.tensors.get(file, {})
         _check_fits(f"{file}.safetensors", expected, found)
     for name, parameter in model.named_parameters():
-        parameter.copy_(kept.tensors["model"][name])
+        parameter.copy_(checkpoint.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}
-    for key, value in kept.tensors["optimizer"].items():
+    for key, value in checkpoint.tensors["optimizer"].items():
         name, _, entry = key.rpartition("/")
         states.setdefault(name, {})[entry] = value
     names = [name for name, _ in _by_name(optimizer)]

@@ -62,7 +62,7 @@ def looked(state: SpikeState, look: Look, config: SpikeConfig) -> SpikeState:
 
 
 def is_spike(state: SpikeState, config: SpikeConfig) -> bool:
-    """Tell whether the loss has been high for long enough."""
+    """Return whether the loss has been high for long enough."""
     return len(state.high) >= config.patience
 
 
@@ -83,11 +83,6 @@ def rollback_steps(kept: Sequence[int], state: SpikeState, every: int) -> list[i
     back elsewhere than one that was not.
     """
     return [step for step in kept if step < state.good_step and step % every == 0]
-
-
-def is_endless(skipped_in_a_row: int, config: SpikeConfig) -> bool:
-    """Tell whether steps have been skipped for too long to hope for better."""
-    return 0 < config.max_skipped <= skipped_in_a_row
 
 
 def record(spike: SpikeState, num_rollbacks: int, step: int, passed_over: int) -> dict[str, Any]:
@@ -113,7 +108,7 @@ def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
     )
 
 
-def going_on(config: SpikeConfig) -> str:
+def continue_message(config: SpikeConfig) -> str:
     """Return what follows for a run that does not go back."""
     return (
         f"the run goes on with it (spikes.max_rollbacks={config.max_rollbacks}). If it does not "
@@ -122,7 +117,7 @@ def going_on(config: SpikeConfig) -> str:
     )
 
 
-def refusal(step: int, skipped_in_a_row: int) -> str:
+def divergence_message(step: int, skipped_in_a_row: int) -> str:
     """Return why a run ends at a step, and what to try."""
     return (
         f"step {step:,}: the last {skipped_in_a_row:,} steps had no finite gradients and changed "
