@@ -129,13 +129,13 @@ class SpikeConfig:
     """Times a run may go back to the checkpoint before a spike and on with other data; 0 only
     warns."""
     window: int = 50
-    """Looks at the loss (log.every steps each) that say what is usual; none is judged before."""
+    """Logged losses (log.every steps each) that define the usual loss; none is judged before."""
     deviations: float = 6.0
     """How far above their median a loss is high, in robust standard deviations."""
     min_rise: float = 0.2
     """How far above it at least, in nats: a smooth curve has next to no deviation."""
     patience: int = 3
-    """High looks in a row that make a spike; one without a finite loss is high."""
+    """High logged losses in a row that make a spike; one that is not finite is high."""
     max_skipped: int = 50
     """Steps in a row without finite gradients after which a run ends with an error; 0 never."""
 
@@ -160,7 +160,7 @@ class LogConfig:
     every: int = 10
     """Steps between lines of loss, rate and speed; 0 is the first step alone."""
     weights_every: int = 100
-    """Steps between looks at norms and multipliers; there is always one at either end."""
+    """Steps between statistics of norms and multipliers; there is always one at either end."""
     drift: bool = True
     """Find the model's scale symmetries at the start, in seconds to half a minute, and watch how
     far multipliers drift along them."""
@@ -191,7 +191,7 @@ class CheckpointConfig:
     every: int = 1000
     """Steps between checkpoints; 0 saves at the end and when interrupted alone."""
     keep: int = 2
-    """Newest checkpoints that are kept, at least 2."""
+    """Number of newest checkpoints to keep, at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +280,7 @@ class TrainConfig:
             )
         if self.spikes.max_rollbacks and not (self.log.every and self.checkpoint.every):
             raise ValueError(
-                "spikes.max_rollbacks needs looks at the loss and checkpoints to go back to: set "
+                "spikes.max_rollbacks needs logged losses and checkpoints to go back to: set "
                 "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
         if not -(1 << 63) <= self.seed < 1 << 64:

@@ -34,8 +34,7 @@ class RunDiagnosis:
 def diagnose_run(source: Path) -> RunDiagnosis:
     """Read every tensor of a checkpoint, or of a run's newest good one.
 
-    Nothing has to be given: a run's seed tells where its weights started, and its schedule the
-    rate of every step.
+    The seed of the run gives its initial weights, and its schedule the rate of every step.
     """
     checkpoint, notes = load_checkpoint(source)
     state = state_of(checkpoint)

@@ -54,8 +54,8 @@ def load_model(checkpoint: checkpoints.Checkpoint) -> HybridLM:
 def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     """Write a folder that `from_pretrained` loads: config, weights, tokenizer.
 
-    The weights are the effective ones: nothing is left to merge. What the multipliers were lies
-    beside them in multipliers.safetensors, for those who want to look.
+    The weights are the effective ones, with multipliers merged. The multipliers are also written to
+    multipliers.safetensors, for inspection.
     """
     clear_leftovers(out)
     if out.exists():

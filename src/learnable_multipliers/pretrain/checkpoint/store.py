@@ -85,8 +85,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             shutil.rmtree(partial, ignore_errors=True)
         if not isinstance(error, (OSError, SafetensorError)):
             raise
-        kept = steps(folder)
-        left = f"the newest one is that of step {kept[-1]}" if kept else "there is none yet"
+        saved = steps(folder)
+        left = f"the newest one is that of step {saved[-1]}" if saved else "there is none yet"
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} could not be saved to {folder}: {error}. "
             f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
@@ -302,10 +302,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
-def num_to_keep(kept: Sequence[int], every: int, keep: int) -> int:
+def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:
     """Return how many of the newest checkpoints include `keep` at multiples of `every`."""
-    scheduled = [place for place, step in enumerate(reversed(kept), 1) if step % every == 0]
-    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(kept), keep)
+    scheduled = [place for place, step in enumerate(reversed(saved), 1) if step % every == 0]
+    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(saved), keep)
 
 
 def set_aside(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -209,8 +210,8 @@ class Trainer:
     def _record_training(self, lr: float) -> None:
         losses = self._losses.read()
         self._losses.reset()
-        look = spikes.Look(self.step, losses.mean)
-        self._spikes = spikes.looked(self._spikes, look, self.config.spikes)
+        point = spikes.LossPoint(self.step, losses.mean)
+        self._spikes = spikes.observe(self._spikes, point, self.config.spikes)
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -352,10 +353,18 @@ class Trainer:
         self._restore(loaded, state_of(loaded))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        record = spikes.record(spike, self._spikes.num_rollbacks, self.step, self.passed_over)
         # Recorded at the first step that is repeated: a resume from the checkpoint drops it, and
         # will write it again.
-        self._folder.record(self.step + 1, "rollback", tokens=self.tokens, **record)
+        self._folder.record(
+            self.step + 1,
+            "rollback",
+            tokens=self.tokens,
+            checkpoint=self.step,
+            num_rollbacks=self._spikes.num_rollbacks,
+            passed_over=self.passed_over,
+            usual_loss=statistics.median(spike.usual) if spike.usual else None,
+            high=[[point.step, point.loss] for point in spike.high],
+        )
         self._warn(
             f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
             f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "
