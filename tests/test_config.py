@@ -75,6 +75,8 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("optimizer", {"weight_decay": -0.1}, "weight_decay must be a number of at least 0"),
         ("optimizer", {"lr": 2.0, "weight_decay": 0.5}, "times optimizer.weight_decay is 1"),
         ("optimizer", {"multiplier_init": "fold", "placement": "none"}, "no multipliers"),
+        ("optimizer", {"momentum": -0.5}, "optimizer.momentum must be a number of at least 0"),
+        ("schedule", {"decay_shape": "step"}, "not one of exponential, linear, cosine"),
         ("log", {"evaluate_tokens": -1}, "log.evaluate_tokens must be a number of at least 0"),
         ("log", {"every": -2}, "log.every must be a number of at least 0"),
         ("checkpoint", {"every": -5}, "checkpoint.every must be a number of at least 0"),

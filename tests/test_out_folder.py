@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+from learnable_multipliers.pretrain.checkpoint.atomic import (
     check_target,
     clear_leftovers,
     new_folder,

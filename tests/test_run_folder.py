@@ -12,9 +12,9 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.metrics import environment
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.plain_data import from_dict
+from learnable_multipliers.pretrain.trainer import run_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, killed_after, small_run, trained
 
@@ -44,7 +44,7 @@ def test_a_run_that_goes_on_tells_what_it_goes_on_with(data, tmp_path):
 
 def test_the_command_is_the_one_that_was_given(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/some/where/compare.py", "--out", "a folder"])
-    assert environment.environment("cpu")["command"] == "compare.py --out 'a folder'"
+    assert run_folder.environment("cpu")["command"] == "compare.py --out 'a folder'"
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -63,9 +63,9 @@ def test_a_copy_in_a_strange_repository_has_no_commit(tmp_path, monkeypatch):
     (tmp_path / "theirs.txt").write_text("theirs")
     git("add", "theirs.txt")
     git("commit", "--quiet", "--message", "theirs")
-    path = tmp_path / "site-packages" / "package" / "pretrain" / "environment.py"
+    path = tmp_path / "site-packages" / "package" / "pretrain" / "run_folder.py"
     path.parent.mkdir(parents=True)
-    shutil.copyfile(environment.__file__, path)
+    shutil.copyfile(run_folder.__file__, path)
     assert commit_of_copy() is None
     git("add", "site-packages")
     git("commit", "--quiet", "--message", "ours")

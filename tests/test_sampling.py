@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.trainer.sampling import generate
+from learnable_multipliers.pretrain.trainer.evaluation import generate
 from runs import HYBRID
 
 SHAPE = replace(HYBRID, vocab_size=61, init_std=0.3)

@@ -160,7 +160,6 @@ def test_plan_accounts_for_every_token(full, length, stages):
         ({"rampup_tokens": 1001}, "rampup_tokens"),
         ({"decay_factor": 0.5}, "decay_factor"),
         ({"decay_factor": math.nan}, "decay_factor"),
-        ({"decay_shape": "step"}, "decay_shape"),
         ({"rampup_start_sequences": 0}, "rampup_start_sequences"),
         ({"rampup_increment_sequences": 0}, "rampup_increment_sequences"),
     ],

@@ -13,13 +13,13 @@ from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.spikes import (
-    Look,
+    LossPoint,
     SpikeState,
     accepted,
     in_words,
     is_spike,
     limit,
-    looked,
+    observe,
     rollback_steps,
 )
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -39,7 +39,7 @@ def after(losses, rule=RULE, state=None, every=10):
     """Return the state after some looks, one every few steps."""
     state = state or SpikeState()
     for number, loss in enumerate(losses, 1):
-        state = looked(state, Look(state.good_step + every * number, loss), rule)
+        state = observe(state, LossPoint(state.good_step + every * number, loss), rule)
     return state
 
 
@@ -88,7 +88,9 @@ def test_high_losses_do_not_count_as_usual():
 
 
 def test_what_was_gone_on_with_is_learned_anew():
-    state = accepted(SpikeState([3.0] * 5, [Look(60, 9.0), Look(70, None), Look(80, 9.5)], 50, 1))
+    state = accepted(
+        SpikeState([3.0] * 5, [LossPoint(60, 9.0), LossPoint(70, None), LossPoint(80, 9.5)], 50, 1)
+    )
     assert state == SpikeState([9.0, 9.5], [], 80, 1)
     state = after([9.2] * 4, state=state)
     assert not state.high
@@ -105,7 +107,7 @@ def test_losses_of_a_usual_course_are_no_spike():
     ]
     state, rule = SpikeState(), SpikeConfig()
     for step, loss in enumerate(losses):
-        state = looked(state, Look(step, loss), rule)
+        state = observe(state, LossPoint(step, loss), rule)
         assert not is_spike(state, rule)
 
 
@@ -145,7 +147,7 @@ def test_going_back_without_anything_to_go_back_to_is_refused(section):
     config = TrainConfig()
     changes = {section: replace(getattr(config, section), every=0)}
     replace(config, **changes).check()
-    with pytest.raises(ValueError, match="needs looks at the loss and checkpoints"):
+    with pytest.raises(ValueError, match="needs logged losses and checkpoints"):
         replace(config, spikes=RULE, **changes).check()
 
 
@@ -329,9 +331,9 @@ def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):
 
 
 def test_a_spike_is_told_in_words():
-    spike = SpikeState([3.0, 3.2, 3.1], [Look(1010, 4.5), Look(1020, 5.25)], 1000)
+    spike = SpikeState([3.0, 3.2, 3.1], [LossPoint(1010, 4.5), LossPoint(1020, 5.25)], 1000)
     assert in_words(spike, 0) == (
         "the loss left its course: 5.250 at step 1,020, high since step 1,010, 3.100 before"
     )
-    lost = SpikeState([], [Look(10, None)])
+    lost = SpikeState([], [LossPoint(10, None)])
     assert in_words(lost, 10) == "the last 10 steps had no finite gradients and were skipped"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from learnable_multipliers.pretrain.config import DataConfig, RuntimeConfig
+from learnable_multipliers.pretrain.config import DataConfig, LogConfig, RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.data import training_data
 from learnable_multipliers.pretrain.data.order import sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
@@ -150,12 +150,13 @@ def test_the_whole_split_has_the_bytes_its_manifest_tells(folder):
 
 
 def test_a_uniform_model_takes_the_bits_of_its_vocabulary_for_each_token(folder):
-    config = DataConfig(sequence_length=LENGTH, batch_sequences=4)
+    settings = DataConfig(sequence_length=LENGTH, batch_sequences=4)
+    config = TrainConfig(data=settings, log=LogConfig(evaluate_tokens=64))
     data = TrainingData(folder, LENGTH, seed=0)
     model = build(replace(LLAMA, vocab_size=512)).eval()
     torch.nn.init.zeros_(model.lm_head.weight)
     device = choose_device(RuntimeConfig(device="cpu"))
-    found = evaluate(model, data, config, device, max_tokens=64)
+    found = evaluate(model, data, config, device)
     expected = 64 * 9 / len(data.decode(targets(data, 64).tolist()))
     assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
     # A model that was not being trained still is not.

@@ -6,7 +6,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.config import ScheduleConfig
-from learnable_multipliers.pretrain.metrics.weights import describe_weights
+from learnable_multipliers.pretrain.metrics.meters import describe_weights
 from learnable_multipliers.pretrain.trainer.schedule import steps
 
 LR, DECAY = 0.05, 0.5

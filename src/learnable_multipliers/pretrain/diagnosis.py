@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learnable_multipliers.equilibrium import Diagnosis, diagnose
-from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
-from learnable_multipliers.pretrain.checkpoint.validation import check_model
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.trainer.run_state import restore_, state_of
+from learnable_multipliers.pretrain.trainer.run_state import (
+    check_model,
+    parse_state,
+    restore_,
+    state_of,
+)
 from learnable_multipliers.pretrain.trainer.schedule import steps
 
 
@@ -32,37 +34,28 @@ class RunDiagnosis:
 def diagnose_run(source: Path) -> RunDiagnosis:
     """Read every tensor of a checkpoint, or of a run's newest good one.
 
-    Nothing has to be given: a run's seed tells where its weights started, and its schedule the
-    rate of every step.
+    The seed of the run gives its initial weights, and its schedule the rate of every step.
     """
-    kept, notes = load_checkpoint(source)
-    state = state_of(kept)
-    config = _config_of(kept, state.config)
-    check_model(config.model, kept)
+    checkpoint, notes = load_checkpoint(source)
+    state = state_of(checkpoint)
+    config: TrainConfig = parse_state(checkpoint, TrainConfig, state.config, "config")
+    check_model(config.model, checkpoint)
     model = build(config.model, config.seed)
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose(optimizer)
-    restore_(model, optimizer, kept)
+    restore_(model, optimizer, checkpoint)
     planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
-    lrs = [config.optimizer.lr * step.lr_factor for step in planned[: kept.step]]
+    lrs = [config.optimizer.lr * step.lr_factor for step in planned[: checkpoint.step]]
     if state.skipped_steps:
         lrs = _thinned(lrs, state.skipped_steps)
         notes.append(
-            f"{state.skipped_steps:,} of {kept.step:,} steps were skipped for bad gradients, and a "
-            "checkpoint does not tell which: predictions leave out as many, evenly over the run"
+            f"{state.skipped_steps:,} of {checkpoint.step:,} steps were skipped for bad gradients, "
+            "and a checkpoint does not tell which: predictions leave out as many, evenly over the "
+            "run"
         )
     return RunDiagnosis(
-        config.name, kept.step, diagnose(optimizer, lrs=lrs, start=start), tuple(notes)
+        config.name, checkpoint.step, diagnose(optimizer, lrs=lrs, start=start), tuple(notes)
     )
-
-
-def _config_of(kept: Checkpoint, config: dict[str, object]) -> TrainConfig:
-    try:
-        return from_dict(TrainConfig, config)
-    except ValueError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {kept.step} is not one that this release reads: {error}"
-        ) from error
 
 
 def _thinned(lrs: list[float], count: int) -> list[float]:

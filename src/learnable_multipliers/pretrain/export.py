@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+from learnable_multipliers.pretrain.checkpoint.atomic import (
     check_can_be_made,
     clear_leftovers,
     new_folder,
 )
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
-from learnable_multipliers.pretrain.checkpoint.validation import model_config
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.run_state import model_config
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -41,11 +40,11 @@ class Exported:
     """What a reader should know: a damaged checkpoint passed over, no tokenizer found."""
 
 
-def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
+def load_model(checkpoint: checkpoints.Checkpoint) -> HybridLM:
     """Return the model that a checkpoint holds, with its effective weights."""
-    config = model_config(kept)
+    config = model_config(checkpoint)
     model = empty_model(config)
-    weights = dict(kept.tensors["model"])
+    weights = dict(checkpoint.tensors["model"])
     if config.tie_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
@@ -55,16 +54,16 @@ def load_model(kept: checkpoints.Checkpoint) -> HybridLM:
 def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     """Write a folder that `from_pretrained` loads: config, weights, tokenizer.
 
-    The weights are the effective ones: nothing is left to merge. What the multipliers were lies
-    beside them in multipliers.safetensors, for those who want to look.
+    The weights are the effective ones, with multipliers merged. The multipliers are also written to
+    multipliers.safetensors, for inspection.
     """
     clear_leftovers(out)
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
     check_can_be_made(out)
-    kept, notes = load_checkpoint(source)
-    model = load_model(kept)
-    eos_token: str = from_dict(str, kept.state.get("eos_token"), "state.json.eos_token")
+    checkpoint, notes = load_checkpoint(source)
+    model = load_model(checkpoint)
+    eos_token: str = from_dict(str, checkpoint.state.get("eos_token"), "state.json.eos_token")
     tokenizer, eos = _tokenizer_of(source), None
     if tokenizer is not None:
         eos = load_tokenizer(tokenizer, eos_token).eos_id
@@ -75,7 +74,9 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         name: value.to(getattr(torch, dtype)).contiguous()
         for name, value in hugging_face.to_state_dict(model).items()
     }
-    multipliers = _multipliers(kept.tensors.get("optimizer", {}))
+    # By matrix and kind: `model.layers.0.mlp.up_proj.weight/row`.
+    state = checkpoint.tensors.get("optimizer", {})
+    multipliers = {key: value for key, value in state.items() if key.rpartition("/")[2] in NAMES}
     with new_folder(out, overwrite=False) as folder:
         _write(folder / "config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
@@ -92,12 +93,7 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
             }
             _write(folder / "tokenizer_config.json", described)
     architecture = config["architectures"][0]
-    return Exported(out, kept.step, architecture, model.num_parameters, tuple(notes))
-
-
-def _multipliers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the multipliers by matrix and kind: `model.layers.0.mlp.up_proj.weight/row`."""
-    return {key: value for key, value in state.items() if key.rpartition("/")[2] in NAMES}
+    return Exported(out, checkpoint.step, architecture, model.num_parameters, tuple(notes))
 
 
 def _tokenizer_of(source: Path) -> Path | None:

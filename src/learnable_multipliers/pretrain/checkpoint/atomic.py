@@ -1,9 +1,17 @@
-"""Crash-safe atomic writes of files, and locks."""
+"""Crash-safe atomic writes of files and folders, and locks.
+
+Datasets, exports and checkpoints are folders written under a hidden name and published by a rename.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 try:
@@ -11,6 +19,8 @@ try:
 except ImportError:  # Windows has no flock.
     fcntl = None
 
+MANIFEST_FILE = "manifest.json"
+"""Marks a folder as a token dataset."""
 # Some network file systems cannot sync a folder, and a folder that can be written to cannot always
 # be opened. Neither can be helped.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
@@ -79,3 +89,105 @@ def lock(path: Path) -> int | None:
         # Some network file systems have no locks. Locking is best effort.
         return None
     return descriptor
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+
+def hidden(target: Path, kind: str = "partial", mark: str | None = None) -> Path:
+    """Return a new hidden path beside `target`; `mark` makes it unique."""
+    return target.with_name(f".{target.name}.{mark or uuid.uuid4().hex[:8]}.{kind}")
+
+
+def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
+    """Flush what is not on disk yet, rename the folder to `target`, and flush its new name."""
+    for path in (*unsynced, partial):
+        sync(path)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder. It is hidden first, so that a crash never leaves half of it visible."""
+    gone = hidden(folder)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a folder to write to; it becomes `target` at the end, or is removed on any error."""
+    check_target(target, overwrite=overwrite)
+    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, old = hidden(target), hidden(target, "old")
+    partial.mkdir()
+    descriptor = lock(partial)
+    try:
+        yield partial
+        check_target(target, overwrite=overwrite)
+        if target.exists():
+            target.rename(old)
+        try:
+            publish(partial, target, partial.rglob("*"))
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = f"{error.strerror}; nothing was kept: free some space or choose another folder"
+            raise OSError(error.errno, text, str(target)) from error
+        raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what killed processes left beside `target`.
+
+    A process may have died after it moved the old folder away and before it published the new one:
+    then the old one is put back.
+    """
+    for partial in target.parent.glob(f".{escape(target.name)}.*.partial"):
+        with suppress(BlockingIOError, FileNotFoundError):
+            descriptor = lock(partial)
+            if descriptor is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+                os.close(descriptor)
+    for old in target.parent.glob(f".{escape(target.name)}.*.old"):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Raise unless `target` is free, or a dataset that may be overwritten."""
+    if not target.exists() and not target.is_symlink():
+        check_can_be_made(target)
+        return
+    if not overwrite:
+        raise FileExistsError(f"{target} exists; choose another folder or give --overwrite")
+    is_dataset = (target / MANIFEST_FILE).is_file() or (
+        target.is_dir() and not any(target.iterdir())
+    )
+    if target.is_symlink() or not is_dataset:
+        raise FileExistsError(
+            f"{target} is not a token dataset, so it is not overwritten; choose another folder"
+        )
+
+
+def check_can_be_made(target: Path) -> None:
+    """Raise if a folder cannot be made at `target`, before any work is done for it."""
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{above} is a file, so {target} cannot be made in it")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"{target} cannot be made: {above} may not be written to")

@@ -20,8 +20,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from learnable_multipliers.pretrain.checkpoint import tensor_files
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, sync
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import hidden, publish, remove
+from learnable_multipliers.pretrain.checkpoint.atomic import (
+    hidden,
+    make_folder,
+    publish,
+    remove,
+    sync,
+)
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX, Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
 from learnable_multipliers.pretrain.plain_data import (
@@ -80,8 +85,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             shutil.rmtree(partial, ignore_errors=True)
         if not isinstance(error, (OSError, SafetensorError)):
             raise
-        kept = steps(folder)
-        left = f"the newest one is that of step {kept[-1]}" if kept else "there is none yet"
+        saved = steps(folder)
+        left = f"the newest one is that of step {saved[-1]}" if saved else "there is none yet"
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} could not be saved to {folder}: {error}. "
             f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
@@ -124,16 +129,9 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
 
 def _gather_files(files: Files, world: World) -> Files:
     """Return the sizes and checksums of all ranks' files."""
-    own = b"".join(
-        f["bytes"].to_bytes(8, "big") + bytes.fromhex(f["sha256"]) for f in files.values()
-    )
-    found = {}
-    for rank, content in enumerate(world.gather(own)):
-        for place, name in enumerate(files):
-            size, digest = content[40 * place : 40 * place + 8], content[40 * place + 8 :][:32]
-            of_rank = tensor_files.name_on(name, rank, world)
-            found[of_rank] = {"bytes": int.from_bytes(size, "big"), "sha256": digest.hex()}
-    return found
+    # Padded: every rank gathers the same number of bytes.
+    gathered = world.gather(json.dumps(files).encode().ljust(1024))
+    return {name: entry for content in gathered for name, entry in json.loads(content).items()}
 
 
 def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
@@ -304,10 +302,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
-def num_to_keep(kept: Sequence[int], every: int, keep: int) -> int:
+def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:
     """Return how many of the newest checkpoints include `keep` at multiples of `every`."""
-    scheduled = [place for place, step in enumerate(reversed(kept), 1) if step % every == 0]
-    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(kept), keep)
+    scheduled = [place for place, step in enumerate(reversed(saved), 1) if step % every == 0]
+    return scheduled[keep - 1] if len(scheduled) >= keep else max(len(saved), keep)
 
 
 def set_aside(path: Path) -> Path:

@@ -48,12 +48,6 @@ def file_name(group: str, world: World) -> str:
     return f"{group}{SUFFIX}" if world.size == 1 else f"{group}-{world.rank:05d}{SUFFIX}"
 
 
-def name_on(name: str, rank: int, world: World) -> str:
-    """Return what a file of this rank is called on another."""
-    own = f"-{world.rank:05d}{SUFFIX}"
-    return name if world.size == 1 else f"{name.removesuffix(own)}-{rank:05d}{SUFFIX}"
-
-
 def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file that others may read as they may read any new file.
 
@@ -66,7 +60,7 @@ def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write what is this rank's to write: each piece is in one file, however many hold a copy."""
+    """Write this rank's pieces; of replicated pieces one rank writes a copy."""
     # By name: the same tensors give the same bytes.
     mine = {name: tensors[name] for name in sorted(tensors) if _writes(world, tensors[name])}
     parts = {name: local(tensor).contiguous() for name, tensor in mine.items()}
@@ -97,7 +91,7 @@ def read(folder: Path, like: Tensors | None = None) -> Tensors:
 
 
 def _writes(world: World, tensor: Tensor) -> bool:
-    """Tell whether a rank writes its part: the first of those along each axis that have a copy."""
+    """Return whether a rank writes its part: of replicas along an axis, the first one does."""
     if world.mesh is None:
         return True
     cut: set[str] = set()
@@ -113,25 +107,25 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
     pieces: dict[str, list[_Piece]] = {}
     with ExitStack() as stack:
         for path in files:
-            with _told(path):
+            with _naming(path):
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name, piece in _pieces(opened):
                     pieces.setdefault(name, []).append(piece)
         found = {}
         for name, parts in pieces.items():
-            with _told(*files):
+            with _naming(*files):
                 found[name] = _assembled(name, parts, like.get(name))
     return found
 
 
 def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
     """Yield what a file holds, and where that lies in its tensors."""
-    told = (opened.metadata() or {}).get(_PIECES)
-    boxes = {} if told is None else parse_object(told.encode(), _PIECES)
+    metadata = (opened.metadata() or {}).get(_PIECES)
+    boxes = {} if metadata is None else parse_object(metadata.encode(), _PIECES)
     for name in opened.keys():  # noqa: SIM118
         shape = tuple(opened.get_slice(name).get_shape())
         whole, start = shape, (0,) * len(shape)
-        if told is not None:
+        if metadata is not None:
             entry: Any = boxes.get(name)
             try:
                 whole, start = tuple(entry["shape"]), tuple(entry["start"])
@@ -186,8 +180,8 @@ def _volume(box: Box) -> int:
 
 
 @contextmanager
-def _told(*paths: Path) -> Iterator[None]:
-    """Say which file cannot be read.
+def _naming(*paths: Path) -> Iterator[None]:
+    """Add the names of the files to errors.
 
     Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import MANIFEST_FILE as MANIFEST_FILE
+from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE as MANIFEST_FILE
 
 FORMAT = "lrm-tokens-1"
 TOKENIZER_FILE = "tokenizer.json"

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
+from learnable_multipliers.pretrain.checkpoint.atomic import (
     check_target,
     clear_leftovers,
     new_folder,

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ class MetricLog:
 
     Args:
         folder: Where `metrics.jsonl` lies; its name is the name of the run.
-        tensorboard: Also write event files, to `folder/tensorboard`. None: if it is installed.
+        tensorboard: Also write event files, to `folder/tensorboard`, if it is installed.
         wandb: Project to log to with Weights & Biases. `truncate_after` takes nothing back there.
         trackio: Project to log to with Trackio; the same holds.
     """
@@ -37,14 +36,14 @@ class MetricLog:
         self,
         folder: str | Path,
         *,
-        tensorboard: bool | None = None,
+        tensorboard: bool = True,
         wandb: str | None = None,
         trackio: str | None = None,
     ):
         self.folder = Path(folder)
         make_folder(self.folder)
         self.path = self.folder / FILE_NAME
-        self._writer_class = _tensorboard_writer(tensorboard)
+        self._writer_class: Any = _tensorboard_writer() if tensorboard else None
         self._writer: Any = None
         self._trackers: list[Any] = []
         for package, project in (("wandb", wandb), ("trackio", trackio)):
@@ -60,22 +59,19 @@ class MetricLog:
         sync(self.folder)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write metrics of a step: numbers, 0-d tensors, words, lists, or mappings of these.
+        """Write metrics of a step: numbers, strings, lists, or mappings of these.
 
         NaN and infinities become the strings "nan", "inf" and "-inf", so that every line is valid
         JSON; `read_metrics` turns them back. Other places get the numbers only, those of a mapping
         under "kind/key".
         """
-        if "step" in metrics:
-            raise ValueError('"step" is given to log apart from the metrics')
-        step, plain = int(step), _plain(metrics, "metrics")
-        line = json.dumps(to_dict({"step": step, **plain}), allow_nan=False) + "\n"
+        line = json.dumps(to_dict({"step": step, **metrics}), allow_nan=False) + "\n"
         with self._writing():
             self._file.write(line.encode())
             self._file.flush()
         # Training and held-out loss are two curves.
-        kind = plain.get("kind")
-        numbers = dict(_numbers(plain, f"{kind}/" if isinstance(kind, str) else ""))
+        kind = metrics.get("kind")
+        numbers = dict(_numbers(metrics, f"{kind}/" if isinstance(kind, str) else ""))
         if self._writer_class is not None:
             self._writer = self._writer or self._new_writer()
             for key, value in numbers.items():
@@ -191,19 +187,6 @@ def _drop_torn_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a value of plain Python types; tensors and arrays become numbers or lists."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist(), where)
-    raise TypeError(f"{where} is {type(value).__name__}: log numbers, words, lists or mappings")
-
-
 def _with_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_floats(item) for key, item in value.items()}
@@ -220,19 +203,11 @@ def _numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield prefix + key, value
 
 
-def _tensorboard_writer(wanted: bool | None) -> Any:
-    """Return TensorBoard's writer class, or None where it is not wanted or not there."""
-    if wanted is False:
-        return None
+def _tensorboard_writer() -> Any:
+    """Return TensorBoard's writer class, or None where it is not installed."""
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
-        if wanted:
-            warnings.warn(
-                f"TensorBoard is not installed (pip install tensorboard): {FILE_NAME} is written, "
-                "event files are not",
-                stacklevel=3,
-            )
         return None
 
 

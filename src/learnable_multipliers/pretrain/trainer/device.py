@@ -50,7 +50,7 @@ class Device:
             torch.mps.synchronize()
 
     def peak_memory(self) -> int | None:
-        """Return the most bytes ever allocated on the device; None where that is not kept."""
+        """Return the most bytes ever allocated on the device; None unless it is a CUDA device."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return None

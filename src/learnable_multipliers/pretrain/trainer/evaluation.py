@@ -1,13 +1,15 @@
-"""The loss on held-out text."""
+"""The loss on held-out text, and text samples from the model."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import Tensor
 
-from learnable_multipliers.pretrain.config import DataConfig
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import Device
 
@@ -17,15 +19,15 @@ _MAX_BATCH_TOKENS = 16384
 
 @torch.no_grad()
 def evaluate(
-    model: HybridLM, data: TrainingData, config: DataConfig, device: Device, *, max_tokens: int = 0
+    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device
 ) -> dict[str, float]:
     """Return nats per token and bits per byte of held-out text, the same tokens every time."""
     was_training = model.training
     model.eval()
-    fits = max(1, _MAX_BATCH_TOKENS // config.sequence_length)
-    batch_size = min(config.micro_batch_sequences or config.batch_sequences, fits)
+    fits = max(1, _MAX_BATCH_TOKENS // config.data.sequence_length)
+    batch_size = min(config.data.micro_batch_sequences or config.data.batch_sequences, fits)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for tokens in data.held_out(batch_size, max_tokens, device.device):
+    for tokens in data.held_out(batch_size, config.log.evaluate_tokens, device.device):
         # Not compiled: a pass without gradients, and one for a smaller last batch, would be
         # compiled anew, which takes longer than it saves.
         with torch.compiler.set_stance("force_eager"), device.autocast():
@@ -40,3 +42,60 @@ def evaluate(
         "bits_per_byte": total.item() / math.log(2) / data.held_out_bytes(count),
         "evaluated_tokens": count,
     }
+
+
+@torch.no_grad()
+def generate(
+    model: HybridLM,
+    prompt: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    context: int = 256,
+    stop: int | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Return `prompt`, (length,), and up to `num_tokens` more, until `stop` comes.
+
+    Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
+    samples in passing. Generate for real from an exported model.
+    """
+    if not len(prompt):
+        raise ValueError("a sample goes on from something: give a prompt of one token or more")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = prompt
+    for _ in range(num_tokens):
+        # Not compiled: every length would be compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        if temperature == 0:
+            chosen = logits.argmax(keepdim=True)
+        else:
+            best, places = logits.topk(min(top_k, len(logits)))
+            at = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
+            chosen = places[at]
+        if stop is not None and chosen.item() == stop:
+            break
+        tokens = torch.cat((tokens, chosen.to(tokens)))
+    return tokens
+
+
+def sample_text(
+    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device, world: World
+) -> str:
+    """Return what the model writes after the prompt of the config."""
+    prompt = data.encode(config.log.prompt) or [data.eos]
+    tokens = generate(
+        model,
+        torch.tensor(prompt, device=device.device),
+        config.log.sample_tokens,
+        context=min(256, config.data.sequence_length),
+        # Ranks compute each token together: none may stop before the others.
+        stop=data.eos if world.size == 1 else None,
+        seed=config.seed,
+    )
+    written = tokens[len(prompt) :].tolist()
+    if data.eos in written:
+        written = written[: written.index(data.eos)]
+    return data.decode(written)

@@ -22,7 +22,11 @@ class Interrupt:
     def __enter__(self) -> Self:
         # Python takes signals on its main thread alone; elsewhere the caller is in charge.
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _noted()}
+            numbers = [*_SIGNALS]
+            # Under nohup a run is meant to outlive its terminal.
+            if _HANGUP is not None and signal.getsignal(_HANGUP) is not signal.SIG_IGN:
+                numbers.append(_HANGUP)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,10 +38,3 @@ class Interrupt:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-
-
-def _noted() -> list[signal.Signals]:
-    # Under nohup a run is meant to outlive its terminal.
-    if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN:
-        return [*_SIGNALS]
-    return [*_SIGNALS, _HANGUP]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import World
-from learnable_multipliers.pretrain.metrics.environment import environment
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
@@ -22,6 +28,7 @@ from learnable_multipliers.pretrain.plain_data import to_dict
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that describe a run, written when it begins."""
 _LOCK = ".lock"
+_PACKAGES = ("learnable-multipliers", "torch", "triton", "tokenizers", "transformers", "numpy")
 
 Observer = Callable[[dict[str, Any]], None]
 """Called with every record of a run as it is written, and with warnings."""
@@ -83,7 +90,7 @@ class RunFolder:
         settings = self._config.log
         self._log = MetricLog(
             self.path,
-            tensorboard=None if settings.tensorboard else False,
+            tensorboard=settings.tensorboard,
             wandb=settings.wandb or None,
             trackio=settings.trackio or None,
         )
@@ -201,3 +208,54 @@ def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
     if not checkpoints.steps(checkpoint_folder(source)):
         raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
     return checkpoints.load_newest(checkpoint_folder(source))
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return command, commit, versions and device."""
+    return {
+        # The name alone of the program: where it lies is nobody's business.
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the source tree this code runs from; None where it is in none."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=here,
+            # Run by a git hook, GIT_DIR points at the repository of that hook.
+            env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+        return done.stdout.strip()
+
+    try:
+        # An installed copy may lie inside somebody else's repository: ours knows this file.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        # A new file changes what runs as much as an edited one, if it is part of the package.
+        new = git("ls-files", "--others", "--exclude-standard", str(here.parent))
+        return git("rev-parse", "HEAD") + ("-changed" if changed or new else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -14,6 +14,8 @@ from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, Checkpoi
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
@@ -41,13 +43,50 @@ class RunState:
     eos_token: str
 
 
-def state_of(kept: Checkpoint) -> RunState:
+def state_of(checkpoint: Checkpoint) -> RunState:
     """Return the validated state of a checkpoint."""
+    return parse_state(checkpoint, RunState, checkpoint.state, "state.json")
+
+
+def parse_state(checkpoint: Checkpoint, kind: Any, values: Any, where: str) -> Any:
+    """Return a `kind` made from state of a checkpoint; a CheckpointError says what is wrong."""
     try:
-        return from_dict(RunState, kept.state, "state.json")
+        return from_dict(kind, values, where)
     except ValueError as error:
         raise CheckpointError(
-            f"the checkpoint of step {kept.step} is not one that this release goes on from: {error}"
+            f"the checkpoint of step {checkpoint.step} is not one that this release reads: {error}"
+        ) from error
+
+
+def model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the model config of a checkpoint, validated against its tensors."""
+    stored = checkpoint.state.get("model")
+    config: ModelConfig = parse_state(checkpoint, ModelConfig, stored, "state.json.model")
+    check_model(config, checkpoint)
+    return config
+
+
+def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise a CheckpointError if the weights in a checkpoint do not fit a model config.
+
+    Nothing is allocated for the model: a file of a few bytes may claim any size.
+    """
+    found = {name: value.shape for name, value in checkpoint.tensors.get("model", {}).items()}
+    try:
+        config.check()
+        # Building even meta layers takes time, and each layer has several tensors.
+        if config.num_layers > len(found):
+            raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
+        with torch.device("meta"):
+            expected = {name: p.shape for name, p in HybridLM(config).named_parameters()}
+        odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise ValueError(f"its weights and its config disagree about {odd[0]}{more}")
+    # torch raises other errors for sizes whose product overflows.
+    except (ValueError, RuntimeError, OverflowError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} cannot be used: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -64,15 +103,15 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 @torch.no_grad()
-def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Checkpoint) -> None:
+def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load weights and optimizer state; nothing is changed if any of it does not fit."""
     for file, expected in tensors_of(model, optimizer).items():
-        found = kept.tensors.get(file, {})
+        found = checkpoint.tensors.get(file, {})
         _check_fits(f"{file}.safetensors", expected, found)
     for name, parameter in model.named_parameters():
-        parameter.copy_(kept.tensors["model"][name])
+        parameter.copy_(checkpoint.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}
-    for key, value in kept.tensors["optimizer"].items():
+    for key, value in checkpoint.tensors["optimizer"].items():
         name, _, entry = key.rpartition("/")
         states.setdefault(name, {})[entry] = value
     names = [name for name, _ in _by_name(optimizer)]

@@ -61,11 +61,6 @@ def batch_sequences(config: ScheduleConfig, tokens: int, full_sequences: int) ->
     return config.rampup_start_sequences + done * config.rampup_increment_sequences
 
 
-def batch_lr_factor(sequences: int, full_sequences: int) -> float:
-    """Return the square-root rule: a smaller batch trains at sqrt(batch / full batch) the rate."""
-    return math.sqrt(sequences / full_sequences)
-
-
 def steps(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> list[Step]:
     """Return every step of the run, in order.
 
@@ -83,7 +78,9 @@ def steps(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> 
     while tokens < config.tokens:
         sequences = batch_sequences(config, tokens, full_sequences)
         after = tokens + sequences * sequence_length
-        factor = learning_rate_factor(config, after) * batch_lr_factor(sequences, full_sequences)
+        # Square-root rule: a smaller batch trains at sqrt(batch / full batch) times the rate.
+        batch_factor = math.sqrt(sequences / full_sequences)
+        factor = learning_rate_factor(config, after) * batch_factor
         plan.append(Step(len(plan), tokens, sequences, factor))
         tokens = after
     return plan

@@ -1,7 +1,7 @@
-"""When a loss has left its course, and which checkpoint to go back to.
+"""Detect loss spikes, and choose the checkpoint to roll back to.
 
-The rule judges looks: the mean losses that a run reads anyway when it logs, so that nothing waits
-for the device. Pure functions of a small state that checkpoints keep.
+The rule judges the mean losses that a run logs, so that nothing else waits for the device. Pure
+functions of a small state that is part of checkpoints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from learnable_multipliers.pretrain.config import SpikeConfig
 
@@ -23,8 +22,8 @@ class DivergenceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Look:
-    """The mean loss since the look before."""
+class LossPoint:
+    """The mean loss since the point before."""
 
     step: int
     loss: float | None
@@ -33,19 +32,19 @@ class Look:
 
 @dataclass(frozen=True)
 class SpikeState:
-    """What is remembered from look to look."""
+    """The state of the detector."""
 
     usual: list[float] = field(default_factory=list)
     """The last losses that were not high, at most as many as the window."""
-    high: list[Look] = field(default_factory=list)
-    """High looks in a row, up to the last one."""
+    high: list[LossPoint] = field(default_factory=list)
+    """High points in a row, up to the last one."""
     good_step: int = 0
-    """Step of the last look that was not high."""
+    """Step of the last point that was not high."""
     num_rollbacks: int = 0
 
 
 def limit(usual: Sequence[float], config: SpikeConfig) -> float:
-    """Return the loss above which a look is high: median plus deviations, infinite at first."""
+    """Return the loss above which a point is high: median plus deviations, infinite at first."""
     if len(usual) < config.window:
         return math.inf
     median = statistics.median(usual)
@@ -53,52 +52,36 @@ def limit(usual: Sequence[float], config: SpikeConfig) -> float:
     return median + max(config.deviations * deviation, config.min_rise)
 
 
-def looked(state: SpikeState, look: Look, config: SpikeConfig) -> SpikeState:
-    """Return the state after a look; high losses say nothing about what is usual."""
-    if look.loss is None or look.loss > limit(state.usual, config):
-        return replace(state, high=[*state.high, look])
-    usual = [*state.usual, look.loss][-config.window :]
-    return replace(state, usual=usual, high=[], good_step=look.step)
+def observe(state: SpikeState, point: LossPoint, config: SpikeConfig) -> SpikeState:
+    """Return the state after a point; high losses do not count as usual."""
+    if point.loss is None or point.loss > limit(state.usual, config):
+        return replace(state, high=[*state.high, point])
+    usual = [*state.usual, point.loss][-config.window :]
+    return replace(state, usual=usual, high=[], good_step=point.step)
 
 
 def is_spike(state: SpikeState, config: SpikeConfig) -> bool:
-    """Tell whether the loss has been high for long enough."""
+    """Return whether the loss has been high for long enough."""
     return len(state.high) >= config.patience
 
 
 def accepted(state: SpikeState) -> SpikeState:
-    """Return the state of a run that goes on after a spike: what is usual is learned anew.
+    """Return the state of a run that continues after a spike: the usual loss is estimated anew.
 
-    Else every look from here on would be a spike again.
+    Otherwise every point from here on would be a spike again.
     """
-    usual = [look.loss for look in state.high if look.loss is not None]
+    usual = [point.loss for point in state.high if point.loss is not None]
     return replace(state, usual=usual, high=[], good_step=state.high[-1].step)
 
 
-def rollback_steps(kept: Sequence[int], state: SpikeState, every: int) -> list[int]:
+def rollback_steps(saved: Sequence[int], state: SpikeState, every: int) -> list[int]:
     """Return the checkpoints from before a spike, of those at multiples of `every`.
 
-    Before: a look that was not high came after it, so that its weights are known to be good. The
+    Before: a point that was not high came after it, so that its weights are known to be good. The
     others were saved when somebody stopped the run; with them, a run that was stopped would go
     back elsewhere than one that was not.
     """
-    return [step for step in kept if step < state.good_step and step % every == 0]
-
-
-def is_endless(skipped_in_a_row: int, config: SpikeConfig) -> bool:
-    """Tell whether steps have been skipped for too long to hope for better."""
-    return 0 < config.max_skipped <= skipped_in_a_row
-
-
-def record(spike: SpikeState, num_rollbacks: int, step: int, passed_over: int) -> dict[str, Any]:
-    """Return what the log keeps of a spike once the run has gone back to a step before it."""
-    return {
-        "checkpoint": step,
-        "num_rollbacks": num_rollbacks,
-        "passed_over": passed_over,
-        "usual_loss": statistics.median(spike.usual) if spike.usual else None,
-        "high": [[look.step, look.loss] for look in spike.high],
-    }
+    return [step for step in saved if step < state.good_step and step % every == 0]
 
 
 def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
@@ -113,7 +96,7 @@ def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
     )
 
 
-def going_on(config: SpikeConfig) -> str:
+def continue_message(config: SpikeConfig) -> str:
     """Return what follows for a run that does not go back."""
     return (
         f"the run goes on with it (spikes.max_rollbacks={config.max_rollbacks}). If it does not "
@@ -122,7 +105,7 @@ def going_on(config: SpikeConfig) -> str:
     )
 
 
-def refusal(step: int, skipped_in_a_row: int) -> str:
+def divergence_message(step: int, skipped_in_a_row: int) -> str:
     """Return why a run ends at a step, and what to try."""
     return (
         f"step {step:,}: the last {skipped_in_a_row:,} steps had no finite gradients and changed "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,15 +20,6 @@ _EAGER_RUNS = 3
 """Micro-batches before capture: compilation and autotuning must be over by then."""
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What a captured graph can be replayed for."""
-
-    shape: tuple[int, ...]
-    sequences: int
-    """In the whole batch: the loss of a micro-batch counts for its share."""
-
-
 class TrainStep:
     """Computes the gradients of a batch, left in `grad` of the parameters."""
 
@@ -39,7 +29,8 @@ class TrainStep:
         self._parallel = parallel or ParallelModel(model.loss)
         self._device, self._z_loss = device, z_loss
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._key: _Key | None = None
+        # What the captured graph serves: the shape of a micro-batch, and sequences in the batch.
+        self._key: tuple[torch.Size, int] | None = None
         self._seen = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tokens = self._loss = torch.empty(0)
@@ -55,7 +46,7 @@ class TrainStep:
         for tokens, is_last in _with_last(batches):
             share = len(tokens) / sequences
             with nullcontext() if is_last else self._parallel.no_sync():
-                total += share * self._micro_batch(tokens, _Key(tuple(tokens.shape), sequences))
+                total += share * self._micro_batch(tokens, sequences)
         return total
 
     def clear(self) -> None:
@@ -68,13 +59,14 @@ class TrainStep:
                 assert parameter.grad is not None
                 parameter.grad.zero_()
 
-    def _micro_batch(self, tokens: Tensor, key: _Key) -> Tensor:
+    def _micro_batch(self, tokens: Tensor, sequences: int) -> Tensor:
         if not self._device.captured:
-            return self._compute(tokens, key)
-        if key.sequences % len(tokens):
+            return self._compute(tokens, sequences)
+        if sequences % len(tokens):
             # A last micro-batch of another size would need a new capture in every step.
             self._release()
-            return self._compute(tokens, key)
+            return self._compute(tokens, sequences)
+        key = (tokens.shape, sequences)
         if key != self._key:
             self._release()
             self._key, self._seen = key, 0
@@ -83,24 +75,24 @@ class TrainStep:
             # Not in the middle of a batch.
             at_start = all(p.grad is None for p in self._trained)
             if self._seen <= _EAGER_RUNS or not at_start:
-                return self._compute(tokens, key)
-            self._capture(tokens, key)
+                return self._compute(tokens, sequences)
+            self._capture(tokens, sequences)
         self._tokens.copy_(tokens, non_blocking=True)
         assert self._graph is not None
         self._graph.replay()
         return self._loss.clone()
 
-    def _compute(self, tokens: Tensor, key: _Key) -> Tensor:
+    def _compute(self, tokens: Tensor, sequences: int) -> Tensor:
         with self._device.autocast():
             losses = self._parallel.loss(tokens, self._z_loss)
         # Ranks' gradients are averaged, and each has its part of the sum.
-        share = len(tokens) * self._parallel.dp_degree / key.sequences
+        share = len(tokens) * self._parallel.dp_degree / sequences
         (losses.total * share).backward()
         return losses.cross_entropy
 
-    def _capture(self, tokens: Tensor, key: _Key) -> None:
+    def _capture(self, tokens: Tensor, sequences: int) -> None:
         # A single micro-batch writes gradients; several accumulate into gradients that start at 0.
-        self._accumulates = len(tokens) < key.sequences
+        self._accumulates = len(tokens) < sequences
         self._tokens = tokens.clone()
         if self._accumulates:
             for parameter in self._trained:
@@ -109,7 +101,7 @@ class TrainStep:
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._loss = self._compute(self._tokens, key)
+            self._loss = self._compute(self._tokens, sequences)
 
     def _release(self) -> None:
         """Release the captured graph and its memory; between batches only."""

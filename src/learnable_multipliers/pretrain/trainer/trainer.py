@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,13 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join, take_own_device
-from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch
-from learnable_multipliers.pretrain.metrics.weights import describe_weights
+from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.plain_data import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device
-from learnable_multipliers.pretrain.trainer.evaluation import evaluate
+from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import Observer, RunFolder
@@ -33,7 +33,6 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
     tensors_of,
 )
-from learnable_multipliers.pretrain.trainer.sampling import sample_text
 from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
@@ -199,7 +198,7 @@ class Trainer:
         if weights:
             self._record_health()
         if evaluation:
-            self._record("eval", **self._evaluate())
+            self._record("eval", **evaluate(self.model, self.data, self.config, self.device))
         if sample:
             text = sample_text(self.model, self.data, self.config, self.device, self.world)
             self._record("sample", prompt=log.prompt, text=text)
@@ -211,8 +210,8 @@ class Trainer:
     def _record_training(self, lr: float) -> None:
         losses = self._losses.read()
         self._losses.reset()
-        look = spikes.Look(self.step, losses.mean)
-        self._spikes = spikes.looked(self._spikes, look, self.config.spikes)
+        point = spikes.LossPoint(self.step, losses.mean)
+        self._spikes = spikes.observe(self._spikes, point, self.config.spikes)
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -236,10 +235,6 @@ class Trainer:
     def _restart_clock(self) -> None:
         """Measure the next speed from here."""
         self._mark = (self.seconds, self.tokens)
-
-    def _evaluate(self) -> dict[str, float]:
-        tokens = self.config.log.evaluate_tokens
-        return evaluate(self.model, self.data, self.config.data, self.device, max_tokens=tokens)
 
     def _record_health(self) -> None:
         health = self.monitor.health()
@@ -272,42 +267,45 @@ class Trainer:
             data=self.data.fingerprint,
             eos_token=self.data.manifest.eos_token,
         )
-        kept = checkpoints.Checkpoint(
+        checkpoint = checkpoints.Checkpoint(
             self.step, to_dict(state), tensors_of(self.model, self.optimizer)
         )
-        return checkpoints.save(self._folder.checkpoints, kept, self._num_to_keep(), self.world)
+        return checkpoints.save(
+            self._folder.checkpoints, checkpoint, self._num_to_keep(), self.world
+        )
 
     def _num_to_keep(self) -> int:
         """Return how many checkpoints to keep; a rollback needs those at multiples of `every`."""
         config = self.config.checkpoint
         if not self.config.spikes.max_rollbacks or self.step == len(self.schedule):
             return config.keep
-        kept = {*checkpoints.steps(self._folder.checkpoints), self.step}
-        return checkpoints.num_to_keep(sorted(kept), config.every, config.keep)
+        saved = {*checkpoints.steps(self._folder.checkpoints), self.step}
+        return checkpoints.num_to_keep(sorted(saved), config.every, config.keep)
 
     def _resume(self) -> None:
         like = tensors_of(self.model, self.optimizer)
-        kept, wrong = checkpoints.load_newest(self._folder.checkpoints, like, self.world)
-        state = state_of(kept)
-        check_same_settings(self.config, state.config, kept.step)
+        loaded, wrong = checkpoints.load_newest(self._folder.checkpoints, like, self.world)
+        state = state_of(loaded)
+        check_same_settings(self.config, state.config, loaded.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
                 f"the data at {self.data.folder} are not those the run began with: their tokens "
                 "or their tokenizer are others; name those with --data.path, or begin a new run"
             )
-        self._restore(kept, state)
+        self._restore(loaded, state)
         self._stopwatch = Stopwatch(state.seconds)
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
         self._folder.go_back_to(self.step)
         self._folder.tidy(self.step, self._num_to_keep())
 
-    def _restore(self, kept: checkpoints.Checkpoint, state: RunState) -> None:
+    def _restore(self, loaded: checkpoints.Checkpoint, state: RunState) -> None:
         """Restore all state except elapsed time."""
-        restore_(self.model, self.optimizer, kept)
-        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.schedule[: kept.step]]
+        restore_(self.model, self.optimizer, loaded)
+        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.schedule[: loaded.step]]
         self.monitor.resume(lrs, state.skipped_steps)
-        self.step, self.samples, self.passed_over = kept.step, state.samples, state.passed_over
+        self.step, self.samples = loaded.step, state.samples
+        self.passed_over = state.passed_over
         self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
         self._losses = LossMeter(self.device.device, state.loss)
         self._spikes = state.spikes
@@ -321,14 +319,14 @@ class Trainer:
     def _rolled_back(self) -> bool:
         """Handle a loss spike, or too many skipped steps; return whether the run rolled back."""
         config, skipped = self.config.spikes, self._losses.read().skipped_in_a_row
-        endless = spikes.is_endless(skipped, config)
+        endless = 0 < config.max_skipped <= skipped
         if not endless and not spikes.is_spike(self._spikes, config):
             return False
         if self._spikes.num_rollbacks < config.max_rollbacks and self._roll_back(skipped):
             return True
         if endless:
-            raise spikes.DivergenceError(spikes.refusal(self.step, skipped))
-        self._warn(f"{spikes.in_words(self._spikes, skipped)}; {spikes.going_on(config)}")
+            raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped))
+        self._warn(f"{spikes.in_words(self._spikes, skipped)}; {spikes.continue_message(config)}")
         self._spikes = spikes.accepted(self._spikes)
         return False
 
@@ -340,7 +338,7 @@ class Trainer:
         """
         spike, next_sample = self._spikes, self.samples + self.passed_over
         folder, every = self._folder.checkpoints, self.config.checkpoint.every
-        kept, wrong = checkpoints.load_newest_of(
+        loaded, wrong = checkpoints.load_newest_of(
             lambda: spikes.rollback_steps(checkpoints.steps(folder), spike, every),
             folder,
             tensors_of(self.model, self.optimizer),
@@ -348,17 +346,25 @@ class Trainer:
         )
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
-        if kept is None:
+        if loaded is None:
             self._warn("no checkpoint is from before the loss left its course: none to go back to")
             return False
-        self._folder.go_back_to(kept.step)
-        self._restore(kept, state_of(kept))
+        self._folder.go_back_to(loaded.step)
+        self._restore(loaded, state_of(loaded))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        record = spikes.record(spike, self._spikes.num_rollbacks, self.step, self.passed_over)
         # Recorded at the first step that is repeated: a resume from the checkpoint drops it, and
         # will write it again.
-        self._folder.record(self.step + 1, "rollback", tokens=self.tokens, **record)
+        self._folder.record(
+            self.step + 1,
+            "rollback",
+            tokens=self.tokens,
+            checkpoint=self.step,
+            num_rollbacks=self._spikes.num_rollbacks,
+            passed_over=self.passed_over,
+            usual_loss=statistics.median(spike.usual) if spike.usual else None,
+            high=[[point.step, point.loss] for point in spike.high],
+        )
         self._warn(
             f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
             f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "

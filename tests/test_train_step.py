@@ -1,4 +1,4 @@
-"""Passes: micro-batches add up to the batch, and a replayed recording to a computed pass."""
+"""Train step: micro-batches add up to the batch, and a replayed graph equals an eager step."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ def batches(count, sequences, device):
 def gradients_of(micro, sequences):
     model = build(SHAPE).double()
     device = replace(choose_device(RuntimeConfig(device="cpu")), dtype=torch.float32)
-    passes = TrainStep(model, device, z_loss=1e-3)
+    train_step = TrainStep(model, device, z_loss=1e-3)
     (tokens,) = batches(1, sequences, "cpu")
-    loss = passes.gradients(tokens.split(micro), sequences)
+    loss = train_step.gradients(tokens.split(micro), sequences)
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -47,19 +47,19 @@ def test_a_step_with_another_rate_does_not_wait_for_the_device(kind):
     model = build(SHAPE, 0, "cuda")
     optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
     device = choose_device(RuntimeConfig(device="cuda", cuda_graph="off", dtype="float32"))
-    passes = TrainStep(model, device, z_loss=1e-3)
+    train_step = TrainStep(model, device, z_loss=1e-3)
     (tokens,) = batches(1, 4, "cuda")
     for step in range(6):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (step + 1)
-        passes.gradients([tokens], 4)
+        train_step.gradients([tokens], 4)
         # The first steps make state and tables, and compile kernels.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        passes.clear()
+        train_step.clear()
 
 
 # The compiler has advice to give about float32 products.
@@ -75,17 +75,17 @@ def test_recorded_passes_train_as_computed_ones(micro, sequences, kind):
         optimizer, _ = make_optimizer(model, OptimizerConfig(kind=kind, lr=1e-2))
         model.compile_layers_()
         device = choose_device(RuntimeConfig(device="cuda", cuda_graph=graph, dtype="float32"))
-        passes = TrainStep(model, device, z_loss=1e-3)
+        train_step = TrainStep(model, device, z_loss=1e-3)
         losses[graph] = []
         # The same few batches again and again, so that the loss falls; a batch of another size
         # in the middle has to be recorded anew.
         data = [*batches(2, sequences, "cuda") * 8, *batches(2, 2 * sequences, "cuda") * 8]
         for tokens in data:
-            loss = passes.gradients(tokens.split(micro), len(tokens))
+            loss = train_step.gradients(tokens.split(micro), len(tokens))
             losses[graph].append(loss.item())
             optimizer.step()
-            passes.clear()
-        assert (passes._graph is not None) == (graph == "on" and sequences % micro == 0)
+            train_step.clear()
+        assert (train_step._graph is not None) == (graph == "on" and sequences % micro == 0)
     torch.testing.assert_close(
         torch.tensor(losses["on"]), torch.tensor(losses["off"]), rtol=2e-3, atol=2e-3
     )
