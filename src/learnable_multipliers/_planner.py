@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._forward_multipliers import FixedMultiplier, fixed_multipliers
+from learnable_multipliers._initialize import FixedMultiplier, fixed_multipliers
 from learnable_multipliers._multiplier import Block, Kind, Matrix
 from learnable_multipliers._names import unwrap
 from learnable_multipliers._placement import (

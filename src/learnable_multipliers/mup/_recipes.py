@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from learnable_multipliers._forward_multipliers import SSM_ROLES
+from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.roles import check_role
