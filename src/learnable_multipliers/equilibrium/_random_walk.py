@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ Onset = Literal["corrected", "full", "growing"]
 
 SETTLED = 4.0
 """2 * weight_decay * sum(lr) from which on a start is forgotten: e^-4 of its square is left."""
+
+
+class OptimizerSettings(TypedDict, total=False):
+    """Settings of the optimizers' walks; each has its own, and None stands for its default."""
+
+    betas: tuple[float, float] | None
+    momentum: float | None
+    nesterov: bool | None
+    adjust_lr: AdjustLr | None
+    coefficients: Coefficients | None
+
+
 _SETTINGS = {
     "adamw": {"betas"},
     "lion": {"betas"},
@@ -175,10 +187,10 @@ def random_walk(
     optimizer: BrownianOptimizer,
     *,
     shape: tuple[int, int] | None = None,
-    **settings: Any,
+    **settings: Unpack[OptimizerSettings],
 ) -> RandomWalk:
     """Return an optimizer's random walk, given its settings as in `equilibrium_rms`."""
-    given = optimizer_settings(optimizer, **settings)
+    given = optimizer_settings(optimizer, settings)
     if optimizer == "adamw":
         return adamw_walk(given["betas"][0]) if given else adamw_walk()
     if optimizer == "muon":
@@ -186,7 +198,7 @@ def random_walk(
     return lion_walk(**given) if optimizer == "lion" else sgdm_walk(**given)
 
 
-def optimizer_settings(optimizer: BrownianOptimizer, **settings: Any) -> dict[str, Any]:
+def optimizer_settings(optimizer: BrownianOptimizer, settings: OptimizerSettings) -> dict[str, Any]:
     """Return the settings that are not None; raise on those an optimizer does not have."""
     if optimizer not in get_args(BrownianOptimizer):
         names = ", ".join(get_args(BrownianOptimizer))
@@ -204,12 +216,8 @@ def equilibrium_rms(
     weight_decay: float,
     *,
     optimizer: BrownianOptimizer = "adamw",
-    betas: tuple[float, float] | None = None,
-    momentum: float | None = None,
-    nesterov: bool | None = None,
-    adjust_lr: AdjustLr | None = None,
     shape: tuple[int, int] | None = None,
-    coefficients: Coefficients | None = None,
+    **settings: Unpack[OptimizerSettings],
 ) -> float:
     """Return the rms that noise and weight decay give a matrix, whatever the data (eq. 1).
 
@@ -234,16 +242,7 @@ def equilibrium_rms(
         adjust_lr: Muon's, as in `lrm.Muon`; so are `coefficients`.
         shape: Of the matrix, (out, in); only Muon's walk depends on it.
     """
-    walk = random_walk(
-        optimizer,
-        shape=shape,
-        betas=betas,
-        momentum=momentum,
-        nesterov=nesterov,
-        adjust_lr=adjust_lr,
-        coefficients=coefficients,
-    )
-    return walk_equilibrium(lr, weight_decay, walk)
+    return walk_equilibrium(lr, weight_decay, random_walk(optimizer, shape=shape, **settings))
 
 
 def walk_equilibrium(lr: float, weight_decay: float, walk: RandomWalk) -> float:
@@ -290,7 +289,6 @@ def brownian_rms(
     walk: RandomWalk | None = None,
 ) -> list[float]:
     """Return the expected rms after each step of a run on noise, under its learning rates."""
-    walk = walk or adamw_walk()
     trajectory: list[float] = []
     state = BrownianState(start_rms)
     for lr in lrs:
