@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from learnable_multipliers._multiplier import Matrix, effective, initial_values, output_factor
+from learnable_multipliers._multiplier import effective, initial_values
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
 from learnable_multipliers._plan import Plan
 
@@ -179,16 +179,7 @@ def _scale_biases(model: nn.Module, plan: Plan, multiplier: FixedMultiplier) -> 
         matrix = plan[name].matrix
         if not isinstance(bias, nn.Parameter) or matrix is None:
             continue
-        factor = output_factor(*_rows_at(matrix, role, multiplier.value))
-        assert factor is not None
-        bias.mul_(factor.to(bias))
-
-
-def _rows_at(matrix: Matrix, role: str, value: float) -> tuple[Matrix, dict[str, torch.Tensor]]:
-    """Return a matrix that carries `value` on the rows of one role and 1 on the others."""
-    blocks = tuple(
-        replace(block, row=True, scalar=False, init=value if block.role == role else 1.0)
-        for block in matrix.blocks
-    )
-    rows_only = replace(matrix, blocks=blocks, col=False, scale="linear")
-    return rows_only, initial_values(rows_only, dtype=torch.float64)
+        factors = [multiplier.value if block.role == role else 1.0 for block in matrix.blocks]
+        sizes = torch.tensor([block.size for block in matrix.blocks])
+        pattern = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
+        bias.mul_(pattern.repeat(matrix.repeats).to(bias))

@@ -248,7 +248,6 @@ class _Planner:
             rule = None
         if parameter.frozen:
             return _Decision(part, Choice("none", "frozen"))
-        choice = None
         if rule is not None and rule.kind is not None:
             choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
         elif derived is not None:

@@ -8,9 +8,8 @@ model by hand and pass that.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 _MOST_SCALES = 1500
 
 Proxy = nn.Module | Literal["auto"] | None
+
 # Sizes are small, and differ where they can, so that none is mistaken for another.
 _HEAD_DIM = 6
 _NUM_LAYERS = 2
@@ -68,7 +68,9 @@ def find_symmetries(
     the same class: made from the model's config ("auto"), or given. Each symmetry of the proxy is
     confirmed on the model before it is returned. None searches the model itself, whatever its size.
     """
-    carried = None if plan is None else matrices_of(plan)
+    carried = None
+    if plan is not None:
+        carried = {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}
     small = proxy_of(model, carried, proxy)
     if small is None:
         return search(Probe(model, inputs, carried))
@@ -90,11 +92,6 @@ def proxy_of(
         for axis in layout.axes(name, shapes[name])
     )
     return make_proxy(model) if scales > _MOST_SCALES else None
-
-
-def matrices_of(plan: Plan) -> dict[str, Matrix]:
-    """Return what a plan puts on matrices, by parameter name."""
-    return {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}
 
 
 def fitted(carried: Mapping[str, Matrix] | None, proxy: nn.Module) -> dict[str, Matrix] | None:
@@ -133,11 +130,9 @@ def make_proxy(model: nn.Module) -> nn.Module:
     for sizes in _candidates(config):
         try:
             with torch.random.fork_rng(devices=()):
-                proxy = type(bare)(_changed(config, sizes))
+                return type(bare)(_changed(config, sizes)).float()
         except Exception as error:  # Whatever a model's own checks raise.
             problems.append(f"{type(error).__name__}: {error}")
-            continue
-        return proxy.float()
     raise ValueError(
         f"no small proxy of {type(bare).__name__} could be made ({problems[-1]}): {advice}"
     )
@@ -181,8 +176,8 @@ def _present(config: Any, name: str) -> bool:
 
 
 def _changed(config: Any, sizes: dict[str, Any]) -> Any:
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.replace(config, **sizes)
+    if is_dataclass(config) and not isinstance(config, type):
+        return replace(config, **sizes)
     changed = copy.deepcopy(config)
     for name, size in sizes.items():
         setattr(changed, name, size)

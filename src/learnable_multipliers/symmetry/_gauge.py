@@ -280,7 +280,7 @@ class Scale:
 
 
 def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Scale]:
-    """Return the scales of some axes; refuse those that the optimizer does not train."""
+    """Return the scales of some axes; raise on those that the optimizer does not train."""
     states = {state.name: state for state in opt.parameter_states()}
     multipliers, raw = opt.multipliers(), opt.raw_weights()
     found = {}
@@ -327,7 +327,7 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
         by_name.setdefault(axis.name, {})[axis] = factor
     with opt.rewriting(by_name.keys()) as states:
         for state in states:
-            _refuse_what_cannot_be_moved(opt, state)
+            _check_movable(opt, state)
         for state in states:
             if state.carries:
                 _multiply_multipliers_(state, by_name[state.name])
@@ -399,7 +399,7 @@ def _filter(axis: Axis, weight: Tensor) -> Scale:
     )
 
 
-def _refuse_what_cannot_be_moved(opt: MultiplierOptimizer, state: ParameterState) -> None:
+def _check_movable(opt: MultiplierOptimizer, state: ParameterState) -> None:
     if state.sharded:
         raise NotImplementedError(
             f"{state.name} is sharded, and scales are moved on whole tensors only: load a full "
