@@ -44,7 +44,7 @@ def one_look(weight, x):
             probes=[probe],
         )
 
-    runs = mup.coordinate_check(lambda width: model, prepare, [1, 2], steps=1, looks=1)
+    runs = mup.coordinate_check(lambda width: model, prepare, [1, 2], steps=1, measurements=1)
     return runs[0].coordinates[0]
 
 
@@ -235,7 +235,9 @@ def test_learned_multipliers_are_part_of_s_and_not_of_the_weight():
         kept[width] = model, training.optimizer
         return training
 
-    runs = mup.coordinate_check(lambda d: Classifier(d, 8, 3.0), prepare, [8, 16], steps=8, looks=1)
+    runs = mup.coordinate_check(
+        lambda d: Classifier(d, 8, 3.0), prepare, [8, 16], steps=8, measurements=1
+    )
     for run in runs:
         model, optimizer = kept[run.width]
         (row,) = run.coordinates
@@ -260,7 +262,9 @@ def test_probes_that_see_nothing_say_so():
                 probes=[probe],
             )
 
-        mup.coordinate_check(lambda d: Classifier(d, 8, 1.0), prepare, [8, 16], steps=4, looks=1)
+        mup.coordinate_check(
+            lambda d: Classifier(d, 8, 1.0), prepare, [8, 16], steps=4, measurements=1
+        )
 
     with pytest.raises(ValueError, match=r"'middle.weight', which is no matrix.*hidden.weight"):
         check(mup.Probe(weight="middle.weight"))
@@ -272,5 +276,7 @@ def test_probes_that_see_nothing_say_so():
         check(mup.Probe(weight="unused.weight"))
     with pytest.raises(ValueError, match="at least two widths"):
         mup.coordinate_check(lambda d: None, lambda model, d: None, [8], steps=4)
-    with pytest.raises(ValueError, match="16 looks do not fit into the last quarter of 40 steps"):
+    with pytest.raises(
+        ValueError, match="16 measurements do not fit into the last quarter of 40 steps"
+    ):
         mup.coordinate_check(lambda d: None, lambda model, d: None, [8, 16], steps=40)

@@ -19,7 +19,7 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     sgdm_walk,
 )
-from learnable_multipliers.equilibrium._orthogonal_noise import (
+from learnable_multipliers.equilibrium._random_walk import (
     _orthogonalized,
     overlap_after,
     rms_after,

@@ -13,8 +13,7 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from learnable_multipliers.symmetry._gauge import symmetry_positions
-from learnable_multipliers.symmetry._scales import multiply_
+from learnable_multipliers.symmetry._gauge import multiply_, symmetry_positions
 from runs import small_run, trained
 
 LR = 0.02

@@ -1,16 +1,143 @@
-"""Apply a plan's initial values to the model's weights, before the first forward pass."""
+"""Initial values: applying a plan's, and reading the fixed multipliers a model brings along.
+
+Falcon-H1 multiplies activations by constants from its config. Learned multipliers can start at
+those values and the constants become 1; this module knows where the constants live, which
+matrices each acts on, and how to reset it. Another model declares its own with a method
+`fixed_multipliers()` that returns them with parameter names relative to its module.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from learnable_multipliers._forward_multipliers import FixedMultiplier, fixed_multipliers
-from learnable_multipliers._multiplier import Matrix, effective, initial_values, output_factor
-from learnable_multipliers._names import owner_of
+from learnable_multipliers._multiplier import effective, initial_values
+from learnable_multipliers._names import canonical_name, owner_of, unwrap
 from learnable_multipliers._plan import Plan
+
+SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
+
+
+@dataclass(frozen=True)
+class FixedMultiplier:
+    """One constant of a model's forward pass."""
+
+    field: str
+    """Its name in the model's config."""
+    value: float
+    targets: tuple[tuple[str, str], ...]
+    """The logical matrices it scales: (parameter name, role)."""
+    scales_bias: bool
+    """True on a matrix's output; a constant on its input leaves the bias alone."""
+    reset: Callable[[], None]
+    """Set the constant to 1, in the modules and in the config."""
+
+
+def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
+    """Return the constants of `model` that are known and not 1."""
+    found = []
+    for name, module in unwrap(model).named_modules():
+        root = f"{canonical_name(name)}." if name else ""
+        own: Callable[[], tuple[FixedMultiplier, ...]] | None
+        own = getattr(module, "fixed_multipliers", None)
+        if type(module).__name__ == "FalconH1ForCausalLM":
+            found += _falcon_h1(root, module)
+        elif own is not None:
+            found += [_below(root, multiplier) for multiplier in own()]
+    return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """Where one constant of Falcon-H1 lives; paths are relative to a layer or to the model."""
+
+    field: str
+    holder: str
+    attribute: str
+    targets: tuple[tuple[str, str], ...]
+    scales_bias: bool
+    index: int | None = None
+    """Place in the config field, where that is a list."""
+    per_layer: bool = True
+
+
+_EMBED, _HEAD = ("model.embed_tokens", "embedding"), ("lm_head", "head")
+_Q, _K = ("self_attn.q_proj", "query"), ("self_attn.k_proj", "key")
+_V, _O = ("self_attn.v_proj", "value"), ("self_attn.o_proj", "attention-out")
+_GATE, _DOWN = ("feed_forward.gate_proj", "gate"), ("feed_forward.down_proj", "down")
+_SSM_IN = tuple(("mamba.in_proj", role) for role in SSM_ROLES)
+_SSM_OUT = ("mamba.out_proj", "ssm-out")
+_FALCON_H1 = (
+    _Constant(
+        "embedding_multiplier", "model", "embedding_multiplier", (_EMBED,), False, per_layer=False
+    ),
+    _Constant("lm_head_multiplier", "model", "lm_head_multiplier", (_HEAD,), True, per_layer=False),
+    _Constant("attention_in_multiplier", "", "attention_in_multiplier", (_Q, _K, _V), False),
+    _Constant("key_multiplier", "self_attn", "key_multiplier", (_K,), True),
+    _Constant("attention_out_multiplier", "", "attn_out_multiplier", (_O,), True),
+    _Constant("ssm_in_multiplier", "mamba", "ssm_in_multiplier", _SSM_IN, False),
+    _Constant("ssm_out_multiplier", "", "ssm_out_multiplier", (_SSM_OUT,), True),
+    _Constant("mlp_multipliers", "feed_forward", "gate_multiplier", (_GATE,), True, index=0),
+    _Constant("mlp_multipliers", "feed_forward", "down_multiplier", (_DOWN,), True, index=1),
+    *(
+        _Constant("ssm_multipliers", "mamba", "mup_vector", (target,), True, index=index)
+        for index, target in enumerate(_SSM_IN)
+    ),
+)
+
+
+def _below(root: str, multiplier: FixedMultiplier) -> FixedMultiplier:
+    targets = tuple((f"{root}{name}", role) for name, role in multiplier.targets)
+    return replace(multiplier, targets=targets)
+
+
+def _falcon_h1(root: str, model: Any) -> Iterator[FixedMultiplier]:
+    """Read a Hugging Face `FalconH1ForCausalLM`."""
+    layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
+    for constant in _FALCON_H1:
+        places = layers if constant.per_layer else [""]
+        value = getattr(model.config, constant.field)
+        label = constant.field
+        if constant.index is not None:
+            value, label = value[constant.index], f"{label}[{constant.index}]"
+        yield FixedMultiplier(
+            label,
+            float(value),
+            tuple(
+                (f"{root}{place}{path}.weight", role)
+                for place in places
+                for path, role in constant.targets
+            ),
+            constant.scales_bias,
+            partial(_reset, model, places, constant),
+        )
+
+
+def _reset(model: Any, places: list[str], constant: _Constant) -> None:
+    for place in places:
+        holder = model.get_submodule(f"{place}{constant.holder}".rstrip("."))
+        if constant.attribute == "mup_vector":
+            _reset_block(holder, constant.index)
+        else:
+            setattr(holder, constant.attribute, 1.0)
+    value: Any = 1.0
+    if constant.index is not None:
+        value = list(getattr(model.config, constant.field))
+        value[constant.index] = 1.0
+    setattr(model.config, constant.field, value)
+
+
+def _reset_block(mixer: Any, index: int | None) -> None:
+    """Set the constants of one block (z, x, B, C, dt) of a mixer to 1."""
+    assert index is not None
+    inner, states = mixer.intermediate_size, mixer.groups_time_state_size
+    blocks = mixer.mup_vector.split([inner, inner, states, states, mixer.num_heads], -1)
+    blocks[index].fill_(1.0)
 
 
 @torch.no_grad()
@@ -52,16 +179,7 @@ def _scale_biases(model: nn.Module, plan: Plan, multiplier: FixedMultiplier) -> 
         matrix = plan[name].matrix
         if not isinstance(bias, nn.Parameter) or matrix is None:
             continue
-        factor = output_factor(*_rows_at(matrix, role, multiplier.value))
-        assert factor is not None
-        bias.mul_(factor.to(bias))
-
-
-def _rows_at(matrix: Matrix, role: str, value: float) -> tuple[Matrix, dict[str, torch.Tensor]]:
-    """Return a matrix that carries `value` on the rows of one role and 1 on the others."""
-    blocks = tuple(
-        replace(block, row=True, scalar=False, init=value if block.role == role else 1.0)
-        for block in matrix.blocks
-    )
-    rows_only = replace(matrix, blocks=blocks, col=False, scale="linear")
-    return rows_only, initial_values(rows_only, dtype=torch.float64)
+        factors = [multiplier.value if block.role == role else 1.0 for block in matrix.blocks]
+        sizes = torch.tensor([block.size for block in matrix.blocks])
+        pattern = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
+        bias.mul_(pattern.repeat(matrix.repeats).to(bias))

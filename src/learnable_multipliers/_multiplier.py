@@ -175,7 +175,7 @@ def split_gradient(
     if matrix.row or matrix.num_scalars:
         row_sums = (raw * by_cols).sum(in_dim)  # (*stack, out)
         if matrix.row:
-            scalar = spread_scalars(matrix, values)
+            scalar = scalars_per_row(matrix, values)
             through_scalar = row_sums if scalar is None else scalar * row_sums
             grads["row"] = keep_carried_rows(matrix, through_scalar)
         if matrix.num_scalars:
@@ -202,7 +202,7 @@ def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
 def output_factor(matrix: Matrix, values: Values) -> Tensor | None:
     """Return what each output feature is multiplied by, (*stack, out); None if by nothing."""
     row = multiplier(matrix, values["row"]) if matrix.row else None
-    scalar = spread_scalars(matrix, values)
+    scalar = scalars_per_row(matrix, values)
     if row is None or scalar is None:
         return scalar if row is None else row
     return row * scalar
@@ -281,8 +281,8 @@ def _along_in(matrix: Matrix, factor: Tensor) -> Tensor:
     return factor.unsqueeze(-1 if matrix.transposed else -2)
 
 
-def spread_scalars(matrix: Matrix, values: Values) -> Tensor | None:
-    """Spread the blocks' scalars over their rows, (*stack, out)."""
+def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:
+    """Return the scalar of each row's block, (*stack, out); 1 where a block has none."""
     if not matrix.num_scalars:
         return None
     scalar = multiplier(matrix, values["scalar"]).reshape(*matrix.stack, matrix.num_scalars)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
+import torch
+
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part
-from learnable_multipliers.symmetry._derive import Carried, split_rows
+from learnable_multipliers.symmetry._derive import Carried
 
 Placement = Literal["full", "symmetry-aware", "scalar"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -67,11 +69,10 @@ def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice
     if parameter.opaque:
         return Choice("none", parameter.note)
     if part.role == "head":
-        scaled = (
-            f"{_leaf(parameter.column_norm)} scales its columns" if parameter.column_norm else ""
-        )
-        free = "left as it is (no learnable norm in front: a rule can add columns)"
-        return Choice("none", f"{scaled or free}; rows would scale single logits")
+        columns = "left as it is (no learnable norm in front: a rule can add columns)"
+        if parameter.column_norm:
+            columns = f"{_leaf(parameter.column_norm)} scales its columns"
+        return Choice("none", f"{columns}; rows would scale single logits")
     if part.role == "router":
         return Choice("none", "routing is left as it is in every placement")
     if placement == "scalar":
@@ -99,11 +100,11 @@ def derived_choices(
     sizes = [part.size for part in parameter.parts]
     parts = pattern.split(sizes, 1) if sum(sizes) == pattern.shape[1] else ()
     if not parts or not all((part == part[0, 0]).all() for part in parts):
-        runs = split_rows(carried.rows)
-        parameter = replace(
-            parameter, parts=tuple(Part(UNKNOWN, size) for _, size in runs), repeats=1, opaque=False
-        )
-        parts = carried.rows[None].split([size for _, size in runs], 1)
+        # Runs of rows that all carry a multiplier or all do not.
+        runs = torch.unique_consecutive(carried.rows, return_counts=True)[1].tolist()
+        unknown = tuple(Part(UNKNOWN, size) for size in runs)
+        parameter = replace(parameter, parts=unknown, repeats=1, opaque=False)
+        parts = carried.rows[None].split(runs, 1)
     return parameter, {
         index: Choice(_KINDS[bool(rows[0, 0]), carried.col], carried.reason)
         for index, (part, rows) in enumerate(zip(parameter.parts, parts, strict=True))

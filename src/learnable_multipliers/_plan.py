@@ -144,8 +144,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` gives back an equal plan."""
-        content = {"format": _FORMAT, **dataclasses.asdict(self)}
-        return json.dumps(content, indent=1)
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -190,9 +189,8 @@ def _render(plan: Plan) -> str:
     lines: dict[tuple[str, ...], list[PlanEntry]] = {}
     for entry in plan.entries:
         lines.setdefault((layer_template(entry.name), *_cells(entry)), []).append(entry)
-    matrices = [(_joined_names(e), *key[1:]) for key, e in lines.items() if not e[0].vector]
-    vectors = [(_joined_names(e), *key[1:]) for key, e in lines.items() if e[0].vector]
-    rows = [*matrices, *vectors]
+    vectors_last = sorted(lines.items(), key=lambda line: line[1][0].vector)
+    rows = [(_joined_names(entries), *key[1:]) for key, entries in vectors_last]
     widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(4)]
     text = [f"{plan.placement} placement for {plan.model}", ""]
     for row in [_HEADER, tuple("-" * width for width in [*widths, _REASON_WIDTH]), *rows]:

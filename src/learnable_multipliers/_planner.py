@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._forward_multipliers import FixedMultiplier, fixed_multipliers
+from learnable_multipliers._initialize import FixedMultiplier, fixed_multipliers
 from learnable_multipliers._multiplier import Block, Kind, Matrix
 from learnable_multipliers._names import unwrap
 from learnable_multipliers._placement import (
@@ -248,7 +248,6 @@ class _Planner:
             rule = None
         if parameter.frozen:
             return _Decision(part, Choice("none", "frozen"))
-        choice = None
         if rule is not None and rule.kind is not None:
             choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
         elif derived is not None:

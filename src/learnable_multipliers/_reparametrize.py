@@ -114,7 +114,7 @@ def merge(model: nn.Module) -> nn.Module:
     Classes, state-dict keys and their order are those from before `reparametrize`.
     """
     merged: set[int] = set()
-    for module, leaf, parametrization in list(_parametrized(model)):
+    for _, module, leaf, parametrization in list(_parametrized(model)):
         if id(parametrization) not in merged:
             merged.add(id(parametrization))
             _merge_raw(parametrization)
@@ -137,14 +137,11 @@ def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Values are the multipliers themselves on either scale; `row` spans all rows, with 1 where a
     block carries none.
     """
-    bare = unwrap(model)
     found = {}
-    for name, module in bare.named_modules():
-        for leaf, parametrization in _ours(module):
-            carried = parametrization[0]
-            assert isinstance(carried, Multipliers)
-            path = canonical_name(f"{name}.{leaf}" if name else leaf)
-            found.setdefault(id(carried), (path, carried))
+    for path, _, _, parametrization in _parametrized(unwrap(model)):
+        carried = parametrization[0]
+        assert isinstance(carried, Multipliers)
+        found.setdefault(id(carried), (canonical_name(path), carried))
     return {
         path: {
             name: multiplier(carried.matrix, value).detach().clone()
@@ -196,21 +193,17 @@ def _merge_raw(parametrization: parametrize.ParametrizationList) -> None:
 
 def _parametrized(
     model: nn.Module,
-) -> Iterator[tuple[nn.Module, str, parametrize.ParametrizationList]]:
-    for module in model.modules():
-        for leaf, parametrization in _ours(module):
-            yield module, leaf, parametrization
-
-
-def _ours(module: nn.Module) -> Iterator[tuple[str, parametrize.ParametrizationList]]:
-    parametrizations = module._modules.get("parametrizations")
-    if not isinstance(parametrizations, nn.ModuleDict):
-        return
-    for leaf, parametrization in parametrizations.items():
-        if isinstance(parametrization, parametrize.ParametrizationList) and isinstance(
-            parametrization[0], Multipliers
-        ):
-            yield leaf, parametrization
+) -> Iterator[tuple[str, nn.Module, str, parametrize.ParametrizationList]]:
+    """Yield path, module, leaf and parametrization of every weight that carries multipliers."""
+    for name, module in model.named_modules():
+        parametrizations = module._modules.get("parametrizations")
+        if not isinstance(parametrizations, nn.ModuleDict):
+            continue
+        for leaf, found in parametrizations.items():
+            if isinstance(found, parametrize.ParametrizationList) and isinstance(
+                found[0], Multipliers
+            ):
+                yield f"{name}.{leaf}" if name else leaf, module, leaf, found
 
 
 def _remember_order(owner: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._names import layer_template
-from learnable_multipliers.equilibrium._introspection import Part, Trained, trained_tensors
 from learnable_multipliers.equilibrium._prediction import (
     Expectation,
     Expectations,
+    Part,
     TensorWalk,
+    Trained,
+    check_optimizer,
     has_sparse_rows,
     steady_expectation,
     tensor_walk,
+    trained_tensors,
 )
 from learnable_multipliers.equilibrium._random_walk import SETTLED
-from learnable_multipliers.equilibrium._token_rows import TokenRows, read_rows
+from learnable_multipliers.equilibrium._token_rows import Band, TokenRows, read_rows
 from learnable_multipliers.equilibrium._verdict import (
     Verdict,
     indicator_of,
@@ -36,8 +39,14 @@ from learnable_multipliers.equilibrium._verdict import (
 )
 from learnable_multipliers.optim._base import MultiplierOptimizer
 
-_HEADER = ("tensor", "n", "rms", "noise gives", "log ratio", "2 wd sum lr", "indicator", "verdict")
-_BANDS = ("rows by frequency", "n", "rms", "noise gives", "log ratio", "indicator", "verdict")
+PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
+_COLUMNS = {
+    "measured": "rms",
+    "predicted": "noise gives",
+    "log_ratio": "log ratio",
+    "settling": "2 wd sum lr",
+    "indicator": "indicator",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +100,6 @@ class Diagnosis:
     def __str__(self) -> str:
         return _render(self.readings, self.rows)
 
-    def measured(self) -> dict[tuple[str, str], float]:
-        """Return the rms of each tensor, by parameter name and part."""
-        return {(reading.name, reading.part): reading.measured for reading in self.readings}
-
     def verdicts(self) -> dict[str, dict[Verdict, int]]:
         """Return how many tensors are trapped, free and open: matrices, multipliers, vectors."""
         return count_verdicts(self.readings)
@@ -144,11 +149,7 @@ def diagnose(
             (`row_frequency` makes it from counts). Rows are simulated by it; the moments do not
             contain it: they depend on how long ago a token came last, not on how often it comes.
     """
-    if not isinstance(optimizer, MultiplierOptimizer):
-        raise TypeError(
-            f"diagnose reads lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
-        )
+    check_optimizer("diagnose", optimizer)
     tensors = list(trained_tensors(optimizer))
     history = None if lrs is None else [float(lr) for lr in lrs]
     taken = max((tensor.steps for tensor in tensors), default=0)
@@ -163,10 +164,12 @@ def diagnose(
         expectations = Expectations(walks.values())
         for lr in history:
             expectations.step(lr)
-    starts = None if start is None else start.measured()
+    starts = None
+    if start is not None:
+        starts = {(reading.name, reading.part): reading.measured for reading in start.readings}
     readings, rows = [], {}
     for tensor in tensors:
-        expected, note = _expectation(optimizer, tensor, walks[tensor.key], expectations, taken)
+        expected, note = expectation_of(optimizer, tensor, walks[tensor.key], expectations, taken)
         readings.append(read_tensor(tensor, expected, starts, note))
         if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
             before = start.rows[tensor.name].rms if start is not None else None
@@ -176,44 +179,29 @@ def diagnose(
     return Diagnosis(tuple(readings), rows)
 
 
-def expectation_so_far(
-    tensor: Trained, walk: TensorWalk | None, expectations: Expectations, taken: int
-) -> tuple[Expectation | None, str]:
-    """Return the expected effect of noise on a tensor in a run that was followed; or why not."""
-    note = _why_unknown(tensor, walk)
-    if note or walk is None:
-        return None, note
-    if tensor.steps < taken:
-        return None, f"had a gradient in {tensor.steps} of {taken} steps"
-    if tensor.weight_decay != walk.weight_decay:
-        return None, "its decay was changed during the run"
-    return expectations.of(walk), ""
-
-
-def _why_unknown(tensor: Trained, walk: TensorWalk | None) -> str:
-    """Return why no random walk predicts a tensor's rms; empty where one does."""
-    if walk is None:
-        return "its optimizer's random walk on noise is not known"
-    if tensor.steps == 0:
-        return "no step yet"
-    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
-        return "row by row: see the rows"
-    return ""
-
-
-def _expectation(
+def expectation_of(
     optimizer: MultiplierOptimizer,
     tensor: Trained,
     walk: TensorWalk | None,
     expectations: Expectations | None,
     taken: int,
 ) -> tuple[Expectation | None, str]:
-    """Return the expected effect of noise on a tensor; with a reason, if there is no prediction."""
+    """Return the expected effect of noise on a tensor; with a reason, if there is no prediction.
+
+    Without `expectations`, those of a run that was followed, it is that of a constant rate.
+    """
+    if walk is None:
+        return None, "its optimizer's random walk on noise is not known"
+    if tensor.steps == 0:
+        return None, "no step yet"
+    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
+        return None, "row by row: see the rows"
     if expectations is not None:
-        return expectation_so_far(tensor, walk, expectations, taken)
-    note = _why_unknown(tensor, walk)
-    if note or walk is None:
-        return None, note
+        if tensor.steps < taken:
+            return None, f"had a gradient in {tensor.steps} of {taken} steps"
+        if tensor.weight_decay != walk.weight_decay:
+            return None, "its decay was changed during the run"
+        return expectations.of(walk), ""
     lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
     if lr * tensor.weight_decay == 0:
         return None, "no decay or no rate, so no equilibrium: give lrs"
@@ -229,7 +217,7 @@ def read_tensor(
     note: str,
 ) -> TensorReading:
     """Measure a tensor and compare it with what was expected, given the rms of all at the start."""
-    size = tensor.value.numel()
+    matrix, size = tensor.matrix, tensor.value.numel()
     measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
     indicator = indicator_of(tensor.first, tensor.second, tensor.beta1, tensor.beta2, tensor.steps)
     predicted = error = None
@@ -248,7 +236,9 @@ def read_tensor(
         name=tensor.name,
         part=tensor.part,
         kind=tensor.kind,
-        role=_role(tensor),
+        role="/".join(dict.fromkeys(block.role for block in matrix.blocks))
+        if matrix
+        else tensor.kind,
         size=size,
         steps=tensor.steps,
         measured=measured,
@@ -261,88 +251,58 @@ def read_tensor(
     )
 
 
-def _role(tensor: Trained) -> str:
-    if tensor.matrix is None:
-        return tensor.kind
-    return "/".join(dict.fromkeys(block.role for block in tensor.matrix.blocks))
-
-
 def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) -> str:
     """Return the table: medians over the layers of a line, then the rows of embeddings."""
     lines: dict[tuple[str, str, str], list[TensorReading]] = {}
     for reading in readings:
         key = (reading.kind, layer_template(reading.name), reading.part)
         lines.setdefault(key, []).append(reading)
-    table: list[tuple[str, ...]] = [_HEADER]
-    for kind in ("matrix", "multiplier", "vector"):
+    table = [("tensor", "n", *_COLUMNS.values(), "verdict")]
+    for kind in PLURAL:
         for (of, name, part), alike in lines.items():
             if of == kind:
                 shown = name if part == "weight" else f"{name} {part}"
-                table.append(_line(shown, alike))
+                numbers = _medians(alike, _COLUMNS)
+                table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
     text = _aligned(table)
+    columns = {field: heading for field, heading in _COLUMNS.items() if field != "settling"}
     for name, found in rows.items():
-        bands: list[tuple[str, ...]] = [_BANDS]
+        bands = [("rows by frequency", "n", *columns.values(), "verdict")]
         for band in found.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
-            bands.append(
-                (
-                    label,
-                    str(band.num_rows),
-                    _number(band.measured),
-                    _number(band.predicted),
-                    _signed(band.log_ratio),
-                    _number(band.indicator),
-                    band.verdict,
-                )
-            )
+            bands.append((label, str(band.num_rows), *_medians([band], columns), band.verdict))
         text += ["", name, *_aligned(bands)]
     return "\n".join(text)
 
 
 def summarize(verdicts: Mapping[str, Mapping[Verdict, int]]) -> str:
     """Return the share of trapped tensors of each kind, in one line."""
-    plural = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
     shares = []
     for kind, counts in verdicts.items():
         total = sum(counts.values())
         others = ", ".join(f"{counts[word]} {word}" for word in ("free", "open") if counts[word])
         rest = f": {others}" if others else ""
         share = counts["trapped"] / total
-        shares.append(f"{counts['trapped']} of {total} {plural[kind]} ({share:.0%}{rest})")
+        shares.append(f"{counts['trapped']} of {total} {PLURAL[kind]} ({share:.0%}{rest})")
     return f"trapped are {', '.join(shares)}" if shares else "there is nothing to read"
 
 
-def _line(name: str, readings: list[TensorReading]) -> tuple[str, ...]:
+def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
     verdicts = Counter(reading.verdict for reading in readings)
     verdict = ", ".join(
         word if count == len(readings) else f"{count} {word}" for word, count in verdicts.items()
     )
     notes = {reading.note for reading in readings} - {""}
-    if notes:
-        verdict += f" ({'; '.join(sorted(notes))})"
-    return (
-        name,
-        str(len(readings)),
-        _number(_median(reading.measured for reading in readings)),
-        _number(_median(reading.predicted for reading in readings)),
-        _signed(_median(reading.log_ratio for reading in readings)),
-        _number(_median(reading.settling for reading in readings)),
-        _number(_median(reading.indicator for reading in readings)),
-        verdict,
-    )
+    return f"{verdict} ({'; '.join(sorted(notes))})" if notes else verdict
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.3f}"
+def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) -> Iterator[str]:
+    """Yield the median of each field over the readings that have it, as text."""
+    for field in fields:
+        values = (getattr(reading, field) for reading in readings)
+        known = [value for value in values if value is not None]
+        digits = "+.3f" if field == "log_ratio" else ".3g"
+        yield f"{statistics.median(known):{digits}}" if known else "-"
 
 
 def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:

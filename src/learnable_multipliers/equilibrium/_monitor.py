@@ -16,19 +16,25 @@ from torch import Tensor
 
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import (
+    PLURAL,
     TensorReading,
     count_verdicts,
-    expectation_so_far,
+    expectation_of,
     read_tensor,
     summarize,
 )
-from learnable_multipliers.equilibrium._introspection import Part, Trained, trained_tensors
-from learnable_multipliers.equilibrium._prediction import Expectations, TensorWalk, tensor_walk
+from learnable_multipliers.equilibrium._prediction import (
+    Expectations,
+    Part,
+    TensorWalk,
+    Trained,
+    check_optimizer,
+    tensor_walk,
+    trained_tensors,
+)
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
-
-_PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,9 @@ class Health:
         if self.drifts:
             found["drift/largest"] = max(d.largest for ds in self.drifts.values() for d in ds)
         for kind, counts in count_verdicts(self.readings).items():
-            found[f"trapped/{_PLURAL[kind]}"] = counts["trapped"] / sum(counts.values())
-            found[f"free/{_PLURAL[kind]}"] = counts["free"] / sum(counts.values())
-        for kind, plural in _PLURAL.items():
+            found[f"trapped/{PLURAL[kind]}"] = counts["trapped"] / sum(counts.values())
+            found[f"free/{PLURAL[kind]}"] = counts["free"] / sum(counts.values())
+        for kind, plural in PLURAL.items():
             known = [
                 r.indicator for r in self.readings if r.kind == kind and r.indicator is not None
             ]
@@ -93,9 +99,7 @@ class Health:
     def __str__(self) -> str:
         lines = [summarize(count_verdicts(self.readings))]
         numbers = self.metrics()
-        noise = [
-            f"{p} {numbers[k]:.3g}" for p in _PLURAL.values() if (k := f"noise/{p}") in numbers
-        ]
+        noise = [f"{p} {numbers[k]:.3g}" for p in PLURAL.values() if (k := f"noise/{p}") in numbers]
         if noise:
             lines.append(f"noise indicator, 1 for pure noise: {', '.join(noise)}")
         if self.ranges:
@@ -124,7 +128,7 @@ class Monitor:
     numbers from each tensor; on sharded tensors it is collective, so on all ranks alike.
 
     Args:
-        symmetries: Along which to watch for drift; none by default.
+        symmetries: Along which drift is measured; none by default.
         drift_bound: The factor by which scales may drift along a symmetry, from where they started,
             before there is an alarm.
     """
@@ -136,12 +140,7 @@ class Monitor:
         *,
         drift_bound: float = 10.0,
     ):
-        if not isinstance(optimizer, MultiplierOptimizer):
-            raise TypeError(
-                f"a monitor watches lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-                f"{type(optimizer).__name__}; wrap it: "
-                "lrm.LearnableMultipliers(optimizer, model, plan)"
-            )
+        check_optimizer("a monitor", optimizer)
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
         self._optimizer, self._bound = optimizer, drift_bound
@@ -201,7 +200,9 @@ class Monitor:
         carried: list[Trained] = []
         for tensor in trained_tensors(self._optimizer):
             walk = self._walks[tensor.key]
-            expected, note = expectation_so_far(tensor, walk, self._expectations, taken)
+            expected, note = expectation_of(
+                self._optimizer, tensor, walk, self._expectations, taken
+            )
             readings.append(read_tensor(tensor, expected, self._starts, note))
             carried += [tensor] if tensor.key in self._signs else []
         ranges = _ranges(carried, self._signs)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from learnable_multipliers.equilibrium._random_walk import (
     BrownianOptimizer,
+    OptimizerSettings,
     check_momentum,
     optimizer_settings,
     shrink_per_step,
@@ -60,15 +61,11 @@ def simulate_brownian(
     weight_decay: float,
     shape: tuple[int, ...] = (64, 64),
     *,
-    betas: tuple[float, float] | None = None,
-    momentum: float | None = None,
-    nesterov: bool | None = None,
-    adjust_lr: AdjustLr | None = None,
-    coefficients: Coefficients | None = None,
     start_rms: float = 0.0,
     frequency: float | Tensor = 1.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    **settings: Unpack[OptimizerSettings],
 ) -> Trajectory:
     """Run an optimizer on N(0,1) gradients: w <- (1 - lr wd) w - lr u, a step per learning rate.
 
@@ -83,19 +80,12 @@ def simulate_brownian(
         frequency: Probability that a row has a gradient in a step, one for all or a tensor for
             rows one by one; in other steps its gradient is zero, as that of a rare token is.
     """
-    settings = optimizer_settings(
-        optimizer,
-        betas=betas,
-        momentum=momentum,
-        nesterov=nesterov,
-        adjust_lr=adjust_lr,
-        coefficients=coefficients,
-    )
-    _check(optimizer, settings, shape)
+    given = optimizer_settings(optimizer, settings)
+    _check(optimizer, given, shape)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator, dtype=dtype).mul_(start_rms)
     chance = _chance(frequency, shape, dtype)
-    update = _RULES[optimizer](weight, **settings)
+    update = _RULES[optimizer](weight, **given)
     grad = torch.empty_like(weight)
     taken, squares = [], []
     for lr in lrs:

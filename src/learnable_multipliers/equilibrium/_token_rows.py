@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers.equilibrium._introspection import Trained
-from learnable_multipliers.equilibrium._prediction import Expectation, decayed
+from learnable_multipliers.equilibrium._prediction import Expectation, Trained
 from learnable_multipliers.equilibrium._simulation import simulate_brownian
 from learnable_multipliers.equilibrium._verdict import (
     Verdict,
@@ -95,7 +94,7 @@ def read_rows(
         rates = [lr * tensor.lr_scale for lr in lrs]
         betas = (tensor.beta1, tensor.beta2)
         spread = _spread(rates, tensor.weight_decay, betas, frequency)
-        kept = decayed(rates, tensor.weight_decay)
+        kept = math.prod(abs(1 - rate * tensor.weight_decay) for rate in rates)
         predicted = torch.hypot(spread, kept * start_rms)
         settling = Expectation(0.0, kept).settling
     bands = []

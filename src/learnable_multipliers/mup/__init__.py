@@ -2,23 +2,21 @@
 
 `_recipes` defines what changes with width, what that must do to activations, and the rules and
 `mup_*` fields that apply it; `_falcon_h1` holds the published numbers; `_coordinates` trains a
-model at several widths and measures; `_comparison` compares the results with a recipe.
+model at several widths and compares what it measures with a recipe.
 """
 
-from learnable_multipliers.mup._comparison import (
-    Comparison,
-    Exponent,
-    compare,
-    exponents,
-    fit_exponent,
-    table,
-)
 from learnable_multipliers.mup._coordinates import (
+    Comparison,
     Coordinates,
+    Exponent,
     Probe,
     Run,
     Training,
+    compare,
     coordinate_check,
+    exponents,
+    fit_exponent,
+    table,
 )
 from learnable_multipliers.mup._falcon_h1 import (
     FALCON_H1_BASE,

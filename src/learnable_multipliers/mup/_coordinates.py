@@ -1,12 +1,13 @@
 """The coordinate check: train at several widths and measure what the recipes are about.
 
-For every watched layer y = s W x, |.| being rms over all entries, on a batch not yet trained on:
+For every measured layer y = s W x, |.| being rms over all entries, on a batch not yet trained on:
 |x|, |W|, |y|, the |dW| of one optimizer step and |dy| = |s dW x|, and the alignments of sec. 4.2,
 
     |y| = s d alpha |W| |x|,        |dy| = s d alpha_update |dW| |x|.
 
 Alignment 1 is a W of rank one along x; a W drawn at random has d^(-1/2). Training sets it, so
 the check trains. Everything is averaged as logarithms: these products hold for the averages too.
+`compare` and `table` fit powers of the width and put them beside those that a recipe expects.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers.equilibrium import SETTLED
+from learnable_multipliers.mup._recipes import Recipe
 from learnable_multipliers.optim import multipliers, raw_weights
 from learnable_multipliers.optim._base import MultiplierOptimizer
 
-QUANTITIES = (
-    *("multiplier", "input", "weight", "update", "output", "relative_update"),
-    *("alignment", "update_alignment"),
-)
+_HEADINGS = {
+    "multiplier": "s",
+    "input": "|x|",
+    "weight": "|W|",
+    "update": "|dW|",
+    "output": "|y|",
+    "relative_update": "|dy|/|y|",
+    "alignment": "alpha",
+    "update_alignment": "alpha dy",
+}
+QUANTITIES = tuple(_HEADINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A linear layer to watch."""
+    """A linear layer to measure."""
 
     weight: str
     """Name of its parameter, (out, in)."""
@@ -52,7 +62,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained and where it is watched."""
+    """How a model is trained and what is measured."""
 
     optimizer: Optimizer
     loss: Callable[[Any], Tensor]
@@ -64,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """What was measured of one layer: geometric means over looks, and over probes of a label."""
+    """Geometric means of one layer, over measurements and over the probes of a label."""
 
     label: str
     fan_in: float
@@ -104,27 +114,27 @@ def coordinate_check(
     widths: Sequence[int],
     *,
     steps: int,
-    looks: int = 16,
+    measurements: int = 16,
     seeds: Sequence[int] = (0,),
 ) -> list[Run]:
     """Train `build(width)` as `prepare(model, width)` says, and measure late in training.
 
-    Looks are spread over the last quarter of the steps. torch's seed is set before `build`, once
-    for each of `seeds`: what they draw is repeatable.
+    Measurements are taken in the last quarter of the steps. torch's seed is set before `build`,
+    once for each of `seeds`: what they draw is repeatable.
     """
     if len(set(widths)) < 2:
         raise ValueError(f"exponents need at least two widths, five to be worth it; got {widths}")
-    if not 1 <= looks <= max(1, steps // 4):
+    if not 1 <= measurements <= max(1, steps // 4):
         raise ValueError(
-            f"{looks} looks do not fit into the last quarter of {steps} steps: take 1 to "
-            f"{max(1, steps // 4)}, or more steps"
+            f"{measurements} measurements do not fit into the last quarter of {steps} steps: take "
+            f"1 to {max(1, steps // 4)}, or more steps"
         )
     runs = []
     for width in widths:
         for seed in seeds:
             torch.manual_seed(seed)
             model = build(width)
-            runs.append(_train(model, prepare(model, width), steps, looks, width, seed))
+            runs.append(_train(model, prepare(model, width), steps, measurements, width, seed))
     return runs
 
 
@@ -139,29 +149,29 @@ def alignment(output: float, multiplier: float, fan_in: int, weight: float, inpu
 
 
 def _train(
-    model: nn.Module, training: Training, steps: int, looks: int, width: int, seed: int
+    model: nn.Module, training: Training, steps: int, measurements: int, width: int, seed: int
 ) -> Run:
-    watched = [_Watched(model, training.optimizer, probe) for probe in training.probes]
+    measured = [_Measured(model, training.optimizer, probe) for probe in training.probes]
     quarter = max(1, steps // 4)
-    look_at = {steps - 1 - look * quarter // looks for look in range(looks)}
+    measured_at = {steps - 1 - i * quarter // measurements for i in range(measurements)}
     losses = []
     for step in range(steps):
-        if step in look_at:
-            _look(watched, training)
+        if step in measured_at:
+            _start(measured, training)
         loss = training.loss(next(training.batches))
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} at width {width}, step {step}: lower lr")
         training.optimizer.zero_grad()
         loss.backward()
         training.optimizer.step()
-        for probe in watched:
+        for probe in measured:
             probe.count_step()
-            if step in look_at:
-                probe.finish_look()
+            if step in measured_at:
+                probe.finish()
         losses.append(loss.item())
     late = losses[-quarter:]
-    by_label: dict[str, list[_Watched]] = {}
-    for probe in watched:
+    by_label: dict[str, list[_Measured]] = {}
+    for probe in measured:
         by_label.setdefault(probe.probe.name, []).append(probe)
     return Run(
         width=width,
@@ -172,19 +182,19 @@ def _train(
 
 
 @torch.no_grad()
-def _look(watched: Sequence[_Watched], training: Training) -> None:
-    """Catch what every watched layer reads of a batch that is not trained on."""
-    handles = [probe.listen() for probe in watched]
+def _start(measured: Sequence[_Measured], training: Training) -> None:
+    """Capture what every measured layer reads of a batch that is not trained on."""
+    handles = [probe.listen() for probe in measured]
     try:
         training.loss(next(training.batches))
     finally:
         for handle in handles:
             handle.remove()
-    for probe in watched:
-        probe.start_look()
+    for probe in measured:
+        probe.start()
 
 
-class _Watched:
+class _Measured:
     """One probe on one model, with what it has seen."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, probe: Probe):
@@ -193,10 +203,11 @@ class _Watched:
         if probe.weight not in parameters or parameters[probe.weight].ndim != 2:
             matrices = [name for name, p in parameters.items() if p.ndim == 2]
             raise ValueError(
-                f"a probe watches {probe.weight!r}, which is no matrix of this model; its "
+                f"a probe measures {probe.weight!r}, which is no matrix of this model; its "
                 f"matrices are {', '.join(matrices[:8])}"
             )
         self.parameter = parameters[probe.weight]
+        self.fan_in = self.parameter.shape[1]
         try:
             self.module = unwrap(model).get_submodule(
                 probe.reads or probe.weight.rpartition(".")[0]
@@ -211,14 +222,10 @@ class _Watched:
             None,
         )
         if self.group is None:
-            raise ValueError(f"the optimizer does not train the watched {probe.weight!r}")
+            raise ValueError(f"the optimizer does not train the measured {probe.weight!r}")
         self.relaxations = 0.0
         self.logs: list[dict[str, float]] = []
         self.x: Tensor | None = None
-
-    @property
-    def fan_in(self) -> int:
-        return self.parameter.shape[1]
 
     def count_step(self) -> None:
         """Add one step to 2 wd sum(lr)."""
@@ -228,22 +235,22 @@ class _Watched:
         self.relaxations += 2 * lr * group.get("weight_decay", 0.0)
 
     def listen(self) -> Any:
-        """Catch x at the next forward pass."""
+        """Capture x at the next forward pass."""
         self.x = None
         if self.probe.reads:
-            return self.module.register_forward_hook(lambda _m, _a, out: self._catch(out))
-        return self.module.register_forward_pre_hook(lambda _m, args: self._catch(args[0]))
+            return self.module.register_forward_hook(lambda _m, _a, out: self._capture(out))
+        return self.module.register_forward_pre_hook(lambda _m, args: self._capture(args[0]))
 
-    def _catch(self, x: Any) -> None:
+    def _capture(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.shape[-1] != self.fan_in:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"{self.probe.weight} reads {self.fan_in} features, but what was caught for it is "
-                f"{found}: name the module whose output it reads in Probe(reads=...)"
+                f"{self.probe.weight} reads {self.fan_in} features, but what was captured for it "
+                f"is {found}: name the module whose output it reads in Probe(reads=...)"
             )
         self.x = x.detach()
 
-    def start_look(self) -> None:
+    def start(self) -> None:
         """Measure the layer as it is."""
         if self.x is None:
             raise ValueError(
@@ -259,7 +266,7 @@ class _Watched:
         log["alignment"] = alignment(output, s, self.fan_in, log["weight"], log["input"])
         self.logs.append(log)
 
-    def finish_look(self) -> None:
+    def finish(self) -> None:
         """Measure what the step did to it."""
         assert self.x is not None
         change = self._raw()[0] - self.before
@@ -286,15 +293,130 @@ class _Watched:
         return raw_weights(self.optimizer).get(name, self.parameter).detach(), s
 
 
-def _averaged(label: str, watched: Sequence[_Watched]) -> Coordinates:
+def _averaged(label: str, measured: Sequence[_Measured]) -> Coordinates:
     """Return geometric means, as the paper aggregates layers (sec. 4.2)."""
-    logs = [log for probe in watched for log in probe.logs]
+    logs = [log for probe in measured for log in probe.logs]
     zero = [name for name in QUANTITIES if any(log[name] <= 0 for log in logs)]
     if zero:
         raise ValueError(f"{label}: {', '.join(zero)} is 0 or below: it has no exponent")
     means = {
         name: math.exp(sum(math.log(log[name]) for log in logs) / len(logs)) for name in QUANTITIES
     }
-    fan_in = math.exp(sum(math.log(probe.fan_in) for probe in watched) / len(watched))
-    relaxations = min(probe.relaxations for probe in watched)
+    fan_in = math.exp(sum(math.log(probe.fan_in) for probe in measured) / len(measured))
+    relaxations = min(probe.relaxations for probe in measured)
     return Coordinates(label=label, fan_in=fan_in, relaxations=relaxations, **means)
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """A least-squares slope in log-log."""
+
+    value: float
+    error: float
+    """Standard error from the residuals; it takes them for independent."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity of one layer: what a recipe expects and what was measured."""
+
+    label: str
+    quantity: str
+    expected: float
+    measured: Exponent
+
+    @property
+    def deviation(self) -> float:
+        """Measured minus expected."""
+        return self.measured.value - self.expected
+
+    def differs(self, tolerance: float = 0.15) -> bool:
+        """Return whether it is off by more than `tolerance` and by more than two errors."""
+        return abs(self.deviation) > max(tolerance, 2 * self.measured.error)
+
+
+def fit_exponent(widths: Sequence[float], values: Sequence[float]) -> Exponent:
+    """Fit values ~ width^exponent."""
+    if len(widths) != len(values) or len(set(widths)) < 2:
+        raise ValueError(
+            f"a slope needs a value for each of at least two widths, got {len(values)} values for "
+            f"widths {list(widths)}"
+        )
+    x, y = ([math.log(number) for number in numbers] for numbers in (widths, values))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    residual = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    # Two points lie on a line: there are no residuals to estimate an error from.
+    error = math.sqrt(residual / (len(x) - 2) / spread) if len(x) > 2 else math.inf
+    return Exponent(slope, error)
+
+
+def exponents(runs: Sequence[Run]) -> dict[str, dict[str, Exponent]]:
+    """Return layer -> quantity -> exponent over all runs.
+
+    Slopes of products add up: output = multiplier + fan_in + alignment + weight + input, and
+    relative_update = update + update_alignment - weight - alignment.
+    """
+    widths = [run.width for run in runs]
+    result = {}
+    by_label: dict[str, list[Coordinates]] = {}
+    for run in runs:
+        for row in run.coordinates:
+            by_label.setdefault(row.label, []).append(row)
+    for label, rows in by_label.items():
+        if len(rows) != len(runs):
+            raise ValueError(
+                f"{label} was measured in {len(rows)} of {len(runs)} runs: measure it in all"
+            )
+        names = ("fan_in", *QUANTITIES)
+        result[label] = {
+            name: fit_exponent(widths, [getattr(row, name) for row in rows]) for name in names
+        }
+    return result
+
+
+def compare(runs: Sequence[Run], recipe: Recipe) -> list[Comparison]:
+    """Return every quantity of every layer beside what a recipe expects."""
+    expected = recipe.expected
+    return [
+        Comparison(label, name, expected[name], fits[name])
+        for label, fits in exponents(runs).items()
+        for name in QUANTITIES
+    ]
+
+
+def table(runs: Sequence[Run], recipe: Recipe, tolerance: float = 0.15) -> str:
+    """Return the comparison as text: a row for each layer, `*` where it differs from the recipe.
+
+    -0.36(9) is -0.36 with a standard error of 0.09.
+    """
+    lines = [("power of width", *_HEADINGS.values())]
+    lines.append(("expected", *(f"{recipe.expected[name]:+.2f}" for name in QUANTITIES)))
+    comparisons = compare(runs, recipe)
+    for start in range(0, len(comparisons), len(QUANTITIES)):
+        row = comparisons[start : start + len(QUANTITIES)]
+        lines.append((row[0].label, *(_cell(comparison, tolerance) for comparison in row)))
+    wide = max(len(line[0]) for line in lines)
+    text = [f"{first:{wide}}" + "".join(f" {cell:10}" for cell in cells) for first, *cells in lines]
+    early = [
+        f"{row.label} at width {run.width} ({row.relaxations:.1f})"
+        for run in runs
+        for row in run.coordinates
+        if row.relaxations < SETTLED
+    ]
+    if early:
+        more = f" and {len(early) - 4} more" if len(early) > 4 else ""
+        text.append(
+            f"not yet in equilibrium, 2 wd sum(lr) < {SETTLED:g}: {', '.join(early[:4])}{more}"
+        )
+    losses = ", ".join(f"{run.loss:.3f} ({run.width})" for run in runs)
+    return "\n".join([*(line.rstrip() for line in text), f"loss (width): {losses}"])
+
+
+def _cell(comparison: Comparison, tolerance: float) -> str:
+    value, error = comparison.measured.value, comparison.measured.error
+    digits = f"{100 * error:.0f}" if math.isfinite(error) else "?"
+    # No negative zero.
+    shown = f"{round(value, 2) + 0.0:+.2f}({digits})"
+    return f"{shown}{'*' if comparison.differs(tolerance) else ''}"

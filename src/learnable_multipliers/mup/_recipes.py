@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from learnable_multipliers._forward_multipliers import SSM_ROLES
+from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.roles import check_role
@@ -35,19 +35,14 @@ class Recipe:
         return (self.lr - self.weight_decay) / 2
 
     @property
-    def update(self) -> float:
-        """Power of |dW|: that of the learning rate, for an optimizer without a scale."""
-        return self.lr
-
-    @property
     def output(self) -> float:
         """Power of |y| ~ s d |W| |x|."""
         return self.multiplier + 1 + self.weight
 
     @property
     def relative_update(self) -> float:
-        """Power of |dy| / |y| ~ |dW| / |W| ~ sqrt(lr wd)."""
-        return self.update - self.weight
+        """Power of |dy| / |y| ~ |dW| / |W| ~ sqrt(lr wd), where |dW| goes by the learning rate."""
+        return self.lr - self.weight
 
     @property
     def expected(self) -> dict[str, float]:
@@ -56,7 +51,7 @@ class Recipe:
             "multiplier": self.multiplier,
             "input": 0.0,
             "weight": self.weight,
-            "update": self.update,
+            "update": self.lr,
             "output": self.output,
             "relative_update": self.relative_update,
             "alignment": 0.0,
@@ -217,29 +212,23 @@ def rules(
             "mup_fields(scalings) and these rules multipliers='fixed', or let matrices learn from "
             "there with multipliers='learned'"
         )
-    result = [
-        _rule(role, scaling, weight_decay, kind, multipliers == "learned")
-        for role, scaling in scalings.items()
-    ]
+    result = []
+    for role, scaling in scalings.items():
+        starts = multipliers == "learned" and scaling.multiplier != 1.0
+        rule = Rule(
+            "",
+            kind or ("scalar" if starts else None),
+            only=role,
+            lr_scale=scaling.lr,
+            weight_decay=weight_decay * scaling.weight_decay,
+            init=scaling.multiplier if starts else None,
+            init_keeps="raw" if starts else "function",
+            optional=True,
+        )
+        result.append(rule)
     # After the rules by role, so that patterns for vectors do not apply to matrices.
     result += [Rule(pattern, lr_scale=factor) for pattern, factor in tuned.vector_lr.items()]
     return result
-
-
-def _rule(
-    role: str, scaling: Scaling, weight_decay: float, kind: Kind | None, learned: bool
-) -> Rule:
-    starts = learned and scaling.multiplier != 1.0
-    return Rule(
-        "",
-        kind or ("scalar" if starts else None),
-        only=role,
-        lr_scale=scaling.lr,
-        weight_decay=weight_decay * scaling.weight_decay,
-        init=scaling.multiplier if starts else None,
-        init_keeps="raw" if starts else "function",
-        optional=True,
-    )
 
 
 def mup_fields(scalings: Mapping[str, Scaling]) -> dict[str, float]:

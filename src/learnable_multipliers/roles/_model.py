@@ -26,6 +26,7 @@ from learnable_multipliers.roles._tree import (
     Tree,
     conv1d_axes,
     features,
+    is_flat,
     is_linear,
     is_norm,
 )
@@ -158,9 +159,5 @@ def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]
     if isinstance(owner, nn.Conv1d) and owner.groups == owner.in_channels > 1:
         # More than a row multiplier: it mixes a few steps in time too (paper app. C).
         return "one filter per channel: a row multiplier with a short memory"
-    if len(shape) < 2:
-        return "vector"
     is_layer = is_linear(owner) or isinstance(owner, nn.Embedding)
-    if not is_layer and sum(size != 1 for size in shape) <= 1:
-        return "vector"
-    return ""
+    return "vector" if len(shape) < 2 or (not is_layer and is_flat(shape)) else ""

@@ -92,7 +92,8 @@ def _levels(tree: Tree, name: str, kind: BlockKind) -> Iterator[str]:
 
 def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
     for leaf, child in tree.modules[level].named_children():
-        if _is_norm_like(child):
+        members = _members(child)
+        if members and all(is_norm(member) for member in members):
             yield (f"{level}.{leaf}" if level else leaf), child
 
 
@@ -151,20 +152,15 @@ def _subject(name: str) -> BlockKind | Literal[""]:
 
 def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
     """Return the name of a learnable norm among several; empty if none is."""
-    return next((path for path in paths if _has_weight(found[path])), "")
+    for path in paths:
+        if all(is_learnable_norm(member) for member in _members(found[path])):
+            return path
+    return ""
 
 
-def _is_norm_like(module: nn.Module) -> bool:
-    """Return whether a module is a norm, or a list of norms for several blocks of a kind."""
-    if isinstance(module, nn.ModuleList):
-        return len(module) > 0 and all(is_norm(child) for child in module)
-    return is_norm(module)
-
-
-def _has_weight(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList):
-        return all(is_learnable_norm(child) for child in module)
-    return is_learnable_norm(module)
+def _members(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of a list, such as norms for several blocks of a kind, or one module."""
+    return list(module) if isinstance(module, nn.ModuleList) else [module]
 
 
 def _holds_blocks(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -196,7 +196,7 @@ def features(linear: nn.Module) -> tuple[int, int]:
 def is_norm(module: nn.Module) -> bool:
     """Return whether this is a normalization layer: named so, and without matrices inside."""
     named = re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
-    return named and all(_num_axes(parameter) <= 1 for parameter in module.parameters())
+    return named and all(is_flat(parameter.shape) for parameter in module.parameters())
 
 
 def is_learnable_norm(module: nn.Module) -> bool:
@@ -213,8 +213,9 @@ def learnable_norm(module: nn.Module, names: tuple[str, ...]) -> str:
     return next((n for n in names if n in children and is_learnable_norm(children[n])), "")
 
 
-def _num_axes(parameter: nn.Parameter) -> int:
-    return sum(size != 1 for size in parameter.shape)
+def is_flat(shape: Sequence[int]) -> bool:
+    """Return whether at most one dimension has more than one entry."""
+    return sum(size != 1 for size in shape) <= 1
 
 
 def is_homogeneous(activation: object) -> bool:

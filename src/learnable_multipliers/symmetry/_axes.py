@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnable_multipliers._multiplier import (
     Matrix,
     keep_carried_rows,
-    spread_scalars,
+    scalars_per_row,
     sum_by_scalar,
 )
 from learnable_multipliers._names import named_parameters
@@ -76,7 +76,7 @@ class Layout:
         if not self.matrix:
             return (0,) if kind == "row" else (1,)
         stack = tuple(range(self.stack))
-        # The scalars of blocks are spread over rows.
+        # Each row has the scalar of its block.
         kind = "row" if kind == "scalar" else kind
         out, into = self.stack, self.stack + 1
         if self.transposed:
@@ -87,9 +87,9 @@ class Layout:
         """Return an axis's values, flat, shaped so that they broadcast over the parameter."""
         if kind == "scalar" and self.carries is not None:
             given = {"scalar": values.view(self.carries.value_shapes()["scalar"])}
-            spread = spread_scalars(self.carries, given)
-            assert spread is not None
-            values = spread.flatten()
+            per_row = scalars_per_row(self.carries, given)
+            assert per_row is not None
+            values = per_row.flatten()
         dimensions = self.dimensions(kind, shape)
         return values.view([size if i in dimensions else 1 for i, size in enumerate(shape)])
 

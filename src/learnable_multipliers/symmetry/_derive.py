@@ -83,7 +83,9 @@ def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict
             if term.axis in kept:
                 kept[term.axis][term.members >= 0] = False
                 against = ", ".join(str(other.axis) for other in stays)
-                reasons[term.axis.name].append(f"{_side(term)} go with {against}")
+                side = {"row": "rows", "col": "columns"}[term.axis.kind]
+                side += "" if term.block is None else f" {term.block}"
+                reasons[term.axis.name].append(f"{side} go with {against}")
     return {
         name: Carried(
             rows=_in_one_matrix(probe, name, kept[Axis(name, "row")]),
@@ -92,12 +94,6 @@ def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict
         )
         for name in reasons
     }
-
-
-def split_rows(rows: Tensor) -> list[tuple[bool, int]]:
-    """Return runs of rows that all carry a multiplier or all do not, with their lengths."""
-    values, counts = torch.unique_consecutive(rows, return_counts=True)
-    return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Term], list[Term]]:
@@ -117,11 +113,6 @@ def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Te
 
     goes, stays = sorted(sides, key=rank)
     return stays, goes
-
-
-def _side(term: Term) -> str:
-    words = {"row": "rows", "col": "columns"}[term.axis.kind]
-    return words if term.block is None else f"{words} {term.block}"
 
 
 def _in_one_matrix(probe: Probe, name: str, rows: Tensor) -> Tensor:

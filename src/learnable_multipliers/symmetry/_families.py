@@ -137,20 +137,20 @@ def entries_alike(columns: Columns, axes: Sequence[Axis]) -> list[Tensor]:
     """
     vectors = null_vectors(columns, list(columns.axes), None)
     vectors = vectors / vectors.abs().amax(1, keepdim=True)
-    lumps = []
+    groups = []
     for numbers in whole_axes(columns, axes):
         left = numbers
         while len(left):
             same = (vectors[:, left] - vectors[:, left[:1]]).abs().amax(0) <= _ABSENT
-            lumps.append(left[same])
+            groups.append(left[same])
             left = left[~same]
-    return lumps
+    return groups
 
 
-def constant_vectors(columns: Columns, lumps: Sequence[Tensor]) -> Tensor:
+def constant_vectors(columns: Columns, groups: Sequence[Tensor]) -> Tensor:
     """Return a basis of the null vectors that are one number on each of some sets of columns."""
-    indicators = columns.basis.new_zeros(len(lumps), columns.basis.shape[1])
-    for indicator, numbers in zip(indicators, lumps, strict=True):
+    indicators = columns.basis.new_zeros(len(groups), columns.basis.shape[1])
+    for indicator, numbers in zip(indicators, groups, strict=True):
         indicator[numbers] = 1.0
     effects = columns.basis @ indicators.T
     scale = effects.norm(dim=0)
@@ -163,16 +163,10 @@ def constant_vectors(columns: Columns, lumps: Sequence[Tensor]) -> Tensor:
 
 
 def reduced_along(columns: Columns, vectors: Tensor, order: Sequence[Axis]) -> Tensor:
-    """Return vectors in reduced form, with pivots on some axes before others."""
+    """Return the reduced row echelon form, pivoting on rows and on some axes before others."""
     numbers = columns.of(order)
     whole = torch.zeros_like(vectors)
-    whole[:, numbers] = reduced(vectors[:, numbers])
-    return whole
-
-
-def reduced(vectors: Tensor) -> Tensor:
-    """Return the reduced row echelon form, with full pivoting among rows."""
-    vectors = vectors.clone()
+    vectors = vectors[:, numbers]
     row = 0
     for column in range(vectors.shape[1]):
         if row == len(vectors):
@@ -186,7 +180,8 @@ def reduced(vectors: Tensor) -> Tensor:
         others = torch.arange(len(vectors)) != row
         vectors[others] -= vectors[others, column, None] * vectors[row]
         row += 1
-    return vectors
+    whole[:, numbers] = vectors
+    return whole
 
 
 def extend_basis(basis: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ class Probe:
             # A padding token has an embedding that is used but gets no gradient.
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
-        self._epsilons = list(_epsilons(self.model))
+        self.epsilons = list(_epsilons(self.model))
         self._generator = torch.Generator().manual_seed(seed)
         self._randomize()
         for name in self._find_shifted() if shifted is None else shifted:
@@ -114,20 +114,14 @@ class Probe:
         """The vectors that the forward pass uses as 1 + their entries."""
         return {name for name, layout in self.layouts.items() if layout.one_plus}
 
-    @property
-    def has_epsilon(self) -> bool:
-        """Whether the model has small constants in its norms, as far as can be seen."""
-        return bool(self._epsilons)
-
     def set_epsilon(self, value: float) -> None:
         """Set the small constant of every norm."""
-        for module, attribute in self._epsilons:
+        for module, attribute in self.epsilons:
             setattr(module, attribute, value)
 
     def outputs(self) -> Tensor:
         """Return the outputs, flat but for the last dimension: features or logits."""
-        wide = _Float64() if self.dtype == torch.float64 else nullcontext()
-        with wide:
+        with _Float64() if self.dtype == torch.float64 else nullcontext():
             return _joined(_call(self.model, self.inputs))
 
     def jacobian(self) -> tuple[Tensor, Tensor]:

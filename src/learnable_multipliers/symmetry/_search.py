@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -53,7 +54,12 @@ def search(probe: Probe) -> Symmetries:
             "effect could not be written as symmetries of axes; please report the model"
         )
     for symmetry in search.found:
-        _verify(probe, symmetry)
+        change = _change(probe, symmetry)
+        if change > _UNCHANGED:
+            raise ValueError(
+                f"rescaling along '{symmetry}' changed the outputs by {change:.1e}: the model's "
+                "forward pass is not a function of its parameters alone, or please report it"
+            )
     silent = {
         axis: int(count)
         for axis, mask in columns.silent.items()
@@ -110,17 +116,19 @@ class _Search:
         the first entries and then the last finds all.
         """
         members: list[Tensor] = []
+        # Pivots on short axes name a shared scale once.
+        order = sorted(group, key=lambda axis: len(self.columns.of([axis])))
         for left_out in (0, -1):
             vectors = null_vectors(self.columns, group, left_out)
-            members += reduced_along(self.columns, vectors, _few_entries_first(self.columns, group))
+            members += reduced_along(self.columns, vectors, order)
         members.sort(key=lambda vector: int(_support(vector).sum()))
         if members:
             self._take_new(torch.stack(members))
 
-    def constants(self, lumps: Callable[[Columns, Sequence[Axis]], list[Tensor]]) -> None:
+    def constants(self, groups_of: Callable[[Columns, Sequence[Axis]], list[Tensor]]) -> None:
         """Take what is left: scales of whole parameters, such as that of a residual stream.
 
-        `lumps` says which entries of axes scale as one. Scales that trade with others are
+        `groups_of` says which entries of axes scale as one. Scales that trade with others are
         eliminated first: what remains is where the scale cannot go anywhere else, as in the
         matrices that write to a residual stream.
         """
@@ -136,7 +144,7 @@ class _Search:
             for term in symmetry.terms
         }
         order = sorted(axes, key=lambda axis: (not axis.is_vector, axis not in trading))
-        vectors = constant_vectors(self.columns, lumps(self.columns, axes))
+        vectors = constant_vectors(self.columns, groups_of(self.columns, axes))
         vectors = reduced_along(self.columns, vectors, order)
         free = self.columns.of([axis for axis in axes if axis not in trading])
 
@@ -157,11 +165,6 @@ class _Search:
             return
         self.known, _ = extend_basis(self.known, vectors)
         self.found += _symmetries(self.probe, self.columns, vectors)
-
-
-def _few_entries_first(columns: Columns, group: Sequence[Axis]) -> list[Axis]:
-    """Return the axes in order of size: pivots on short axes name a shared scale once."""
-    return sorted(group, key=lambda axis: len(columns.of([axis])))
 
 
 def _many_members_first(
@@ -197,8 +200,8 @@ def _symmetries(probe: Probe, columns: Columns, vectors: Tensor) -> list[Symmetr
                 # One member has all that the inputs reach, and then the rest as well.
                 of[~probe.absent(axis)] = reached[0]
             terms.append(Term(axis, power, of))
-        kind = _kind(probe, Symmetry("multiplicative", tuple(terms), len(members)))
-        found.append(Symmetry(kind, tuple(terms), len(members)))
+        symmetry = Symmetry("multiplicative", tuple(terms), len(members))
+        found.append(replace(symmetry, kind=_kind(probe, symmetry)))
     return found
 
 
@@ -232,7 +235,7 @@ def _kind(probe: Probe, symmetry: Symmetry) -> Kind:
         return "exchange"
     if min(powers) > 0 or max(powers) < 0:
         return "normalization"
-    if not probe.has_epsilon:
+    if not probe.epsilons:
         return "multiplicative"
     # What a norm takes away is not quite taken away once the norm adds a constant.
     probe.set_epsilon(0.1)
@@ -240,15 +243,6 @@ def _kind(probe: Probe, symmetry: Symmetry) -> Kind:
         return "multiplicative" if _change(probe, symmetry) < _UNCHANGED else "normalization"
     finally:
         probe.set_epsilon(0.0)
-
-
-def _verify(probe: Probe, symmetry: Symmetry) -> None:
-    change = _change(probe, symmetry)
-    if change > _UNCHANGED:
-        raise ValueError(
-            f"rescaling along '{symmetry}' changed the outputs by {change:.1e}: the model's "
-            "forward pass is not a function of its parameters alone, or please report it"
-        )
 
 
 @torch.no_grad()

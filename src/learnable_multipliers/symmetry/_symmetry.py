@@ -37,11 +37,6 @@ class Term:
         start, stop = int(present[0]), int(present[-1]) + 1
         return f"{start}:{stop}" if stop - start == len(present) else f"{len(present)} of them"
 
-    def factors(self, log_scales: Tensor) -> Tensor:
-        """Return what each entry of the axis is multiplied by, given log s of each member."""
-        padded = torch.cat((log_scales * self.power, log_scales.new_zeros(1)))
-        return padded[self.members].exp()
-
 
 @dataclass(frozen=True)
 class Symmetry:
@@ -63,7 +58,8 @@ class Symmetry:
         factors: dict[Axis, Tensor] = {}
         for term in self.terms:
             # An axis may take part twice, as the rows of fused queries and keys do.
-            factors[term.axis] = factors.get(term.axis, 1.0) * term.factors(log_scales)
+            padded = torch.cat((log_scales * term.power, log_scales.new_zeros(1)))
+            factors[term.axis] = factors.get(term.axis, 1.0) * padded[term.members].exp()
         return factors
 
     @cached_property
@@ -71,7 +67,8 @@ class Symmetry:
         """What a member is: the whole matrix, a channel, or a set of entries of that many."""
         if self.num_members == 1:
             return "as a whole"
-        sizes = [_largest_member(term) for term in self.terms]
+        present = [term.members[term.members >= 0] for term in self.terms]
+        sizes = [int(torch.bincount(members, minlength=1).max()) for members in present]
         if max(sizes) == 1:
             return "per channel"
         return f"in {self.num_members} sets of {'+'.join(map(str, sizes))}"
@@ -127,11 +124,14 @@ class Symmetries:
         lines = [f"{len(self.found)} symmetries, {self.nullity} independent rescalings:"]
         lines += [f"  {symmetry}" for symmetry in self.found]
         if self.silent:
-            reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
-            lines.append(f"not reached by the inputs: {reached}")
-        return "\n".join([*lines, *self._doubts()])
+            lines.append(self._not_reached())
+        return "\n".join([*lines, *self._incomplete()])
 
-    def _doubts(self) -> list[str]:
+    def _not_reached(self) -> str:
+        entries = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
+        return f"not reached by the inputs: {entries}"
+
+    def _incomplete(self) -> list[str]:
         if not self.unconfirmed:
             return []
         words = "the list may be incomplete; found on a small proxy, but not confirmed here:"
@@ -183,13 +183,10 @@ class Symmetries:
         beside = f", {self.nullity - self.num_exchanges:,} besides exchanges" * bool(lines)
         lines.append((self.nullity, f"independent rescalings in all{beside}"))
         if self.silent:
-            reached = ", ".join(f"{count} {axis}" for axis, count in self.silent.items())
-            lines.append(
-                (sum(self.silent.values()), f"scales not reached by the inputs: {reached}")
-            )
+            lines.append((sum(self.silent.values()), f"scales {self._not_reached()}"))
         width = max(len(f"{count:,}") for count, _ in lines)
         rows = [f"{count:>{width},}  {words}" for count, words in lines]
-        return "\n".join([*rows, *self._doubts()])
+        return "\n".join([*rows, *self._incomplete()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -231,11 +228,6 @@ def _where(same: Sequence[Symmetry]) -> str:
     layer = "layer" if len(first.place) == 1 else "place"
     here = f"in {layer} {'.'.join(first.place)}: "
     return here if len(same) == 1 else f"in each of {len(same)} {layer}s: "
-
-
-def _largest_member(term: Term) -> int:
-    counted = torch.bincount(term.members[term.members >= 0])
-    return int(counted.max()) if len(counted) else 0
 
 
 def _phrase(term: Term, axis: str) -> str:

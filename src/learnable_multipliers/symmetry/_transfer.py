@@ -140,9 +140,11 @@ class _Model:
             for name in names[term.axis.name]:
                 axis = Axis(name, term.axis.kind)
                 # Those of several layers of the proxy stand for the same ones here: each once.
-                whole = [self._everywhere(axis)]
+                length = self.probe.num_entries(axis)
+                everywhere = torch.zeros(length, dtype=torch.long)
+                whole = [everywhere.masked_fill(self.probe.absent(axis), -1)]
                 if pattern is not None:
-                    fits = resized_patterns([pattern], [self.probe.num_entries(axis)])
+                    fits = resized_patterns([pattern], [length])
                     whole = [fitted.members() for (fitted,) in fits]
                 options[axis, term.power, pattern] = [Term(axis, term.power, m) for m in whole]
         for terms in itertools.product(*options.values()):
@@ -150,10 +152,6 @@ class _Model:
             if confirmed is not None:
                 return confirmed
         return None
-
-    def _everywhere(self, axis: Axis) -> Tensor:
-        members = torch.zeros(self.probe.num_entries(axis), dtype=torch.long)
-        return members.masked_fill(self.probe.absent(axis), -1)
 
     def _runs(self, slots: Sequence[_Slot], placed: Sequence[Term], count: int) -> Iterator[Term]:
         """Yield terms whose entries are a run, from where the first member is balanced best."""
@@ -303,7 +301,8 @@ def resized_patterns(
         ]
         yield from map(list, itertools.product(*options))
         return
-    for total in sorted(_common_divisors(lengths), reverse=True):
+    divisors = [d for d in range(1, min(lengths) + 1) if all(n % d == 0 for n in lengths)]
+    for total in reversed(divisors):
         for sizes in _factorizations(total, len(refined), least=1):
             options = [
                 list(_fitted(pattern, sizes, length))
@@ -360,7 +359,3 @@ def _factorizations(number: int, count: int, least: int = 2) -> tuple[tuple[int,
         for rest in _factorizations(number // first, count - 1, least)
         if min(rest) >= least
     )
-
-
-def _common_divisors(lengths: Sequence[int]) -> list[int]:
-    return [d for d in range(1, min(lengths) + 1) if all(n % d == 0 for n in lengths)]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers._forward_multipliers import SSM_ROLES, FixedMultiplier
+from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
 from learnable_multipliers.pretrain.model.attention import Attention
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
