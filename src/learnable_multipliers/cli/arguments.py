@@ -6,7 +6,7 @@ import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NoReturn, TypeVar
 
@@ -67,6 +67,21 @@ def read(
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
         registry=_REGISTRY,
     )
+
+
+def command(
+    kind: type[Config],
+) -> Callable[[Callable[[Config], None]], Callable[[Sequence[str]], None]]:
+    """Make a command of a function: its arguments become a config, its docstring the help."""
+
+    def decorate(function: Callable[[Config], None]) -> Callable[[Sequence[str]], None]:
+        def run(arguments: Sequence[str]) -> None:
+            name, description = function.__name__, function.__doc__ or ""
+            function(read(kind, name, arguments, description=description))
+
+        return run
+
+    return decorate
 
 
 def refuse(why: str) -> NoReturn:

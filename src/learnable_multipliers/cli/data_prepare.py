@@ -21,7 +21,7 @@ from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress,
 from learnable_multipliers.pretrain.data.splits import VALID
 
 
-def run(arguments: Sequence[str]) -> None:
+def data_prepare(arguments: Sequence[str]) -> None:
     """Tokenize text into shards."""
     # Sources may come first without their option, as files do in most commands.
     sources = list(takewhile(lambda word: not word.startswith("-"), arguments))

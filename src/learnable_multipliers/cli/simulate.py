@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.equilibrium import (
     RandomWalk,
     Trajectory,
@@ -76,18 +76,15 @@ class SimulateConfig:
     """File to plot the whole run to (.svg, .png, .pdf)."""
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Simulate and print."""
-    config = read(
-        SimulateConfig,
-        "simulate",
-        arguments,
-        description="Train a matrix on pure noise and print its rms: simulated with the "
-        "optimizer's own update rule; expected at that step, from the start under the same "
-        "rates; and the equilibrium that noise and decay would lead to at the rate of that step. "
-        "If a matrix of a real run has the expected rms, its scale was set by noise and decay, not "
-        "by the data.",
-    )
+@command(SimulateConfig)
+def simulate(config: SimulateConfig) -> None:
+    """Train a matrix on pure noise and print its rms.
+
+    Three of them: simulated with the optimizer's own update rule; expected at that step, from the
+    start under the same rates; and the equilibrium that noise and decay would lead to at the rate
+    of that step. If a matrix of a real run has the expected rms, its scale was set by noise and decay, not
+    by the data.
+    """
     lrs = rates(config)
     if config.plot is not None:
         analysis.check_format(config.plot)

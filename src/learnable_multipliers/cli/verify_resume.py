@@ -37,7 +37,7 @@ class VerifyConfig(TrainConfig):
     dry_run: tyro.conf.Suppress[bool] = False
 
 
-def run(arguments: Sequence[str]) -> None:
+def verify_resume(arguments: Sequence[str]) -> None:
     """Check a recipe, print a table, and fail if the runs differ."""
     config = configure(arguments)
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
