@@ -82,8 +82,8 @@ def simulate(config: SimulateConfig) -> None:
 
     Three of them: simulated with the optimizer's own update rule; expected at that step, from the
     start under the same rates; and the equilibrium that noise and decay would lead to at the rate
-    of that step. If a matrix of a real run has the expected rms, its scale was set by noise and decay, not
-    by the data.
+    of that step. If a matrix of a real run has the expected rms, its scale was set by noise and
+    decay, not by the data.
     """
     lrs = rates(config)
     if config.plot is not None:

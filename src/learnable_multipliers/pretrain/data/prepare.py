@@ -24,14 +24,14 @@ from learnable_multipliers.pretrain.checkpoint.atomic_folder import (
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.formats import DocumentError
-from learnable_multipliers.pretrain.data.manifest import (
+from learnable_multipliers.pretrain.data.shards import (
     TOKENIZER_FILE,
     Manifest,
     Shard,
+    ShardWriter,
     file_sha256,
     token_dtype,
 )
-from learnable_multipliers.pretrain.data.shards import ShardWriter
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Splitter
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextSample,

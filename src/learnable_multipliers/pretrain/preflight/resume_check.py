@@ -30,7 +30,6 @@ MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
 """Wall-clock and device metrics, excluded from the comparison."""
 # The folder of a run and its logging are part of its config, and do not change what it computes.
 _NOT_COMPUTED = MEASURED | {"config"}
-_WORDS = {"model": "weights"}
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,6 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def check_steps(config: TrainConfig, half: int) -> None:
-    """Raise a ValueError if a run cannot be checked with so many steps."""
-    config.check()
-    planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
-    if not 1 <= half <= len(planned) // 2:
-        raise ValueError(
-            f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "
-            f"between 1 and {len(planned) // 2:,}, got {half:,}"
-        )
-
-
 def check_resume(
     config: TrainConfig, half: int, tell: Callable[[str], None] = lambda part: None
 ) -> list[Comparison]:
@@ -61,7 +49,13 @@ def check_resume(
     A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
     are lines in the log which resuming must remove. `tell` is called with the progress.
     """
-    check_steps(config, half)
+    config.check()
+    planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    if not 1 <= half <= len(planned) // 2:
+        raise ValueError(
+            f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "
+            f"between 1 and {len(planned) // 2:,}, got {half:,}"
+        )
     # Other loggers would record runs that are only tests.
     log = replace(config.log, tensorboard=False, wandb="", trackio="", drift=False)
     config = replace(config, name=config.name or "run", log=log)
@@ -105,7 +99,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[Compariso
     found = []
     for file in sorted({*first.tensors, *second.tensors}):
         one, other = first.tensors.get(file, {}), second.tensors.get(file, {})
-        found.append(compare(_WORDS.get(file, file), one, other))
+        found.append(compare("weights" if file == "model" else file, one, other))
     return [*found, compare("counters", _counters(first), _counters(second))]
 
 
@@ -144,7 +138,10 @@ def _difference(one: Any, other: Any) -> str | None:
     if isinstance(one, Tensor):
         return _tensor_difference(one.detach().cpu(), other.detach().cpu())
     # As text, because NaN equals NaN here.
-    return None if repr(one) == repr(other) else f"{_short(one)} and {_short(other)}"
+    texts = repr(one), repr(other)
+    if texts[0] == texts[1]:
+        return None
+    return " and ".join(text if len(text) <= 60 else f"{text[:57]}..." for text in texts)
 
 
 def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
@@ -156,11 +153,6 @@ def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
         return None
     distance = (one.double() - other.double()).abs().max().item()
     return f"up to {distance:.1e} apart"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _main() -> None:
