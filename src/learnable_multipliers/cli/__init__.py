@@ -61,7 +61,7 @@ def _run(given: list[str]) -> None:
         return
     command = next((name for name in COMMANDS if given[: len(name.split())] == name.split()), None)
     if command is None:
-        _refuse(given)
+        _unknown_command(given)
     rest = given[len(command.split()) :]
     try:
         _load(command)(rest)
@@ -105,7 +105,7 @@ def _help() -> str:
     )
 
 
-def _refuse(given: Sequence[str]) -> NoReturn:
+def _unknown_command(given: Sequence[str]) -> NoReturn:
     words = [name.split()[0] for name in COMMANDS]
     close = difflib.get_close_matches(given[0], words, n=1)
     if given[0] == "data":

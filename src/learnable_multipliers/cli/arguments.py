@@ -84,7 +84,7 @@ def command(
     return decorate
 
 
-def refuse(why: str) -> NoReturn:
+def usage_error(why: str) -> NoReturn:
     """Print an error about the command line and end the process with exit code 2."""
     # One line in a log file.
     print(wrapped(why) if sys.stderr.isatty() else why, file=sys.stderr)

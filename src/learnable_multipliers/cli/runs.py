@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from learnable_multipliers.cli.arguments import command, refuse
+from learnable_multipliers.cli.arguments import command, usage_error
 from learnable_multipliers.pretrain import export as exporting
 from learnable_multipliers.pretrain.diagnosis import diagnose_run
 from learnable_multipliers.report import analysis
@@ -111,6 +111,6 @@ def report(config: ReportConfig) -> None:
     It shows losses, norms against the noise prediction, multipliers and samples.
     """
     if not config.runs:
-        refuse("lrm report: name one or several folders of runs: lrm report runs/tiny")
+        usage_error("lrm report: name one or several folders of runs: lrm report runs/tiny")
     page = write_page(config.out, [Run.load(run) for run in config.runs], title=config.title)
     print(f"Report: {page}")

@@ -101,7 +101,9 @@ def simulate(config: SimulateConfig) -> None:
     shown = rows(config, simulated)
     found = {
         "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
-        "equilibrium": _finite(walk_equilibrium(config.lr, config.weight_decay, walk(config))),
+        "equilibrium": _finite(
+            walk_equilibrium(config.lr, config.weight_decay, _random_walk(config))
+        ),
     }
     if config.plot is not None:
         drawn = rows(replace(config, rows=min(config.steps, _POINTS)), simulated)
@@ -143,7 +145,7 @@ def rates(config: SimulateConfig) -> list[float]:
     return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
 
 
-def walk(config: SimulateConfig) -> RandomWalk:
+def _random_walk(config: SimulateConfig) -> RandomWalk:
     """Return the random walk of what is simulated."""
     given = _settings(config)
     if config.optimizer == "muon":
@@ -153,7 +155,7 @@ def walk(config: SimulateConfig) -> RandomWalk:
 
 def rows(config: SimulateConfig, simulated: Trajectory) -> list[dict[str, float | None]]:
     """Return a few steps of a run: what was simulated and what was to be expected."""
-    own = walk(config)
+    own = _random_walk(config)
     expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, own)
     shown = {1, *(-(-config.steps * part // config.rows) for part in range(1, config.rows + 1))}
     return [

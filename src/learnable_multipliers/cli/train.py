@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from learnable_multipliers._formats import count, duration
-from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
+from learnable_multipliers.cli.arguments import closest, read, usage_error, wrapped
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import AXES, own_rank
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
@@ -45,7 +45,7 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         sys.exit(0 if arguments else 2)
     name, *settings = arguments
     if name.startswith("-"):
-        refuse(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
+        usage_error(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
     what, default = recipe("train", name)
     return read(
         TrainConfig,
@@ -64,7 +64,7 @@ def recipe(command: str, name: str) -> tuple[str, TrainConfig]:
     if name not in RECIPES:
         near = closest(name, list(RECIPES))
         hint = f"Did you mean lrm {command} {near}? {_LIST}" if near else _LIST
-        refuse(f"lrm {command}: there is no recipe {name!r}. {hint}")
+        usage_error(f"lrm {command}: there is no recipe {name!r}. {hint}")
     return RECIPES[name]
 
 

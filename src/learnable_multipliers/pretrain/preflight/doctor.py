@@ -321,18 +321,18 @@ def check_save_and_load(run: ShortRun) -> CheckResult:
 
 
 def check_speed(run: ShortRun) -> CheckResult:
-    """Time passes and optimizer steps, and estimate how long the run takes."""
+    """Time gradients and optimizer steps, and estimate how long the run takes."""
     data, lr = run.config.data, run.config.optimizer.lr
-    passes: list[float] = []
+    backward: list[float] = []
     updates: list[float] = []
     until = time.perf_counter() + _SECONDS
-    while len(passes) < _TIMED and (len(passes) < 2 or time.perf_counter() < until):
-        passes.append(run.timed(run.gradients))
+    while len(updates) < _TIMED and (len(updates) < 2 or time.perf_counter() < until):
+        backward.append(run.timed(run.gradients))
         updates.append(run.timed(lambda: run.step(lr)))
     # The first ones warm up.
-    one_pass, update = min(passes[1:]), min(updates[1:])
-    num_passes = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
-    per_step = num_passes * one_pass + update
+    micro_batch_seconds, update = min(backward[1:]), min(updates[1:])
+    num_micro_batches = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
+    per_step = num_micro_batches * micro_batch_seconds + update
     planned = steps(run.config.schedule, data.batch_sequences, data.sequence_length)
     tokens = data.batch_sequences * data.sequence_length
     speed = tokens / per_step

@@ -42,12 +42,12 @@ class Comparison:
 
 
 def check_resume(
-    config: TrainConfig, half: int, tell: Callable[[str], None] = lambda part: None
+    config: TrainConfig, half: int, report: Callable[[str], None] = lambda part: None
 ) -> list[Comparison]:
     """Train the first steps of a run twice, once with a kill on the way; compare the results.
 
     A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
-    are lines in the log which resuming must remove. `tell` is called with the progress.
+    are lines in the log which resuming must remove. `report` is called with the progress.
     """
     config.check()
     planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
@@ -65,12 +65,12 @@ def check_resume(
     parted = replace(
         whole, out=config.out / "resumed", checkpoint=CheckpointConfig(every=half, keep=2)
     )
-    tell(f"{2 * half} steps in one go")
+    report(f"{2 * half} steps in one go")
     _train(whole, 2 * half)
     killed_at = half + half // 2
-    tell(f"{killed_at} steps, then SIGKILL")
+    report(f"{killed_at} steps, then SIGKILL")
     _train(parted, killed_at, killed=True)
-    tell(f"resuming from step {half}")
+    report(f"resuming from step {half}")
     _train(replace(parted, resume=True), 2 * half)
     kept = [checkpoints.load_newest(run.out / "checkpoints")[0] for run in (whole, parted)]
     return [*compare_checkpoints(*kept), compare_metrics(whole.out, parted.out)]
