@@ -25,8 +25,8 @@ from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from learnable_multipliers.pretrain.data.documents import Corpus
-from learnable_multipliers.pretrain.data.manifest import Manifest
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
+from learnable_multipliers.pretrain.data.shards import Manifest
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 Clock = tuple[float, float]

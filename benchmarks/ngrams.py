@@ -66,16 +66,20 @@ def kneser_ney_loss(
         model = KneserNey.fit(data.tokens(TRAIN), order, data.manifest.vocab_size)
         first, stream = 1, data.tokens(VALID)[: num_tokens + 1]
     else:
-        model = KneserNey.fit(_bytes(data, TRAIN), order, 256)
-        valid = _bytes(data, VALID)
+        model = KneserNey.fit(text_bytes(data, TRAIN), order, 256)
+        valid = text_bytes(data, VALID)
         # The first token of all is read, never asked for, and so are its bytes.
         first = len(valid) - round(data.held_out_bytes(len(data.tokens(VALID)) - 1))
         stream = valid[: first + round(data.held_out_bytes(num_tokens))]
     return -float(np.log(model.probabilities(stream)[first:]).sum()) / num_tokens
 
 
-def _bytes(data: TrainingData, split: str) -> NDArray[np.uint8]:
-    return np.frombuffer(data.text(split), np.uint8)
+def text_bytes(data: TrainingData, split: str) -> NDArray[np.uint8]:
+    """Return the text of a split as UTF-8, its documents one after another."""
+    tokens = data.tokens(split)
+    documents = np.split(tokens, np.flatnonzero(tokens == data.eos))
+    text = "".join(data.decode(part.tolist()) for part in documents)
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ def test_help_lists_every_command_in_one_line_each(ask, arguments):
     code, text, complaints = ask(*arguments)
     assert (code, complaints) == (0, "")
     lines = text.splitlines()
-    for name, what in COMMANDS.items():
+    for name, (_, what) in COMMANDS.items():
         assert sum(line.split("  ")[1:2] == [f"lrm {name}"] and what in line for line in lines) == 1
     assert max(map(len, lines)) <= 80
 
@@ -299,8 +299,8 @@ def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
     monkeypatch.setattr(demo, "compare", interrupted)
     told = "lrm demo: stopped: no report was written; lrm demo starts afresh\n"
     assert ask("demo") == (130, "", told)
-    monkeypatch.setattr("learnable_multipliers.cli.report.write_page", interrupted)
-    monkeypatch.setattr("learnable_multipliers.cli.report.Run.load", lambda folder: folder)
+    monkeypatch.setattr("learnable_multipliers.cli.runs.write_page", interrupted)
+    monkeypatch.setattr("learnable_multipliers.cli.runs.Run.load", lambda folder: folder)
     assert ask("report", "runs") == (130, "", "lrm report: stopped\n")
 
 

@@ -18,9 +18,8 @@ from learnable_multipliers.pretrain.data import prepare as prepare_module
 from learnable_multipliers.pretrain.data import shards
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.formats import DocumentError
-from learnable_multipliers.pretrain.data.manifest import Manifest
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.shards import Manifest, TokenDataset
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -39,7 +38,7 @@ def tokenizer_of(folder):
 
 def read_back(folder, split):
     """Cut the tokens of a split at the end-of-document token and decode them."""
-    dataset = TokenDataset.open(folder, split)
+    dataset = TokenDataset(folder, split)
     tokens = dataset.tokens(0, len(dataset))
     ends = np.flatnonzero(tokens == dataset.manifest.eos_id)
     assert ends[-1] == len(tokens) - 1
@@ -91,7 +90,7 @@ def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
     *full, last = manifest.splits["train"]
     assert {shard.tokens for shard in full} == {97}
     assert 0 < last.tokens <= 97
-    dataset = TokenDataset.open(out)
+    dataset = TokenDataset(out, "train")
     dataset.verify()
     counts = tokenizer_of(out).token_bytes()
     assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.num_bytes
@@ -103,7 +102,7 @@ def test_tokens_across_shard_borders_equal_the_flat_sequence(tmp_path):
     for out, size in ((flat, 10**9), (cut, 7)):
         prepare(PrepareConfig(sources=(source,), out=out, vocab_size=300, shard_tokens=size))
     whole = np.fromfile(flat / "train-00000.bin", "<u2")
-    dataset = TokenDataset.open(cut)
+    dataset = TokenDataset(cut, "train")
     assert len(dataset) == len(whole)
     for start, stop in [(0, len(whole)), (6, 8), (7, 14), (7, 7), (3, 40), (len(whole),) * 2]:
         assert dataset.tokens(start, stop).tolist() == whole[start:stop].tolist()
@@ -285,7 +284,7 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
     manifest = prepare(config)
     assert (manifest.dtype, manifest.vocab_size) == ("<u4", 65_541)
     assert (out / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    found = TokenDataset.open(out).tokens(0, 6).tolist()
+    found = TokenDataset(out, "train").tokens(0, 6).tolist()
     assert found == [1, 65_539, 65_540, 65_535, 65_536, 65_540]
 
 
@@ -307,7 +306,8 @@ def test_text_that_would_end_its_document_is_an_error_and_leaves_nothing(tmp_pat
         )
         if name == "good":
             prepare(config)
-            assert TokenDataset.open(tmp_path / name).tokens(0, 6).tolist() == [0, 1, 0, 2, 1, 2]
+            found = TokenDataset(tmp_path / name, "train").tokens(0, 6).tolist()
+            assert found == [0, 1, 0, 2, 1, 2]
         else:
             with pytest.raises(DocumentError, match=r"document 3 has .* token '</s>', so it would"):
                 prepare(config)
@@ -384,27 +384,27 @@ def test_changed_byte_is_found_by_verify_and_named(dataset_folder):
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"train-00001\.bin is damaged"):
-        TokenDataset.open(dataset_folder).verify()
+        TokenDataset(dataset_folder, "train").verify()
     path.write_bytes(good)
-    TokenDataset.open(dataset_folder).verify()
+    TokenDataset(dataset_folder, "train").verify()
 
 
 def test_wrong_size_is_found_on_opening_and_named(dataset_folder):
     path = dataset_folder / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"train-00001\.bin has 198 bytes, the manifest says 200"):
-        TokenDataset.open(dataset_folder)
+        TokenDataset(dataset_folder, "train")
     path.unlink()
     with pytest.raises(ValueError, match=r"train-00001\.bin has 0 bytes"):
-        TokenDataset.open(dataset_folder)
-    TokenDataset.open(dataset_folder, "valid")
+        TokenDataset(dataset_folder, "train")
+    TokenDataset(dataset_folder, "valid")
 
 
 def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"manifest\.json is missing.*lrm data prepare"):
-        TokenDataset.open(tmp_path)
+        TokenDataset(tmp_path, "train")
     with pytest.raises(ValueError, match="no split 'test', only train, valid"):
-        TokenDataset.open(dataset_folder, "test")
+        TokenDataset(dataset_folder, "test")
     manifest = dataset_folder / "manifest.json"
     text = manifest.read_text()
     for bad, message in [
@@ -415,7 +415,7 @@ def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
     ]:
         manifest.write_text(bad)
         with pytest.raises(ValueError, match=rf"manifest\.json cannot be used \(.*{message}"):
-            TokenDataset.open(dataset_folder)
+            TokenDataset(dataset_folder, "train")
 
 
 def test_existing_output_is_refused_and_replaced_only_on_demand(dataset_folder, tmp_path):

@@ -22,7 +22,7 @@ from tokenizers import (
 
 from learnable_multipliers.pretrain.data import encoding
 from learnable_multipliers.pretrain.data.encoding import DocumentEncoder
-from learnable_multipliers.pretrain.data.manifest import token_dtype
+from learnable_multipliers.pretrain.data.shards import token_dtype
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextTokenizer,
     load_tokenizer,

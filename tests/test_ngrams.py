@@ -12,7 +12,7 @@ from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from ngrams import FALLBACK_DISCOUNTS, KneserNey, discounts_of, kneser_ney_loss
+from ngrams import FALLBACK_DISCOUNTS, KneserNey, discounts_of, kneser_ney_loss, text_bytes
 
 LENGTH = 16
 
@@ -179,7 +179,7 @@ def test_bytes_are_those_of_the_tokens_an_evaluation_reads(data, max_tokens):
     first, rest = (
         data.decode(part.tolist()).encode() for part in (valid[:1], valid[: num_tokens + 1])
     )
-    train = np.frombuffer(data.text("train"), np.uint8)
+    train = text_bytes(data, "train")
     each = KneserNey.fit(train, 3, 256).probabilities(np.frombuffer(rest, np.uint8))
     expected = -np.log(each[len(first) :]).sum() / num_tokens
     assert kneser_ney_loss(data, 3, max_tokens=max_tokens) == pytest.approx(expected, rel=1e-12)

@@ -121,7 +121,7 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     run = doctor._Preflight(config)
     run.check_device(), run.check_data(), run.check_settings()
     assert run.check_fast_paths().verdict == "ok"
-    run._device = GPU
+    run.device = GPU
     result = run.check_fast_paths()
     assert (result.verdict, result.text) == ("warning", path.text)
     assert result.advice == path.advice

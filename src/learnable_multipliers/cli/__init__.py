@@ -1,4 +1,4 @@
-"""The command `lrm`: a table of commands, each in a file of its own.
+"""The command `lrm`: a table of commands and the modules that define them.
 
 Exit codes: 0 done, 1 failed (the message says why), 2 the command line is wrong, 128 + n ended
 by signal n.
@@ -11,25 +11,24 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from learnable_multipliers import __version__
 
-# Command -> what it does, in the order a newcomer meets them.
+# Command -> its module and what it does, in the order a newcomer meets them.
 COMMANDS = {
-    "demo": "compare a tiny model trained without and with multipliers",
-    "data prepare": "tokenize text into shards to train on",
-    "doctor": "check machine, data and model before a run",
-    "train": "train a language model: lrm train 20m --data.path DATA",
-    "verify-resume": "check that a killed and resumed run is bit-identical",
-    "plan": "show which multipliers each matrix would carry, and why",
-    "symmetries": "find redundant scales (symmetries) of a model",
-    "simulate": "predict the scale that noise and decay give a matrix",
-    "diagnose": "find the weights of a run held by noise and decay",
-    "export": "export a trained model to a Hugging Face folder",
-    "report": "write a page that compares one or several runs",
+    "demo": ("demo", "compare a tiny model trained without and with multipliers"),
+    "data prepare": ("data_prepare", "tokenize text into shards to train on"),
+    "doctor": ("doctor", "check machine, data and model before a run"),
+    "train": ("train", "train a language model: lrm train 20m --data.path DATA"),
+    "verify-resume": ("verify_resume", "check that a killed and resumed run is bit-identical"),
+    "plan": ("models", "show which multipliers each matrix would carry, and why"),
+    "symmetries": ("models", "find redundant scales (symmetries) of a model"),
+    "simulate": ("simulate", "predict the scale that noise and decay give a matrix"),
+    "diagnose": ("runs", "find the weights of a run held by noise and decay"),
+    "export": ("runs", "export a trained model to a Hugging Face folder"),
+    "report": ("runs", "write a page that compares one or several runs"),
 }
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 _BROKEN_PIPE = 128 + 13
@@ -62,10 +61,10 @@ def _run(given: list[str]) -> None:
         return
     command = next((name for name in COMMANDS if given[: len(name.split())] == name.split()), None)
     if command is None:
-        _refuse(given)
+        _unknown_command(given)
     rest = given[len(command.split()) :]
     try:
-        _load(command).run(rest)
+        _load(command)(rest)
     except KeyboardInterrupt as interrupt:
         print(
             f"lrm {command}: {': '.join(['stopped', *map(str, interrupt.args)])}", file=sys.stderr
@@ -82,9 +81,11 @@ def _run(given: list[str]) -> None:
         sys.exit(f"lrm {command}{rank}: {error}")
 
 
-def _load(command: str) -> ModuleType:
+def _load(command: str) -> Callable[[Sequence[str]], None]:
+    """Return the function of a command: `data_prepare` for "data prepare"."""
     try:
-        return importlib.import_module(f"{__name__}.{re.sub('[ -]', '_', command)}")
+        module = importlib.import_module(f"{__name__}.{COMMANDS[command][0]}")
+        return getattr(module, re.sub("[ -]", "_", command))
     except ModuleNotFoundError as error:
         package = (error.name or str(error)).partition(".")[0]
         raise ModuleNotFoundError(f"needs {package}, which is not installed: {_INSTALL}") from error
@@ -92,7 +93,7 @@ def _load(command: str) -> ModuleType:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    listed = [f"  lrm {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    listed = [f"  lrm {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
         [
             "lrm: learn the scale of every weight matrix from data.",
@@ -104,7 +105,7 @@ def _help() -> str:
     )
 
 
-def _refuse(given: Sequence[str]) -> NoReturn:
+def _unknown_command(given: Sequence[str]) -> NoReturn:
     words = [name.split()[0] for name in COMMANDS]
     close = difflib.get_close_matches(given[0], words, n=1)
     if given[0] == "data":

@@ -6,7 +6,7 @@ import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NoReturn, TypeVar
 
@@ -69,7 +69,22 @@ def read(
     )
 
 
-def refuse(why: str) -> NoReturn:
+def command(
+    kind: type[Config],
+) -> Callable[[Callable[[Config], None]], Callable[[Sequence[str]], None]]:
+    """Make a command of a function: its arguments become a config, its docstring the help."""
+
+    def decorate(function: Callable[[Config], None]) -> Callable[[Sequence[str]], None]:
+        def run(arguments: Sequence[str]) -> None:
+            name, description = function.__name__, function.__doc__ or ""
+            function(read(kind, name, arguments, description=description))
+
+        return run
+
+    return decorate
+
+
+def usage_error(why: str) -> NoReturn:
     """Print an error about the command line and end the process with exit code 2."""
     # One line in a log file.
     print(wrapped(why) if sys.stderr.isatty() else why, file=sys.stderr)

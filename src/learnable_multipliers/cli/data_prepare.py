@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +19,7 @@ from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress,
 from learnable_multipliers.pretrain.data.splits import VALID
 
 
-def run(arguments: Sequence[str]) -> None:
+def data_prepare(arguments: Sequence[str]) -> None:
     """Tokenize text into shards."""
     # Sources may come first without their option, as files do in most commands.
     sources = list(takewhile(lambda word: not word.startswith("-"), arguments))
@@ -88,15 +86,8 @@ def _left_out(source: dict[str, Any]) -> Iterator[str]:
 @contextmanager
 def _clean_up_on_sigterm() -> Iterator[None]:
     """Let SIGTERM clean up as Ctrl-C does."""
-
-    def end(number: int, _: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        signal.signal(signal.SIGTERM, before)

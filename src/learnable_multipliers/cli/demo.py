@@ -8,7 +8,7 @@ worth: minutes of training on one seed prove nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
@@ -44,16 +44,12 @@ class DemoConfig:
     """Seed of weights and batches."""
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run the demo and print where the report is."""
-    config = read(
-        DemoConfig,
-        "demo",
-        arguments,
-        description="Train a tiny language model on the sources of Python's standard library, "
-        "without and with multipliers, and write a report that compares both. Takes a few minutes "
-        "on a laptop's CPU.",
-    )
+@command(DemoConfig)
+def demo(config: DemoConfig) -> None:
+    """Train a tiny language model without and with multipliers, and compare both in a report.
+
+    The text is the sources of Python's standard library. Takes a few minutes on a laptop's CPU.
+    """
     try:
         page = compare(training(config), config.out)
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ _WHAT = (
 )
 
 
-def run(arguments: Sequence[str]) -> None:
+def doctor(arguments: Sequence[str]) -> None:
     """Print one line per check."""
     if arguments and arguments[0] in ("-h", "--help"):
         print(_help())

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from learnable_multipliers.cli.arguments import read
+from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.equilibrium import (
     RandomWalk,
     Trajectory,
@@ -76,18 +76,15 @@ class SimulateConfig:
     """File to plot the whole run to (.svg, .png, .pdf)."""
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Simulate and print."""
-    config = read(
-        SimulateConfig,
-        "simulate",
-        arguments,
-        description="Train a matrix on pure noise and print its rms: simulated with the "
-        "optimizer's own update rule; expected at that step, from the start under the same "
-        "rates; and the equilibrium that noise and decay would lead to at the rate of that step. "
-        "If a matrix of a real run has the expected rms, its scale was set by noise and decay, not "
-        "by the data.",
-    )
+@command(SimulateConfig)
+def simulate(config: SimulateConfig) -> None:
+    """Train a matrix on pure noise and print its rms.
+
+    Three of them: simulated with the optimizer's own update rule; expected at that step, from the
+    start under the same rates; and the equilibrium that noise and decay would lead to at the rate
+    of that step. If a matrix of a real run has the expected rms, its scale was set by noise and
+    decay, not by the data.
+    """
     lrs = rates(config)
     if config.plot is not None:
         analysis.check_format(config.plot)
@@ -104,7 +101,9 @@ def run(arguments: Sequence[str]) -> None:
     shown = rows(config, simulated)
     found = {
         "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
-        "equilibrium": _finite(walk_equilibrium(config.lr, config.weight_decay, walk(config))),
+        "equilibrium": _finite(
+            walk_equilibrium(config.lr, config.weight_decay, _random_walk(config))
+        ),
     }
     if config.plot is not None:
         drawn = rows(replace(config, rows=min(config.steps, _POINTS)), simulated)
@@ -146,7 +145,7 @@ def rates(config: SimulateConfig) -> list[float]:
     return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
 
 
-def walk(config: SimulateConfig) -> RandomWalk:
+def _random_walk(config: SimulateConfig) -> RandomWalk:
     """Return the random walk of what is simulated."""
     given = _settings(config)
     if config.optimizer == "muon":
@@ -156,7 +155,7 @@ def walk(config: SimulateConfig) -> RandomWalk:
 
 def rows(config: SimulateConfig, simulated: Trajectory) -> list[dict[str, float | None]]:
     """Return a few steps of a run: what was simulated and what was to be expected."""
-    own = walk(config)
+    own = _random_walk(config)
     expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, own)
     shown = {1, *(-(-config.steps * part // config.rows) for part in range(1, config.rows + 1))}
     return [

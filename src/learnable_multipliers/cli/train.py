@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
 from learnable_multipliers._formats import count, duration
-from learnable_multipliers.cli.arguments import closest, read, refuse, wrapped
-from learnable_multipliers.cli.terminal import SteadyOutput
+from learnable_multipliers.cli.arguments import closest, read, usage_error, wrapped
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import AXES, own_rank
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
@@ -26,15 +26,15 @@ from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 
-def run(arguments: Sequence[str]) -> None:
+def train(arguments: Sequence[str]) -> None:
     """Train a model by a named recipe; options override its settings."""
     config = configure(arguments)
     if config.dry_run:
         print(dry_run.describe(config))
         return
     # One rank prints for all.
-    console = Console(file=SteadyOutput(sys.stdout), quiet=own_rank() > 0)  # pyright: ignore[reportArgumentType]
-    train(config, console, arguments)
+    console = Console(file=_SteadyOutput(sys.stdout), quiet=own_rank() > 0)  # pyright: ignore[reportArgumentType]
+    _train(config, console, arguments)
 
 
 def configure(arguments: Sequence[str]) -> TrainConfig:
@@ -45,7 +45,7 @@ def configure(arguments: Sequence[str]) -> TrainConfig:
         sys.exit(0 if arguments else 2)
     name, *settings = arguments
     if name.startswith("-"):
-        refuse(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
+        usage_error(f"lrm train: the recipe comes first: lrm train RECIPE {name} ... {_LIST}")
     what, default = recipe("train", name)
     return read(
         TrainConfig,
@@ -64,7 +64,7 @@ def recipe(command: str, name: str) -> tuple[str, TrainConfig]:
     if name not in RECIPES:
         near = closest(name, list(RECIPES))
         hint = f"Did you mean lrm {command} {near}? {_LIST}" if near else _LIST
-        refuse(f"lrm {command}: there is no recipe {name!r}. {hint}")
+        usage_error(f"lrm {command}: there is no recipe {name!r}. {hint}")
     return RECIPES[name]
 
 
@@ -88,7 +88,7 @@ def _recipes() -> str:
     )
 
 
-def train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> None:
+def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> None:
     """Train with a live table on the terminal; Ctrl-C saves and ends."""
     shown: list[Display] = []
 
@@ -172,3 +172,34 @@ def _announce(trainer: Trainer, console: Console) -> None:
 def _say(console: Console, text: str) -> None:
     # Do not wrap: a message is one line in a log file, and terminals wrap by themselves.
     console.print(text, highlight=False, soft_wrap=True)
+
+
+class _SteadyOutput:
+    """A stream that discards output once its reader or terminal is gone; the run goes on."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or discard."""
+        with self._discarding_errors():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or discard."""
+        with self._discarding_errors():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _discarding_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            # Buffered output goes there too, or Python would report an error at exit.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

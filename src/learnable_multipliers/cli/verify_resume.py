@@ -15,11 +15,7 @@ from rich.console import Console
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.cli.train import recipe
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.preflight.resume_check import (
-    Comparison,
-    check_resume,
-    check_steps,
-)
+from learnable_multipliers.pretrain.preflight.resume_check import check_resume
 
 _SHOWN = 3
 
@@ -37,11 +33,10 @@ class VerifyConfig(TrainConfig):
     dry_run: tyro.conf.Suppress[bool] = False
 
 
-def run(arguments: Sequence[str]) -> None:
+def verify_resume(arguments: Sequence[str]) -> None:
     """Check a recipe, print a table, and fail if the runs differ."""
     config = configure(arguments)
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
-    check_steps(training, config.steps)
     if config.out.exists():
         raise ValueError(f"{config.out} exists: remove it, or choose another folder (--out)")
     console = Console(stderr=True)
@@ -51,7 +46,11 @@ def run(arguments: Sequence[str]) -> None:
     except BaseException:
         shutil.rmtree(config.out, ignore_errors=True)
         raise
-    print(table(found))
+    print(f"{'':10}{'compared':>10}{'differ':>10}")
+    for one in found:
+        print(f"{one.what:10}{one.compared:>10,}{len(one.differences):>10,}")
+        for difference in one.differences[:_SHOWN]:
+            print(f"  {difference}")
     if any(one.differences for one in found):
         sys.exit(
             f"lrm verify-resume: the resumed run differs from the one without a stop; both are in "
@@ -80,12 +79,3 @@ def configure(arguments: Sequence[str]) -> VerifyConfig:
         "anything differs. The options are those of lrm train.",
         default=replace(VerifyConfig(**defaults), out=VerifyConfig.out),
     )
-
-
-def table(found: Sequence[Comparison]) -> str:
-    """Return what was compared, and the first differences of each."""
-    lines = [f"{'':10}{'compared':>10}{'differ':>10}"]
-    for one in found:
-        lines.append(f"{one.what:10}{one.compared:>10,}{len(one.differences):>10,}")
-        lines += [f"  {told}" for told in one.differences[:_SHOWN]]
-    return "\n".join(lines)

@@ -24,7 +24,7 @@ import numpy as np
 import tiktoken
 from tokenizers import pre_tokenizers
 
-from learnable_multipliers.pretrain.data.manifest import token_dtype
+from learnable_multipliers.pretrain.data.shards import token_dtype
 from learnable_multipliers.pretrain.data.splits import Document
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
 

@@ -24,14 +24,14 @@ from learnable_multipliers.pretrain.checkpoint.atomic import (
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.formats import DocumentError
-from learnable_multipliers.pretrain.data.manifest import (
+from learnable_multipliers.pretrain.data.shards import (
     TOKENIZER_FILE,
     Manifest,
     Shard,
+    ShardWriter,
     file_sha256,
     token_dtype,
 )
-from learnable_multipliers.pretrain.data.shards import ShardWriter
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Splitter
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextSample,
@@ -119,7 +119,11 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     check_target(config.out, overwrite=config.overwrite)
     splitter = _splitter(config)
     report(Progress("tokenizer", 0, 0, 0))
-    tokenizer = _tokenizer(config, splitter, report)
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
+    else:
+        sample = _training_sample(config, splitter, report)
+        tokenizer = train_tokenizer(sample, config.vocab_size)
     dtype = token_dtype(tokenizer.vocab_size)
     with new_folder(config.out, overwrite=config.overwrite) as folder:
         if config.tokenizer is None or config.add_eos:
@@ -152,12 +156,6 @@ def _splitter(config: PrepareConfig) -> Splitter:
         held_out=corpus(config.valid_sources) if config.valid_sources else None,
         seed=config.seed,
     )
-
-
-def _tokenizer(config: PrepareConfig, splitter: Splitter, report: Report) -> TextTokenizer:
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
-    return train_tokenizer(_training_sample(config, splitter, report), config.vocab_size)
 
 
 def _training_sample(config: PrepareConfig, splitter: Splitter, report: Report) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.formats import DocumentError
-from learnable_multipliers.pretrain.data.manifest import Shard
+from learnable_multipliers.pretrain.data.shards import Shard
 
 TRAIN, VALID = "train", "valid"
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 from learnable_multipliers.pretrain.config import DataConfig
-from learnable_multipliers.pretrain.data.manifest import Manifest, verify_sha256
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.data.shards import TokenDataset
+from learnable_multipliers.pretrain.data.shards import TokenDataset, verify_sha256
 from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
@@ -30,17 +29,15 @@ class TrainingData:
     """A prepared dataset as a run uses it."""
 
     def __init__(self, folder: Path, sequence_length: int, seed: int):
-        manifest = Manifest.load(folder)
-        self.folder, self.manifest = folder, manifest
         self._length, self._seed = sequence_length, seed
         # Sizes and the tokenizer are checked here; `verify` reads all of the tokens.
-        self._train = TokenDataset(folder, manifest, TRAIN)
-        self._valid = TokenDataset(folder, manifest, VALID)
-        verify_sha256(folder / manifest.tokenizer_file, manifest.tokenizer_sha256)
+        self._train, self._valid = TokenDataset(folder, TRAIN), TokenDataset(folder, VALID)
+        self.folder, self.manifest = folder, (manifest := self._train.manifest)
         # Too little text is better known now than at the first batch or evaluation.
         self._num_samples = num_samples(len(self._train), sequence_length)
         self._num_held_out = num_samples(len(self._valid), sequence_length)
         self._tokenizer_file = folder / manifest.tokenizer_file
+        verify_sha256(self._tokenizer_file, manifest.tokenizer_sha256)
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
         self._token_bytes = self._tokenizer.token_bytes()
         self.eos = manifest.eos_id
@@ -101,15 +98,8 @@ class TrainingData:
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger]:
         """Return all tokens of a split."""
-        dataset = TokenDataset(self.folder, self.manifest, split)
+        dataset = TokenDataset(self.folder, split)
         return dataset.tokens(0, len(dataset))
-
-    def text(self, split: str) -> bytes:
-        """Return the text of a split as UTF-8, its documents one after another."""
-        tokens = self.tokens(split)
-        ends = np.flatnonzero(tokens == self.eos)
-        documents = (part[part != self.eos] for part in np.split(tokens, ends))
-        return "".join(self._tokenizer.decode(part.tolist()) for part in documents).encode()
 
     @property
     def num_tokens(self) -> int:

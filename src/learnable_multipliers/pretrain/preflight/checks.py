@@ -23,8 +23,8 @@ Verdict = Literal["ok", "warning", "failed"]
 INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 LESS_MEMORY = "give --data.micro-batch-sequences a smaller number"
 # Training needs the first; reports and logs need the second.
-_NEEDED = ("numpy", "safetensors", "tokenizers")
-_SHOWING = ("matplotlib", "tensorboard")
+_NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
+_SHOWING = ("jinja2", "matplotlib", "tensorboard")
 _OLDEST = (3, 11)
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = 64 * 2**20

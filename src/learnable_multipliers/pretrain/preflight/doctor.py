@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ _SETTINGS = "change the setting it names; lrm train RECIPE --help explains every
 _BUG = "report this list: it is a bug in this package or in torch"
 _NEAR = 1.0
 """Largest difference between the first loss and that of guessing, in nats."""
+_MISSING = {
+    "device": "there is no device to compute on",
+    "data": "there are no data",
+    "valid": "the settings are not valid",
+    "planned": "there is no plan",
+}
+"""Why a check is skipped that needs what an earlier one did not find."""
 _TIMED, _SECONDS = 5, 10.0
 """How many steps are timed, and for how long at most."""
 
@@ -88,32 +96,21 @@ def summary(results: Sequence[CheckResult]) -> str:
 class _Preflight:
     """The checks of one run, and what earlier checks found out for later ones."""
 
+    device: Device
+    data: TrainingData
+    valid: TrainConfig
+    """The config with what depends on the data filled in."""
+    planned: tuple[HybridLM, Plan]
+
     def __init__(self, config: TrainConfig):
         self.config = config
-        self._device: Device | None = None
-        self._data: TrainingData | None = None
-        self._planned: tuple[HybridLM, Plan] | None = None
-        self._valid = self._fits = False
+        self._fits = False
         self._too_large = "the model is not known to fit into memory"
         self._short_run: ShortRun | None = None
 
-    @property
-    def device(self) -> Device:
-        if self._device is None:
-            raise SkippedError("there is no device to compute on")
-        return self._device
-
-    @property
-    def data(self) -> TrainingData:
-        if self._data is None:
-            raise SkippedError("there are no data")
-        return self._data
-
-    @property
-    def planned(self) -> tuple[HybridLM, Plan]:
-        if self._planned is None:
-            raise SkippedError("there is no plan")
-        return self._planned
+    def __getattr__(self, name: str) -> NoReturn:
+        # Only called for an attribute that no check has set.
+        raise SkippedError(_MISSING[name])
 
     @property
     def axes(self) -> Axes:
@@ -133,7 +130,7 @@ class _Preflight:
         return self._short_run
 
     def check_device(self) -> CheckResult:
-        self._device = device = choose_device(self.config.runtime)
+        self.device = device = choose_device(self.config.runtime)
         precision = str(device.dtype).removeprefix("torch.")
         threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
         return CheckResult("device", "ok", f"{device.name} in {precision}{threads}")
@@ -151,9 +148,8 @@ class _Preflight:
 
     def check_data(self) -> CheckResult:
         config = self.config
-        self._data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        tokens = count(self._data.num_tokens)
-        return CheckResult("data", "ok", f"{tokens} tokens at {self._data.folder}")
+        self.data = data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+        return CheckResult("data", "ok", f"{count(data.num_tokens)} tokens at {data.folder}")
 
     def check_checksums(self) -> CheckResult:
         self.data.verify()
@@ -162,35 +158,31 @@ class _Preflight:
     def check_settings(self) -> CheckResult:
         config = resolved(self.config, self.data)
         config.check()
-        self.config, self._valid = config, True
+        self.config = self.valid = config
         return CheckResult("settings", "ok", "valid")
 
     def check_plan(self) -> CheckResult:
-        if not self._valid:
-            raise SkippedError("the settings are not valid")
         # Names and shapes are enough.
         with torch.device("meta"):
-            model = HybridLM(self.config.model)
+            model = HybridLM(self.valid.model)
         plan = make_plan(model, self.config.optimizer)
-        self._planned = model, plan
+        self.planned = model, plan
         text = f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
         return CheckResult("plan", "ok", text)
 
     def check_fast_paths(self) -> CheckResult:
-        if not self._valid:
-            raise SkippedError("the settings are not valid")
+        config = self.valid
         if self.device.device.type != "cuda":
             return CheckResult("fast paths", "ok", "only CUDA devices have kernels and CUDA graphs")
-        slow = slow_paths(self.config, self.device.of_rank(self.axes.size))
+        slow = slow_paths(config, self.device.of_rank(self.axes.size))
         if slow:
             text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
             return CheckResult("fast paths", "warning", text, advice)
         return CheckResult("fast paths", "ok", "every kernel and CUDA graphs serve this run")
 
     def check_memory(self) -> CheckResult:
-        if self._planned is None:
-            raise SkippedError("there is no plan")
-        axes = self.axes
+        # Without a plan there is nothing to estimate.
+        _, axes = self.planned, self.axes
         result = self._compare_memory(axes)
         self._fits = result.verdict != "failed"
         if self._fits and max(axes.shard, axes.tensor) > 1:
@@ -329,18 +321,18 @@ def check_save_and_load(run: ShortRun) -> CheckResult:
 
 
 def check_speed(run: ShortRun) -> CheckResult:
-    """Time passes and optimizer steps, and estimate how long the run takes."""
+    """Time gradients and optimizer steps, and estimate how long the run takes."""
     data, lr = run.config.data, run.config.optimizer.lr
-    passes: list[float] = []
+    backward: list[float] = []
     updates: list[float] = []
     until = time.perf_counter() + _SECONDS
-    while len(passes) < _TIMED and (len(passes) < 2 or time.perf_counter() < until):
-        passes.append(run.timed(run.gradients))
+    while len(updates) < _TIMED and (len(updates) < 2 or time.perf_counter() < until):
+        backward.append(run.timed(run.gradients))
         updates.append(run.timed(lambda: run.step(lr)))
     # The first ones warm up.
-    one_pass, update = min(passes[1:]), min(updates[1:])
-    num_passes = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
-    per_step = num_passes * one_pass + update
+    micro_batch_seconds, update = min(backward[1:]), min(updates[1:])
+    num_micro_batches = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
+    per_step = num_micro_batches * micro_batch_seconds + update
     planned = steps(run.config.schedule, data.batch_sequences, data.sequence_length)
     tokens = data.batch_sequences * data.sequence_length
     speed = tokens / per_step

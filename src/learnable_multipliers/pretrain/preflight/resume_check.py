@@ -30,7 +30,6 @@ MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
 """Wall-clock and device metrics, excluded from the comparison."""
 # The folder of a run and its logging are part of its config, and do not change what it computes.
 _NOT_COMPUTED = MEASURED | {"config"}
-_WORDS = {"model": "weights"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,14 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def check_steps(config: TrainConfig, half: int) -> None:
-    """Raise a ValueError if a run cannot be checked with so many steps."""
+def check_resume(
+    config: TrainConfig, half: int, report: Callable[[str], None] = lambda part: None
+) -> list[Comparison]:
+    """Train the first steps of a run twice, once with a kill on the way; compare the results.
+
+    A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
+    are lines in the log which resuming must remove. `report` is called with the progress.
+    """
     config.check()
     planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
     if not 1 <= half <= len(planned) // 2:
@@ -51,17 +56,6 @@ def check_steps(config: TrainConfig, half: int) -> None:
             f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "
             f"between 1 and {len(planned) // 2:,}, got {half:,}"
         )
-
-
-def check_resume(
-    config: TrainConfig, half: int, tell: Callable[[str], None] = lambda part: None
-) -> list[Comparison]:
-    """Train the first steps of a run twice, once with a kill on the way; compare the results.
-
-    A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
-    are lines in the log which resuming must remove. `tell` is called with the progress.
-    """
-    check_steps(config, half)
     # Other loggers would record runs that are only tests.
     log = replace(config.log, tensorboard=False, wandb="", trackio="", drift=False)
     config = replace(config, name=config.name or "run", log=log)
@@ -71,12 +65,12 @@ def check_resume(
     parted = replace(
         whole, out=config.out / "resumed", checkpoint=CheckpointConfig(every=half, keep=2)
     )
-    tell(f"{2 * half} steps in one go")
+    report(f"{2 * half} steps in one go")
     _train(whole, 2 * half)
     killed_at = half + half // 2
-    tell(f"{killed_at} steps, then SIGKILL")
+    report(f"{killed_at} steps, then SIGKILL")
     _train(parted, killed_at, killed=True)
-    tell(f"resuming from step {half}")
+    report(f"resuming from step {half}")
     _train(replace(parted, resume=True), 2 * half)
     kept = [checkpoints.load_newest(run.out / "checkpoints")[0] for run in (whole, parted)]
     return [*compare_checkpoints(*kept), compare_metrics(whole.out, parted.out)]
@@ -105,7 +99,7 @@ def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[Compariso
     found = []
     for file in sorted({*first.tensors, *second.tensors}):
         one, other = first.tensors.get(file, {}), second.tensors.get(file, {})
-        found.append(compare(_WORDS.get(file, file), one, other))
+        found.append(compare("weights" if file == "model" else file, one, other))
     return [*found, compare("counters", _counters(first), _counters(second))]
 
 
@@ -144,7 +138,10 @@ def _difference(one: Any, other: Any) -> str | None:
     if isinstance(one, Tensor):
         return _tensor_difference(one.detach().cpu(), other.detach().cpu())
     # As text, because NaN equals NaN here.
-    return None if repr(one) == repr(other) else f"{_short(one)} and {_short(other)}"
+    texts = repr(one), repr(other)
+    if texts[0] == texts[1]:
+        return None
+    return " and ".join(text if len(text) <= 60 else f"{text[:57]}..." for text in texts)
 
 
 def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
@@ -156,11 +153,6 @@ def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
         return None
     distance = (one.double() - other.double()).abs().max().item()
     return f"up to {distance:.1e} apart"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _main() -> None:

@@ -1,0 +1,118 @@
+"""Commands about a model, a preset or a Hugging Face folder: `lrm plan` and `lrm symmetries`."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from torch import nn
+
+from learnable_multipliers import _planner
+from learnable_multipliers._placement import Placement
+from learnable_multipliers.cli.arguments import closest, command
+from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.report import analysis
+from learnable_multipliers.symmetry import find_symmetries
+
+_Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What to plan for."""
+
+    model: _Model
+    """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
+    placement: Placement = "full"
+    """Rows and columns (full), without redundant ones (symmetry-aware), or one each (scalar)."""
+    json: Path | None = None
+    """Also write the plan to this file."""
+
+
+@command(PlanConfig)
+def plan(config: PlanConfig) -> None:
+    """Show which multipliers each matrix of a model would carry, and why.
+
+    Reads only names and shapes: no weights are loaded.
+    """
+    planned = _planner.plan(_named_model(config.model, weights=False), config.placement)
+    print(planned)
+    if config.json is not None:
+        config.json.write_text(planned.to_json() + "\n", encoding="utf8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetriesConfig:
+    """What to look at."""
+
+    model: _Model
+    """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
+    placement: Literal["all", "full", "symmetry-aware", "scalar"] = "all"
+    """Scales to look at: all rows and columns, or the multipliers of a placement."""
+    json: bool = False
+    """Print JSON, with every layer separately, instead of text."""
+    plot: Path | None = None
+    """File to plot to (.svg, .png, .pdf): which axes take part in which symmetry."""
+
+
+@command(SymmetriesConfig)
+def symmetries(config: SymmetriesConfig) -> None:
+    """Find the rescalings of a model's matrices and norms that do not change its outputs.
+
+    They are computed from the forward pass at random weights, in seconds to minutes; for a large
+    model, from a small one of the same architecture. The numbers in front count independent
+    rescalings.
+    """
+    if config.plot is not None:
+        analysis.check_format(config.plot)
+    start = time.perf_counter()
+    # Not on stdout, which may be a file.
+    with Console(stderr=True).status(f"analysing {config.model}"):
+        model = _named_model(config.model, weights=True)
+        planned = None if config.placement == "all" else _planner.plan(model, config.placement)
+        found = find_symmetries(model, planned)
+    seconds = time.perf_counter() - start
+    if config.plot is not None:
+        analysis.save(analysis.symmetry_map(config.model, found.powers()), config.plot)
+    if config.json:
+        asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
+        print(json.dumps(asked | found.to_dict(), indent=1))
+        return
+    scales = "all rows and columns" if planned is None else f"the {config.placement} placement"
+    print(f"{config.model}, {scales}: {len(found)} symmetries, found in {seconds:.1f} s\n")
+    print(found.summary())
+
+
+def _named_model(name: str, *, weights: bool) -> nn.Module:
+    """Return a model with random weights, or on the meta device: with names and shapes alone."""
+    if name in PRESETS:
+        if weights:
+            return build(PRESETS[name])
+        with torch.device("meta"):
+            return HybridLM(PRESETS[name])
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        near = closest(name, list(PRESETS))
+        raise ValueError(
+            f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
+            + (f"; did you mean {near}?" if near else "")
+        )
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "reading a Hugging Face folder needs transformers: "
+            "pip install 'learnable-multipliers[transformers]'"
+        ) from error
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    with torch.device("cpu" if weights else "meta"):
+        return kind.from_config(config)
