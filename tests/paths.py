@@ -183,7 +183,7 @@ def place(optimizer, model, values):
     state = copy.deepcopy(optimizer.state_dict())
     names = [n for g in optimizer.param_groups for n in g["param_names"]]
     ids = [i for g in state["param_groups"] for i in g["params"]]
-    plan_matrices = dict(matrices_of(optimizer))
+    plan_matrices = matrices_of(optimizer)
     with torch.no_grad():
         for name, i in zip(names, ids, strict=True):
             if name not in values:
@@ -197,13 +197,7 @@ def place(optimizer, model, values):
 
 
 def matrices_of(optimizer):
-    import json
-
-    from learnable_multipliers._plan import matrix_from
-
-    for group in optimizer.param_groups:
-        for name, content in json.loads(group["matrices"] or "{}").items():
-            yield name, matrix_from(content)
+    return {entry.name: entry.matrix for entry in optimizer.plan.entries if entry.matrix}
 
 
 def compare(explicit, optimized, moments, **tolerance):

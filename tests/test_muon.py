@@ -172,9 +172,9 @@ def test_bfloat16_newton_schulz_stays_near_its_float64_form(shape):
 
 
 def test_muon_without_a_plan_is_refused():
-    with pytest.raises(ValueError, match=r"give it lrm.param_groups\(model, plan\)"):
+    with pytest.raises(ValueError, match=r"use lrm.Muon.from_model\(model\)"):
         lrm.Muon(torch.nn.Linear(3, 3).parameters())
-    groups = [{"params": [torch.zeros(1)], "matrices": "{}"}]
+    groups = [{"params": [torch.zeros(1)]}]
     with pytest.raises(ValueError, match="unknown adjust_lr"):
         lrm.Muon(groups, adjust_lr="both")
     with pytest.raises(ValueError, match="unknown coefficients"):

@@ -428,7 +428,7 @@ def gradient_as_a_sum():
     weight.grad = torch.distributed.tensor.DTensor.from_local(part, mesh, [Partial()])
     later = weight.grad.redistribute(placements=[Replicate()], async_op=True)
     assert type(local_gradient(weight, later)) is torch.Tensor
-    optimizer = lrm.AdamW([("norm", weight)], lr=1e-2)
+    optimizer = lrm.AdamW.from_model(nn.ParameterDict({"norm": weight}), "none", lr=1e-2)
     optimizer.step()
     assert optimizer.grad_norm.item() == pytest.approx(6.0)
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"].to_local(), torch.full((4,), 0.3))
@@ -449,7 +449,7 @@ def apart():
     )
     one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
     with pytest.raises(ValueError, match="one of the device meshes must hold them all"):
-        lrm.AdamW([("one", one), ("other", other)]).step()
+        lrm.AdamW.from_model(nn.ParameterDict({"one": one, "other": other}), "none").step()
 
 
 def test_parameters_without_a_common_mesh_are_refused(ranks):

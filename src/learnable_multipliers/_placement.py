@@ -3,7 +3,8 @@
 `full` is what the paper trains: row and column everywhere but on the head, with the redundancy
 held in check by a small decay of the multipliers (sec. 4.1). `symmetry-aware` is its appendix
 "Multipliers placement", extended to norms the paper's model does not have: each scale the
-model can express has one multiplier and no more. `scalar` is one number per logical matrix.
+model can express has one multiplier and no more. `scalar` is one number per logical matrix,
+`none` a plain run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from learnable_multipliers._multiplier import Kind
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part
 from learnable_multipliers.symmetry._derive import Carried
 
-Placement = Literal["full", "symmetry-aware", "scalar"]
+Placement = Literal["full", "symmetry-aware", "scalar", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
@@ -68,6 +69,8 @@ def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice
     """Return the placement's choice for one logical matrix; None where a rule must decide."""
     if parameter.opaque:
         return Choice("none", parameter.note)
+    if placement == "none":
+        return Choice("none", "no multipliers")
     if part.role == "head":
         columns = "left as it is (no learnable norm in front: a rule can add columns)"
         if parameter.column_norm:

@@ -109,6 +109,19 @@ class Plan:
         """Numbers learned besides the model's parameters."""
         return sum(entry.matrix.num_multipliers for entry in self.entries if entry.matrix)
 
+    @property
+    def summary(self) -> str:
+        """How many matrices carry multipliers, and how many numbers these are."""
+        matrices = [entry for entry in self.entries if not entry.vector]
+        carrying = [entry for entry in matrices if entry.carries]
+        share = self.num_multipliers / max(self.num_parameters, 1)
+        unknown = sum("unknown" in entry.role for entry in matrices)
+        text = (
+            f"{len(carrying)} of {len(matrices)} matrices carry multipliers: {self.num_multipliers:,} "
+            f"numbers beside {self.num_parameters:,} parameters ({share:.3%})."
+        )
+        return text + (f" {unknown} of unknown role." if unknown else "")
+
     def resolve(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the model's parameters by the plan's names; raise if the model does not fit."""
         present = dict(named_parameters(model))
@@ -170,7 +183,7 @@ class Plan:
         return plan
 
 
-def matrix_from(content: dict[str, Any]) -> Matrix:
+def _matrix_from(content: dict[str, Any]) -> Matrix:
     """Return a matrix from its plain data, as `dataclasses.asdict` gives it."""
     rest = dict(content)
     blocks = tuple(Block(**block) for block in rest.pop("blocks"))
@@ -179,7 +192,7 @@ def matrix_from(content: dict[str, Any]) -> Matrix:
 
 def _entry_from(content: dict[str, Any]) -> PlanEntry:
     matrix = content.pop("matrix")
-    matrix = None if matrix is None else matrix_from(matrix)
+    matrix = None if matrix is None else _matrix_from(matrix)
     shape, aliases = tuple(content.pop("shape")), tuple(content.pop("aliases"))
     return PlanEntry(shape=shape, aliases=aliases, matrix=matrix, **content)
 
@@ -195,7 +208,7 @@ def _render(plan: Plan) -> str:
     text = [f"{plan.placement} placement for {plan.model}", ""]
     for row in [_HEADER, tuple("-" * width for width in [*widths, _REASON_WIDTH]), *rows]:
         text += _wrapped(row, widths)
-    text += ["", _summary(plan)]
+    text += ["", plan.summary]
     if plan.folds:
         folded = ", ".join(f"{field} {value:.4g}" for field, value in plan.folds)
         text += [f"Taken over from the model by initialize_: {folded}."]
@@ -250,15 +263,3 @@ def _wrapped(row: tuple[str, ...], widths: list[int]) -> list[str]:
     first = "  ".join(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True))
     indent = " " * (sum(widths) + 2 * len(widths))
     return [f"{first}  {reasons[0]}", *(indent + line for line in reasons[1:])]
-
-
-def _summary(plan: Plan) -> str:
-    matrices = [entry for entry in plan.entries if not entry.vector]
-    carrying = [entry for entry in matrices if entry.carries]
-    share = plan.num_multipliers / max(plan.num_parameters, 1)
-    unknown = sum("unknown" in entry.role for entry in matrices)
-    text = (
-        f"{len(carrying)} of {len(matrices)} matrices carry multipliers: "
-        f"{plan.num_multipliers:,} numbers beside {plan.num_parameters:,} parameters ({share:.3%})."
-    )
-    return text + (f" {unknown} of unknown role." if unknown else "")

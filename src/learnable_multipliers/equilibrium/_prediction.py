@@ -100,7 +100,7 @@ def _tensors_of(
     rule = _rule(optimizer, group, matrix)
     moments = optimizer.moments_of(parameter)
     if isinstance(optimizer, Muon) and rule == "muon":
-        names, betas = ("momentum_buffer", MEAN_SQUARE), (optimizer.momentum, 0.0)
+        names, betas = ("momentum_buffer", MEAN_SQUARE), (float(group["momentum"]), 0.0)
     else:
         wrapped = isinstance(optimizer, LearnableMultipliers)
         names = ("exp_avg", "exp_avg_sq")
@@ -189,7 +189,7 @@ def tensor_walk(optimizer: MultiplierOptimizer, tensor: Trained) -> TensorWalk |
         # Muon orthogonalizes block by block.
         walks = [
             muon_walk(
-                optimizer.momentum,
+                tensor.beta1,
                 optimizer.nesterov,
                 adjust_lr=optimizer.adjust_lr,
                 shape=(size, matrix.num_in),

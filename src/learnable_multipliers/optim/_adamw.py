@@ -9,29 +9,39 @@ from torch import Tensor
 
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
 
 
 class AdamW(MultiplierOptimizer):
     """`torch.optim.AdamW` on raw weights, multipliers and everything else.
 
-    Takes the groups of `lrm.param_groups(model, plan)`, or plain parameters, which then carry
-    nothing. Multipliers train at `lr * multiplier_lr_scale`, so that schedulers move them too.
+    Made by `lrm.AdamW.from_model(model)`, or from the groups of `lrm.param_groups(model, plan)`.
+    Multipliers train at `lr * multiplier_lr_scale`, so that schedulers move them too.
+
+    Args:
+        lr: 1e-3 where neither it nor the groups say otherwise; `weight_decay` 0.1,
+            `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3 likewise.
+        max_grad_norm: Clip by the norm of the raw weights' gradients, as part of the step.
+        backend: Which kernels run. `fused` and `foreach` are taken as torch has them; every step
+            is fused, so that they change nothing.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float | None = None,
         *,
-        multiplier_lr_scale: float = 1.0,
-        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        multiplier_lr_scale: float | None = None,
+        multiplier_weight_decay: float | None = None,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ):
+        if fused and foreach:
+            raise ValueError("fused and foreach cannot both be True, here as in torch.optim.AdamW")
         defaults = {
             "lr": lr,
             "betas": betas,

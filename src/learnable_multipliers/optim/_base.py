@@ -7,28 +7,48 @@ effective weight back. Raw weights are updated by AdamW; subclasses may do other
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix, multiplier
-from learnable_multipliers._plan import matrix_from
-from learnable_multipliers._reparametrize import explicit_multipliers
+from learnable_multipliers._placement import Placement
+from learnable_multipliers._plan import Plan
+from learnable_multipliers._planner import plan as make_plan
+from learnable_multipliers._reparametrize import explicit_multipliers, is_reparametrized
+from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
-from learnable_multipliers.kernels._reference import write_effective, write_raw
+from learnable_multipliers.kernels._reference import effective_of, write_effective, write_raw
+from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._clipping import clip_factor
+from learnable_multipliers.optim._groups import (
+    MULTIPLIER_WEIGHT_DECAY,
+    WEIGHT_DECAY,
+    param_groups,
+)
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import all_agree, full, is_sharded, local
+from learnable_multipliers.optim._write_guard import is_capturing
 
-_FORMAT = 1
-"""Of the optimizer's state; every parameter group carries it, so that all checkpoints do."""
+_DEFAULTS = {
+    "lr": 1e-3,
+    "weight_decay": WEIGHT_DECAY,
+    "multiplier_lr_scale": 1.0,
+    "multiplier_weight_decay": MULTIPLIER_WEIGHT_DECAY,
+}
+"""Settings that parameter groups and the optimizer's arguments may both give."""
+_SMALLEST_FACTOR = 1e-2
+"""Raw weights are not divided by factors below it: one step may change these several times over."""
+_SKIPS_IN_A_ROW = 20
+"""Steps without a finite gradient, one after the other, that a user is warned of."""
 
 
 class MultiplierOptimizer(Optimizer):
@@ -38,7 +58,19 @@ class MultiplierOptimizer(Optimizer):
     """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
     a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
     _binding: Binding | None = None
-    _settings: tuple[str, ...] = ("max_grad_norm", "backend", "grad_norm", "_skipped")
+    _calls = 0
+    _told_of_skips = False
+    plan: Plan | None = None
+    """What every parameter is and carries."""
+    _settings: tuple[str, ...] = (
+        "plan",
+        "max_grad_norm",
+        "backend",
+        "grad_norm",
+        "_skipped",
+        "_in_a_row",
+        "_has_stepped",
+    )
     """Attributes that a copy of the optimizer keeps; torch's own copies its groups alone."""
 
     def __init__(
@@ -51,7 +83,9 @@ class MultiplierOptimizer(Optimizer):
     ):
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
-        for name in ("lr", "eps", "weight_decay", "multiplier_weight_decay", "multiplier_lr_scale"):
+        given = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
+        defaults = {**defaults, **{n: v for n, v in _DEFAULTS.items() if n in defaults}, **given}
+        for name in ("eps", *_DEFAULTS):
             value = defaults.get(name, 0)
             if isinstance(value, int | float | Tensor) and value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -59,9 +93,38 @@ class MultiplierOptimizer(Optimizer):
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
         self._skipped: Tensor | None = None
+        self._in_a_row: Tensor | None = None
+        self._has_stepped = False
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._process_groups: dict[tuple[int, ...], Any] = {}
-        ours = {"lr_scale": 1.0, "matrices": "", "kind": "", "format": _FORMAT}
-        super().__init__(params, {**ours, **defaults})
+        groups = list(params)
+        for name in given:
+            _check_reached(name, given[name], groups)
+        ours = {"lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
+        super().__init__(groups, {**ours, **defaults})
+        if self.plan is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} was given parameters without a plan, which would train without "
+                f"multipliers: use lrm.{name}.from_model(model), or "
+                f'lrm.{name}.from_model(model, "none") if that is what you want'
+            )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        placement: Placement | Plan = "full",
+        *,
+        rules: Sequence[Rule] = (),
+        **settings: Any,
+    ) -> Self:
+        """Return the optimizer of a model whose matrices carry multipliers.
+
+        `placement` and `rules` are those of `lrm.plan`, or a plan itself; `settings` are the
+        constructor's: `lr`, `weight_decay`, `multiplier_lr_scale`, `max_grad_norm`, ...
+        """
+        return cls(param_groups(model, plan_for(model, placement, rules)), **settings)
 
     # -- for subclasses -----------------------------------------------------------------------
 
@@ -108,6 +171,7 @@ class MultiplierOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
+        self._tell_of_unfrozen()
         bound = self._current()
         bound.guard.raise_pending()
         for packed in bound.packed.values():
@@ -126,8 +190,8 @@ class MultiplierOptimizer(Optimizer):
             # Checkpointing tools take a step without rate and gradient to see the state; it must
             # leave no trace.
             go = go & (norm != 0)
-        assert self._skipped is not None
-        self._skipped += ~finite
+        self._count_skipped(finite)
+        self._has_stepped = True
         if bound.kernels.decides_on_host and not bool(go):
             return
         moved = bound.has_gradient(active)
@@ -147,6 +211,36 @@ class MultiplierOptimizer(Optimizer):
         if bound.kernels.decides_on_host:
             # Triton's writes do not change a tensor's version; torch's do.
             bound.guard.remember(active)
+
+    def _count_skipped(self, finite: Tensor) -> None:
+        assert self._skipped is not None and self._in_a_row is not None
+        self._skipped += ~finite
+        self._in_a_row += 1
+        self._in_a_row *= ~finite
+        self._calls += 1
+        # Read now and then: a GPU must not wait for the host in every step.
+        if self._calls % _SKIPS_IN_A_ROW or is_capturing():
+            return
+        if int(self._in_a_row) >= _SKIPS_IN_A_ROW and not self._told_of_skips:
+            self._told_of_skips = True
+            warnings.warn(
+                f"the last {int(self._in_a_row)} optimizer steps were skipped: gradients were not "
+                "finite, and nothing is trained. Look at the loss, or restart from a checkpoint",
+                stacklevel=4,
+            )
+
+    def _tell_of_unfrozen(self) -> None:
+        """Warn once of parameters that were frozen when the optimizer was made, and are no more."""
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            self._frozen = []
+            more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
+            warnings.warn(
+                f"{unfrozen[0]}{more} was frozen when the optimizer was made and requires a "
+                "gradient now, but no optimizer trains it: make the optimizer again, or add it "
+                "with add_param_group",
+                stacklevel=4,
+            )
 
     @property
     def num_skipped(self) -> int:
@@ -209,9 +303,18 @@ class MultiplierOptimizer(Optimizer):
     def _current(self) -> Binding:
         """Return the binding, made again where parameters, their storage or the state changed."""
         bound = self._bound()
-        if not bound.is_of(self.param_groups, self.state) or bound.guard.storage_moved():
+        moved = bound.guard.moved()
+        if self._has_stepped:
+            # Moved is fine, changed is not.
+            bound.guard.check_weights(moved)
+        if moved or not bound.is_of(self.param_groups, self.state):
             self._binding = None
-        return self._bound()
+            bound = self._bound()
+        if not self._has_stepped:
+            # Weights may be loaded or initialized until training starts.
+            bound.write_factors_()
+            self._follow_model_([state for state in bound.states if _differs(state)])
+        return bound
 
     def _bound(self) -> Binding:
         """Return the binding, made from parameter groups and state at its first use."""
@@ -223,13 +326,13 @@ class MultiplierOptimizer(Optimizer):
 
     def _bind(self) -> None:
         states: list[ParameterState] = []
+        matrices = self._matrices()
         for group in self.param_groups:
-            planned = json.loads(group["matrices"] or "{}")
             names = group.get("param_names") or [
                 f"parameter {i}" for i in range(len(group["params"]))
             ]
             for parameter, name in zip(group["params"], names, strict=True):
-                matrix = matrix_from(planned[name]) if name in planned else None
+                matrix = matrices.get(name)
                 if matrix is not None and tuple(parameter.shape) != matrix.shape:
                     raise ValueError(
                         f"{name} has shape {tuple(parameter.shape)}, but its plan is for "
@@ -251,22 +354,24 @@ class MultiplierOptimizer(Optimizer):
         bound = Binding(states, self.state, self.backend, self._process_groups)
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=bound.device)
+            self._in_a_row = torch.zeros_like(self._skipped)
         self._binding = bound
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
         """Load state at the precision it was saved in; torch alone would round it to bfloat16.
 
-        The model's parameters are expected to hold the weights of the same moment. A state of
-        another format or from another plan is refused before anything has changed.
+        The model's parameters are expected to hold the weights of the same moment. A state from
+        another plan is converted where `from_plan` names it. A state of `torch.optim.AdamW` is
+        adopted by ours: moments and step counts are kept, multipliers start at 1, and the groups
+        keep their own settings. Anything else is refused before something has changed.
         """
         seen: dict[str, Any] = {}
 
         # Registered last, it sees what hooks of others have made of the state.
-        def look(_: Optimizer, given: dict[str, Any]) -> None:
-            for group, saved in zip(self.param_groups, given["param_groups"], strict=False):
-                _check_group(group, saved)
-            seen.update(given)
+        def look(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            seen.update(self._readable(given, from_plan))
+            return seen
 
         handle = self.register_load_state_dict_pre_hook(look)
         try:
@@ -283,6 +388,26 @@ class MultiplierOptimizer(Optimizer):
                     for key, value in seen["state"][saved].items()
                 }
         self._binding = None
+        self._has_stepped = any(bool(kept.get("step", 0)) for kept in seen["state"].values())
+
+    def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
+        """Return a saved state as one of this plan; raise where it cannot be."""
+        groups, matrices = self.param_groups, self._matrices()
+        if not _loading.saved_by_us(saved):
+            assert self.plan is not None
+            saved = _loading.adopted(groups, saved, self.plan)
+        else:
+            _loading.check_format(saved)
+            if from_plan is not None:
+                saved = _loading.converted(groups, saved, matrices, from_plan)
+            _loading.check_plan(groups, saved, matrices)
+        expected = {
+            key: (name, self._moment_names(matrices.get(name)))
+            for group, other in zip(groups, saved["param_groups"], strict=False)
+            for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
+        }
+        _loading.check_moments(expected, saved)
+        return saved
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._settings}}
@@ -290,13 +415,40 @@ class MultiplierOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._binding = None
+        self._frozen = []
         # Process groups cannot be copied; a copy makes its own.
         self._process_groups = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its state is made at the next step."""
-        super().add_param_group(param_group)
+        group = dict(param_group)
+        plan, frozen = group.pop("plan", None), group.pop("frozen", ())
+        super().add_param_group(group)
+        if plan is not None:
+            self.plan = plan if self.plan is None else _joined(self.plan, plan)
+            matrices = self._matrices()
+            names = [name for name in group["param_names"] if name in matrices]
+            group["plan"] = _loading.fingerprint({name: matrices[name] for name in names})
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        self._frozen = [(n, p) for n, p in {**dict(self._frozen), **dict(frozen)}.items()]
+        self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
         self._binding = None
+
+    def _matrices(self) -> dict[str, Matrix]:
+        """Return what the plan says of each matrix, by name."""
+        if self.plan is None:
+            return {}
+        return {entry.name: entry.matrix for entry in self.plan.entries if entry.matrix}
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        if self.plan is not None:
+            lines += [f"  {self.plan.summary}"]
+        for index, group in enumerate(self.param_groups):
+            hidden = ("params", "param_names", "plan", "format")
+            settings = ", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden)
+            lines += [f"  group {index}: {len(group['params'])} parameters, {settings}"]
+        return "\n".join([*lines, ")"])
 
     # -- the model's weights ------------------------------------------------------------------
 
@@ -304,24 +456,27 @@ class MultiplierOptimizer(Optimizer):
     def sync_from_model_(self) -> None:
         """Take the model's weights as they are now: raw weights follow, multipliers stay.
 
-        Where a multiplier is zero no raw weight can follow; there the multipliers start at 1.
-        Moments are kept.
+        Where a multiplier is near zero no raw weight can follow; the multipliers of such a matrix
+        start at 1. Moments are kept.
         """
         self._binding = None
+        self._follow_model_(self._bound().states)
+
+    def _follow_model_(self, states: Sequence[ParameterState] | ParameterSet) -> None:
         bound = self._bound()
-        # Ranks share columns, so where one of them has a row at zero all start again.
-        flags = [_is_divisible(state) for state in bound.states]
+        # Ranks share columns, so where one of them has a row near zero all start again.
+        flags = [_is_divisible(state) for state in states]
         divisible = all_agree(bound.process_group, flags, bound.device)
-        for state, can_follow in zip(bound.states, divisible, strict=True):
+        for state, can_follow in zip(states, divisible, strict=True):
             if state.matrix is not None and not can_follow:
                 for name in state.matrix.value_shapes():
                     state.multipliers[name].fill_(0.0 if state.matrix.scale == "log" else 1.0)
         bound.write_factors_()
-        for state in bound.states:
+        for state in states:
             if state.owns_raw:
                 write_raw(state)
                 write_effective(state)
-        bound.guard.remember(bound.states)
+        bound.guard.remember(states)
 
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
@@ -364,32 +519,56 @@ def raw_weights(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
     return optimizer.raw_weights()
 
 
-def _is_divisible(state: ParameterState) -> bool:
-    """Return whether no factor of a parameter is zero, so that its raw weight can follow."""
-    return state.factors is None or all(bool(factor.all()) for factor in state.factors)
-
-
-def _check_group(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise where a saved parameter group is of another format, or from another plan."""
-    found = saved.get("format")
-    if found != _FORMAT:
-        what = "has no format number" if found is None else f"is of format {found}"
+def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule]) -> Plan:
+    """Return the plan that `from_model` was asked for."""
+    if is_reparametrized(model):
         raise ValueError(
-            f"this optimizer state {what}, and only format {_FORMAT} is read here: load it with "
-            "the release that wrote it, or start with fresh optimizer state"
+            "this model holds its multipliers itself (lrm.reparametrize): train it with an "
+            "optimizer of torch on lrm.param_groups(model, plan), or call lrm.merge(model) first"
         )
-    ours, theirs = (json.loads(one.get("matrices") or "{}") for one in (group, saved))
-    for name in (*ours, *theirs):
-        here, there = ours.get(name), theirs.get(name)
-        if here is None or there is None or _placed(here) != _placed(there):
-            raise ValueError(
-                f"this optimizer state was saved under another plan, which differs at {name}: "
-                "make the optimizer with the plan of the saved run, or start with fresh "
-                "optimizer state"
-            )
+    if not isinstance(placement, Plan):
+        return make_plan(model, placement, rules)
+    if rules:
+        raise ValueError("rules are for making a plan, and a plan was given: give them to lrm.plan")
+    return placement
 
 
-def _placed(matrix: dict[str, Any]) -> dict[str, Any]:
-    """Return a matrix without its initial values, which matter at the first step only."""
-    blocks = [{k: v for k, v in block.items() if k != "init"} for block in matrix["blocks"]]
-    return {**matrix, "blocks": blocks}
+def _check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
+    """Raise where an argument has no effect: every matrix's group says otherwise."""
+    own = [
+        group[name]
+        for group in groups
+        if isinstance(group, dict) and name in group and group.get("kind") != "vector"
+    ]
+    others = [g for g in groups if not isinstance(g, dict) or g.get("kind") != "vector"]
+    if own and len(own) == len(others) and all(one != value for one in own):
+        raise ValueError(
+            f"{name}={value} has no effect: the parameter groups carry {name}={own[0]}. Give it to "
+            "lrm.param_groups or to the optimizer, not to both"
+        )
+
+
+def _joined(plan: Plan, other: Plan) -> Plan:
+    """Return one plan of two; raise where they disagree."""
+    if plan == other:
+        return plan
+    known = {entry.name: entry for entry in plan.entries}
+    for entry in other.entries:
+        if known.setdefault(entry.name, entry) != entry:
+            raise ValueError(f"two plans for one optimizer differ at {entry.name}")
+    return replace(plan, entries=tuple(known.values()))
+
+
+def _is_divisible(state: ParameterState) -> bool:
+    """Return whether no factor of a parameter is near zero, so that its raw weight can follow."""
+    return state.factors is None or all(
+        bool((factor.abs() >= _SMALLEST_FACTOR).all()) for factor in state.factors
+    )
+
+
+def _differs(state: ParameterState) -> bool:
+    """Return whether a weight is another one than its raw weight and multipliers make."""
+    if not state.owns_raw:
+        return False
+    weight = local(state.parameter.detach())
+    return not torch.equal(effective_of(state).to(weight.dtype), weight)

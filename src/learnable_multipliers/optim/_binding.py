@@ -179,7 +179,10 @@ class Binding:
             kept[key] = torch.zeros_like(
                 state.weight, dtype=state.raw_dtype, memory_format=torch.contiguous_format
             )
-        known = saved[state.parameter]
+        known = dict(saved[state.parameter])
+        if not owns_raw:
+            # Of a plan that carried multipliers here; now the parameter itself is trained.
+            known.pop("raw", None)
         for key, value in kept.items():
             if key in known:
                 value.copy_(local(known[key]).to(value.device))

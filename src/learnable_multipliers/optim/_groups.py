@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any
 
 from torch import nn
 
 from learnable_multipliers._names import named_parameters
-from learnable_multipliers._plan import Plan, PlanEntry
+from learnable_multipliers._plan import Plan
 from learnable_multipliers._reparametrize import is_reparametrized
 
+WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
 """Enough to stop the drift along symmetries, too little to set the scale (paper sec. 4.1)."""
 
@@ -20,22 +19,34 @@ def param_groups(
     model: nn.Module,
     plan: Plan,
     *,
-    weight_decay: float = 0.1,
+    weight_decay: float | None = None,
     lr: float | None = None,
-    multiplier_lr_scale: float = 1.0,
-    multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+    multiplier_lr_scale: float | None = None,
+    multiplier_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer, every trainable parameter in exactly one.
 
-    On a reparametrized model they suit any torch optimizer: raw matrices, their multipliers and
-    vectors, each with its own decay and, where `lr` is given, its own learning rate. On an
-    untouched model they carry the plan along as plain strings and numbers, for the optimizers of
-    this library. Groups hold (name, parameter) pairs.
+    On an untouched model they carry the plan, for the optimizers of this library; settings left
+    out here are the optimizer's. On a reparametrized model they suit any torch optimizer: raw
+    matrices, their multipliers and vectors, each with its own decay (0.1, 2e-3 and none unless
+    given) and, where `lr` is given, its own learning rate. Groups hold (name, parameter) pairs.
     """
     explicit = is_reparametrized(model)
     present = dict(named_parameters(model))
     trained = {name: p for name, p in present.items() if p.requires_grad}
-    if not explicit:
+    shared: dict[str, Any] = {}
+    if explicit:
+        weight_decay = WEIGHT_DECAY if weight_decay is None else weight_decay
+        if multiplier_weight_decay is None:
+            multiplier_weight_decay = MULTIPLIER_WEIGHT_DECAY
+    else:
+        frozen = [(name, p) for name, p in present.items() if name not in trained]
+        settings = {
+            "multiplier_lr_scale": multiplier_lr_scale,
+            "multiplier_weight_decay": multiplier_weight_decay,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        shared = {"plan": plan, "frozen": frozen, **given}
         plan.resolve(model)
     plan.check_initialized()
     # The plan's entries by the names their weights have in this model.
@@ -48,25 +59,24 @@ def param_groups(
 
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def put(name: str, kind: str, decay: float, lr_scale: float, entry: PlanEntry | None) -> None:
+    def put(name: str, kind: str, decay: float | None, lr_scale: float) -> None:
+        own = {} if decay is None else {"weight_decay": decay}
         group = groups.setdefault(
             (kind, decay, lr_scale),
-            {"params": [], "kind": kind, "weight_decay": decay, "lr_scale": lr_scale},
+            {"params": [], "kind": kind, "lr_scale": lr_scale, **own, **shared},
         )
         group["params"].append((name, trained[name]))
-        if not explicit and entry is not None and entry.matrix is not None:
-            matrices = group.setdefault("matrices", {})
-            matrices[name] = dataclasses.asdict(entry.matrix)
 
     unplanned = []
     for name in trained:
         if _multiplier_owner(name) in carrying:
-            put(name, "multiplier", multiplier_weight_decay, multiplier_lr_scale, None)
+            scale = 1.0 if multiplier_lr_scale is None else multiplier_lr_scale
+            put(name, "multiplier", multiplier_weight_decay, scale)
         elif name in entries:
             entry = entries[name]
             default = 0.0 if entry.vector else weight_decay
             decay = default if entry.weight_decay is None else entry.weight_decay
-            put(name, "vector" if entry.vector else "matrix", decay, entry.lr_scale, entry)
+            put(name, "vector" if entry.vector else "matrix", decay, entry.lr_scale)
         else:
             unplanned.append(name)
     _refuse_misfit(plan, unplanned, "has, beyond the plan,")
@@ -74,9 +84,6 @@ def param_groups(
 
 
 def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
-    if "matrices" in group:
-        # One string: optimizer state dicts are loaded with weights_only=True.
-        group["matrices"] = json.dumps(group["matrices"])
     if explicit:
         scale = group.pop("lr_scale")
         if lr is not None:

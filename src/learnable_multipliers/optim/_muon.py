@@ -19,7 +19,6 @@ from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Batches, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._exchange import SharedBatches, gathered_boxes
-from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, shard_of
 
@@ -57,7 +56,6 @@ class Muon(MultiplierOptimizer):
 
     _settings = (
         *MultiplierOptimizer._settings,
-        "momentum",
         "nesterov",
         "adjust_lr",
         "coefficients",
@@ -66,8 +64,8 @@ class Muon(MultiplierOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
+        lr: float | Tensor | None = None,
+        weight_decay: float | None = None,
         momentum: float = 0.95,
         nesterov: bool = True,
         *,
@@ -76,11 +74,13 @@ class Muon(MultiplierOptimizer):
         adamw_lr_scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        multiplier_lr_scale: float = 1.0,
-        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        multiplier_lr_scale: float | None = None,
+        multiplier_weight_decay: float | None = None,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
         process_group: Any = None,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ):
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"unknown adjust_lr {adjust_lr!r}; choose from {get_args(AdjustLr)}")
@@ -90,7 +90,7 @@ class Muon(MultiplierOptimizer):
             )
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
-        self.momentum, self.nesterov = momentum, nesterov
+        self.nesterov = nesterov
         self.adjust_lr: AdjustLr = adjust_lr
         self.coefficients: Coefficients = coefficients
         self._process_group = process_group
@@ -99,16 +99,12 @@ class Muon(MultiplierOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "momentum": momentum,
             "adamw_lr_scale": adamw_lr_scale,
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
-        if not any(group["matrices"] for group in self.param_groups):
-            raise ValueError(
-                "Muon must know which matrices are hidden ones and how fused ones are split: give "
-                "it lrm.param_groups(model, plan)"
-            )
 
     def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
         if is_hidden(matrix):
@@ -132,7 +128,8 @@ class Muon(MultiplierOptimizer):
             return
         self._average_squares(bound, hidden, clip, go)
         updates = hidden.batches.fresh()
-        bound.kernels.muon_momentum_(hidden.states, updates, clip, self.momentum, self.nesterov, go)
+        momentum = _shared_momentum(hidden.states)
+        bound.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
         updates = hidden.batches.orthogonalize(updates, self.coefficients)
         bound.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
 
@@ -207,3 +204,15 @@ class Muon(MultiplierOptimizer):
 def is_hidden(matrix: Matrix | None) -> bool:
     """Return whether Muon trains a matrix: inside the model, not at its ends."""
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
+
+
+def _shared_momentum(states: ParameterSet) -> float:
+    """Return the momentum of hidden matrices, which one launch updates together."""
+    found = {float(state.group["momentum"]) for state in states}
+    if len(found) > 1:
+        values = ", ".join(f"{value:g}" for value in sorted(found))
+        raise ValueError(
+            f"the parameter groups of hidden matrices have different momentum ({values}): set the "
+            "same in all of them"
+        )
+    return found.pop()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +12,22 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
+from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
 from learnable_multipliers.kernels._reference import raw_gradient, write_effective
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, plan_for
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY
+from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, param_groups
 from learnable_multipliers.optim._sharding import lying_like
 
 _OURS = {
     "params",
     "param_names",
-    "matrices",
-    "kind",
+    "plan",
     "format",
-    "lr_scale",
     "multiplier_lr_scale",
     "multiplier_weight_decay",
 }
@@ -43,7 +42,7 @@ class LearnableMultipliers(MultiplierOptimizer):
     use this object in its place. It must be fresh: wrap it before its first step.
     """
 
-    _settings = (*MultiplierOptimizer._settings, "inner", "_betas", "_eps", "_last", "_only_shown")
+    _settings = (*MultiplierOptimizer._settings, "inner", "_adamw", "_last", "_only_shown")
     _only_shown = False
 
     def __init__(
@@ -52,16 +51,20 @@ class LearnableMultipliers(MultiplierOptimizer):
         model: nn.Module,
         plan: Plan,
         *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        multiplier_betas: tuple[float, float] = (0.9, 0.95),
+        multiplier_eps: float = 1e-8,
         multiplier_lr_scale: float = 1.0,
         multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
     ):
-        resolved = plan.resolve(model)
+        if isinstance(optimizer, MultiplierOptimizer):
+            raise ValueError(
+                f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
+                "that does not, or use it as it is"
+            )
+        plan.resolve(model)
         names = {parameter: name for name, parameter in named_parameters(model)}
-        entries = {entry.name: entry for entry in plan.entries}
         special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
         if special:
             raise ValueError(
@@ -76,28 +79,73 @@ class LearnableMultipliers(MultiplierOptimizer):
                     f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
                     "model's; build it from model.parameters()"
                 )
-            named = [(names[p], p) for p in group["params"]]
-            matrices = {
-                name: dataclasses.asdict(matrix)
-                for name, _ in named
-                if name in resolved and (matrix := entries[name].matrix) is not None
-            }
             settings = {key: value for key, value in group.items() if key not in _OURS}
-            groups.append({**settings, "params": named, "matrices": json.dumps(matrices)})
+            named = [(names[p], p) for p in group["params"]]
+            groups.append({**settings, "params": named, "plan": plan})
         self.inner = optimizer
-        self._betas, self._eps = betas, eps
+        self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
-            **optimizer.defaults,
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
         super().__init__(groups, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        # Every group has its settings; schedulers ask here which ones there are.
+        self.defaults = {**optimizer.defaults, **self.defaults}
         # What the wrapped optimizer's groups said last.
         self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
 
+    @classmethod
+    def from_model(
+        cls,
+        optimizer: type[Optimizer],
+        model: nn.Module,
+        placement: Placement | Plan = "full",
+        *,
+        rules: Sequence[Rule] = (),
+        multiplier_betas: tuple[float, float] = (0.9, 0.95),
+        multiplier_eps: float = 1e-8,
+        multiplier_lr_scale: float = 1.0,
+        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
+        max_grad_norm: float | None = None,
+        backend: Backend = "auto",
+        **settings: Any,
+    ) -> Self:
+        """Return an optimizer of torch on a model whose matrices carry multipliers.
+
+        `settings` are those of the optimizer: `lr`, `momentum`, ... Vectors train without decay.
+        """
+        plan = plan_for(model, placement, rules)
+        groups = []
+        for group in param_groups(model, plan):
+            own = {"params": group["params"]}
+            if "weight_decay" in group:
+                own["weight_decay"] = group["weight_decay"]
+            if group["lr_scale"] != 1.0:
+                if "lr" not in settings:
+                    raise ValueError("a rule scales the learning rate: give lr=...")
+                own["lr"] = settings["lr"] * group["lr_scale"]
+            groups.append(own)
+        # The groups say it now.
+        entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
+        return cls(
+            optimizer(groups, **settings),
+            model,
+            replace(plan, entries=entries),
+            multiplier_betas=multiplier_betas,
+            multiplier_eps=multiplier_eps,
+            multiplier_lr_scale=multiplier_lr_scale,
+            multiplier_weight_decay=multiplier_weight_decay,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+        )
+
     def adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
         """Return beta1, beta2 and eps of the multipliers."""
-        return (*self._betas, self._eps)
+        return self._adamw
+
+    def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
+        """Return the learning rate of a raw weight: the wrapped optimizer's."""
+        return float(group["lr"])
 
     def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
         return ()
@@ -119,8 +167,11 @@ class LearnableMultipliers(MultiplierOptimizer):
                     # too, and one that looks at whole matrices sees them.
                     raw = nn.Parameter(self.state[state.parameter]["raw"])
                     group["params"][place] = self._raw[state.index] = raw
-                    if held in self.inner.state:
-                        self.inner.state[raw] = self.inner.state.pop(held)
+                elif held is not state.parameter:
+                    # Put in its place by a framework that shards or casts parameters.
+                    group["params"][place] = state.parameter
+                if held in self.inner.state and held is not group["params"][place]:
+                    self.inner.state[group["params"][place]] = self.inner.state.pop(held)
 
     def _step(self) -> None:
         super()._step()
@@ -212,8 +263,13 @@ class LearnableMultipliers(MultiplierOptimizer):
         return saved
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load both states."""
+    def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
+        """Load both states; one from another plan or another optimizer is refused."""
+        if from_plan is not None:
+            raise ValueError(
+                "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
+                "of what it averages. Start with fresh optimizer state"
+            )
         ours, theirs = {}, {}
         for index, state in state_dict["state"].items():
             ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}

@@ -36,14 +36,9 @@ class WriteGuard:
             state.written_version = state.parameter._version
             state.written_pointer = local(state.parameter).data_ptr()
 
-    def storage_moved(self) -> bool:
-        """Return whether any parameter has another storage than at the last step.
-
-        Its numbers must be the same.
-        """
-        moved = [state for state in self._states if _has_moved(state)]
-        self.check_weights(moved)
-        return bool(moved)
+    def moved(self) -> list[ParameterState]:
+        """Return the parameters that have another storage than at the last step."""
+        return [state for state in self._states if _has_moved(state)]
 
     def check(self) -> Tensor:
         """Return which parameters hold other numbers than were written; raise where it is known.
@@ -67,7 +62,7 @@ class WriteGuard:
 
     def raise_pending(self) -> None:
         """Raise for what the device found in the last step, which it skipped for that reason."""
-        if self._pending is None or _is_capturing():
+        if self._pending is None or is_capturing():
             return
         flags, event = self._pending
         self._pending = None
@@ -97,7 +92,7 @@ class WriteGuard:
         """Send flags to the host without waiting; the event tells when they have arrived."""
         if flags.device.type != "cuda":
             return flags, None
-        if _is_capturing():
+        if is_capturing():
             # Replays of a captured step do not come back here.
             return torch.zeros(0, dtype=torch.bool), None
         if self._pinned is None or self._pinned.shape != flags.shape:
@@ -123,5 +118,6 @@ def _written_outside(state: ParameterState) -> RuntimeError:
     )
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Return whether work is captured in a CUDA graph now, where the host must not wait."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,279 @@
+"""What becomes of a saved optimizer state: taken as it is, converted, adopted, or refused.
+
+A state carries the fingerprint of its plan, not the plan: checkpointing tools repeat what a group
+holds for each of its parameters. Everything here is decided before the optimizer changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers._multiplier import Matrix, effective, initial_values
+from learnable_multipliers._names import canonical_name
+from learnable_multipliers._plan import Plan, PlanEntry
+from learnable_multipliers.optim._packed_multipliers import MOMENTS, NAMES
+from learnable_multipliers.optim._sharding import is_sharded
+
+FORMAT = 2
+"""Of the optimizer's state; every parameter group carries it, so that all checkpoints do."""
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
+"""Parts of the names that the Hugging Face Trainer puts into its group without decay."""
+
+
+def fingerprint(matrices: Mapping[str, Matrix]) -> str:
+    """Return a short hash of what matrices carry, without initial values: they matter once."""
+    placed = {name: dataclasses.asdict(matrix) for name, matrix in sorted(matrices.items())}
+    for matrix in placed.values():
+        for block in matrix["blocks"]:
+            del block["init"]
+    return hashlib.sha256(json.dumps(placed).encode()).hexdigest()[:16]
+
+
+def saved_by_us(saved: dict[str, Any]) -> bool:
+    """Return whether a state was written by an optimizer of this library."""
+    return any("format" in group for group in saved["param_groups"]) or any(
+        "raw" in kept for kept in saved["state"].values()
+    )
+
+
+def check_format(saved: dict[str, Any]) -> None:
+    """Raise where a state of this library is of another format."""
+    for group in saved["param_groups"]:
+        found = group.get("format")
+        if found != FORMAT:
+            what = "has no format number" if found is None else f"is of format {found}"
+            raise ValueError(
+                f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
+                "the release that wrote it, or start with fresh optimizer state"
+            )
+
+
+def check_plan(
+    groups: Sequence[dict[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
+) -> None:
+    """Raise where the saved groups hold other parameters, or were saved under another plan."""
+    for group, other in zip(groups, saved["param_groups"], strict=False):
+        names, saved_names = group.get("param_names", []), other.get("param_names")
+        if isinstance(saved_names, list) and list(saved_names) != list(names):
+            differing = sorted(set(names) ^ set(saved_names)) or ["their order"]
+            raise ValueError(
+                "this optimizer state was saved for other parameters, which differ at "
+                f"{differing[0]}: make the optimizer for the model of the saved run"
+            )
+        if group["plan"] != other.get("plan", ""):
+            where = _first_difference(zip(names, other["params"], strict=False), saved, matrices)
+            raise ValueError(
+                f"this optimizer state was saved under another plan, which differs {where}: make "
+                "the optimizer with the plan of the saved run, convert the state with "
+                "optimizer.load_state_dict(state, from_plan=plan_of_the_saved_run), or start with "
+                "fresh optimizer state"
+            )
+
+
+def _first_difference(
+    pairs: Iterator[tuple[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
+) -> str:
+    for name, key in pairs:
+        kept = saved["state"].get(key)
+        if kept is None:
+            continue
+        there = [part for part in NAMES if part in kept]
+        here = [
+            part for part in NAMES if name in matrices and part in matrices[name].value_shapes()
+        ]
+        if there != here:
+            return f"at {name} ({'+'.join(there) or 'none'} saved, {'+'.join(here) or 'none'} here)"
+    return "in blocks or scales"
+
+
+def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]) -> None:
+    """Raise where a state misses what this optimizer averages.
+
+    `names` gives the name and the moments of each saved parameter.
+    """
+    for key, (name, moments) in names.items():
+        missing = [m for m in moments if key in saved["state"] and m not in saved["state"][key]]
+        if missing:
+            raise ValueError(
+                f"this optimizer state has no {missing[0]} for {name}: it was saved by another "
+                "kind of optimizer. Load it into that kind, or start with fresh optimizer state"
+            )
+
+
+def packed(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return groups and a state by parameter name in the form of `state_dict()`."""
+    saved_groups, saved_state = [], {}
+    for group in groups:
+        keys = range(len(saved_state), len(saved_state) + len(group["params"]))
+        saved_groups.append({**group, "params": list(keys)})
+        saved_state |= {key: state[n] for key, n in zip(keys, group["param_names"], strict=True)}
+    # A parameter without state is one that never had a gradient.
+    saved_state = {key: value for key, value in saved_state.items() if value}
+    return {"state": saved_state, "param_groups": saved_groups}
+
+
+# -- from another plan ------------------------------------------------------------------------
+
+
+def converted(
+    groups: Sequence[dict[str, Any]],
+    saved: dict[str, Any],
+    matrices: Mapping[str, Matrix],
+    from_plan: Plan,
+) -> dict[str, Any]:
+    """Return a state of `from_plan` as one of the plan of these groups.
+
+    Multipliers of both plans are kept. Those of the old one alone become part of the raw weight,
+    whose moments follow; those of the new one alone start at 1. No effective weight changes.
+    """
+    by_name = {}
+    for group in saved["param_groups"]:
+        before = {entry.name: entry.matrix for entry in from_plan.entries if entry.matrix}
+        names = group["param_names"]
+        if group["plan"] != fingerprint({n: before[n] for n in names if n in before}):
+            raise ValueError("from_plan is not the plan that this optimizer state was saved under")
+        for name, key in zip(names, group["params"], strict=True):
+            old, new, kept = before.get(name), matrices.get(name), saved["state"].get(key, {})
+            by_name[name] = _converted(old, new, kept) if old and new and kept else kept
+    settings = {name: group for group in saved["param_groups"] for name in group["param_names"]}
+    _check_names(groups, by_name)
+    kept_settings = [
+        {**group, **_settings(settings[group["param_names"][0]])} for group in groups if group
+    ]
+    return packed(kept_settings, by_name)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names", "plan")}
+
+
+def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]:
+    if any(is_sharded(value) for value in kept.values() if isinstance(value, Tensor)):
+        raise ValueError(
+            "a sharded optimizer state cannot be converted to another plan: convert it in one "
+            "process and save it again"
+        )
+    if fingerprint({"": old}) == fingerprint({"": new}):
+        return kept
+    dtype = kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"].dtype
+    stays = [part for part in _parts(old) if _parts(old)[part] == _parts(new).get(part)]
+    ones = initial_values(_without_init(old), dtype=dtype)
+    rest = {part: ones[part] if part in stays else kept[part] for part in _parts(old)}
+    result = {key: value for key, value in kept.items() if not key.startswith(NAMES)}
+    if "raw" in kept:
+        result["raw"] = effective(old, kept["raw"], rest)
+        factor = effective(old, torch.ones_like(kept["raw"]), rest)
+        safe = factor.abs() > torch.finfo(factor.dtype).tiny ** 0.5
+        inverse = torch.where(safe, 1 / factor, 0.0)
+        for name, power in (("exp_avg", 1), ("momentum_buffer", 1), ("exp_avg_sq", 2)):
+            if name in kept:
+                result[name] = kept[name] * inverse**power
+    for part, value in initial_values(_without_init(new), dtype=dtype).items():
+        for suffix in MOMENTS:
+            start = value if not suffix else torch.zeros_like(value)
+            result[part + suffix] = kept[part + suffix] if part in stays else start
+    return result
+
+
+def _parts(matrix: Matrix) -> dict[str, tuple[Any, ...]]:
+    """Return what each multiplier of a matrix means, to compare those of two plans."""
+    rows = tuple((block.role, block.size, block.row) for block in matrix.blocks)
+    scalars = tuple((block.role, block.size, block.scalar) for block in matrix.blocks)
+    axes = (matrix.repeats, matrix.transposed, matrix.scale)
+    meaning = {"row": (rows, axes), "col": axes, "scalar": (scalars, axes)}
+    return {part: meaning[part] for part in matrix.value_shapes()}
+
+
+def _without_init(matrix: Matrix) -> Matrix:
+    blocks = tuple(dataclasses.replace(block, init=1.0) for block in matrix.blocks)
+    return dataclasses.replace(matrix, blocks=blocks)
+
+
+# -- from torch.optim.AdamW -------------------------------------------------------------------
+
+
+def adopted(groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return a state of torch's AdamW as one of ours: its moments, raw weights still to be made.
+
+    Parameters are matched by the names in its groups. Without names, by the order in which
+    common recipes put a model's parameters into groups, if all shapes fit.
+    """
+    for kept in saved["state"].values():
+        missing = [name for name in _ADAMW if name not in kept]
+        if missing:
+            raise ValueError(
+                f"this optimizer state was written neither by this library nor by torch's AdamW: "
+                f"it has no {missing[0]}. Start with fresh optimizer state"
+            )
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    names = _saved_names(saved, plan)
+    by_name = {
+        name: {field: saved["state"][key][field] for field in _ADAMW}
+        for name, key in zip(names, keys, strict=True)
+        if key in saved["state"]
+    }
+    by_name |= {name: {} for name in names if name not in by_name}
+    _check_names(groups, by_name)
+    return packed(groups, by_name)
+
+
+def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:
+    groups = saved["param_groups"]
+    if all("param_names" in group for group in groups):
+        return [canonical_name(name) for group in groups for name in group["param_names"]]
+    sizes = [len(group["params"]) for group in groups]
+    shapes = [
+        tuple(saved["state"][key]["exp_avg"].shape) if key in saved["state"] else None
+        for group in groups
+        for key in group["params"]
+    ]
+    fitting = []
+    for order in _common_orders(plan):
+        entries = [entry for part in order for entry in part]
+        if [len(part) for part in order] == sizes and all(
+            shape in (None, entry.shape) for shape, entry in zip(shapes, entries, strict=True)
+        ):
+            fitting.append([entry.name for entry in entries])
+    if not fitting or any(names != fitting[0] for names in fitting):
+        raise ValueError(
+            "this state of torch's AdamW has no parameter names, and its groups of "
+            f"{', '.join(map(str, sizes))} parameters are in no common order of this model's: save "
+            "it from an optimizer made with model.named_parameters()"
+        )
+    return fitting[0]
+
+
+def _common_orders(plan: Plan) -> Iterator[list[list[PlanEntry]]]:
+    """Yield the groups into which training code puts the parameters of a model."""
+    trained = [entry for entry in plan.entries if entry.reason != "frozen"]
+    for entries in (list(plan.entries), trained):
+        yield [entries]
+        for has_decay in (_is_matrix, _decays_in_hf):
+            yield [
+                [entry for entry in entries if has_decay(entry)],
+                [entry for entry in entries if not has_decay(entry)],
+            ]
+
+
+def _is_matrix(entry: PlanEntry) -> bool:
+    return len(entry.shape) >= 2
+
+
+def _decays_in_hf(entry: PlanEntry) -> bool:
+    return not any(part in entry.name.lower() for part in _NO_DECAY_IN_HF)
+
+
+def _check_names(groups: Sequence[dict[str, Any]], by_name: Mapping[str, Any]) -> None:
+    missing = [n for group in groups for n in group["param_names"] if n not in by_name]
+    if missing:
+        raise ValueError(
+            f"this optimizer state has nothing for {missing[0]}: it was saved for another model"
+        )
