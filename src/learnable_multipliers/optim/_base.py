@@ -27,7 +27,7 @@ from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
 from learnable_multipliers.kernels._reference import effective_of, write_effective, write_raw
 from learnable_multipliers.optim import _loading
-from learnable_multipliers.optim._binding import Binding
+from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._clipping import clip_factor
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
@@ -213,7 +213,8 @@ class MultiplierOptimizer(Optimizer):
             bound.guard.remember(active)
 
     def _count_skipped(self, finite: Tensor) -> None:
-        assert self._skipped is not None and self._in_a_row is not None
+        assert self._skipped is not None
+        assert self._in_a_row is not None
         self._skipped += ~finite
         self._in_a_row += 1
         self._in_a_row *= ~finite
@@ -402,7 +403,8 @@ class MultiplierOptimizer(Optimizer):
                 saved = _loading.converted(groups, saved, matrices, from_plan)
             _loading.check_plan(groups, saved, matrices)
         expected = {
-            key: (name, self._moment_names(matrices.get(name)))
+            # The mean square is estimated again where a state has none.
+            key: (name, [n for n in self._moment_names(matrices.get(name)) if n != MEAN_SQUARE])
             for group, other in zip(groups, saved["param_groups"], strict=False)
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
         }

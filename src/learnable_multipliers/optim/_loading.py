@@ -86,9 +86,8 @@ def _first_difference(
         if kept is None:
             continue
         there = [part for part in NAMES if part in kept]
-        here = [
-            part for part in NAMES if name in matrices and part in matrices[name].value_shapes()
-        ]
+        carried = matrices[name].value_shapes() if name in matrices else {}
+        here = [part for part in NAMES if part in carried]
         if there != here:
             return f"at {name} ({'+'.join(there) or 'none'} saved, {'+'.join(here) or 'none'} here)"
     return "in blocks or scales"

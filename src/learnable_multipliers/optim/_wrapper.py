@@ -94,8 +94,9 @@ class LearnableMultipliers(MultiplierOptimizer):
         # What the wrapped optimizer's groups said last.
         self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
 
+    # It takes one argument more, in front: which optimizer.
     @classmethod
-    def from_model(
+    def from_model(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         optimizer: type[Optimizer],
         model: nn.Module,
