@@ -42,6 +42,8 @@ def test_public_names_are_these():
         "simulate_brownian",
         "split_gradient",
         "symmetry_positions",
+        "unwrap",
+        "unwrap",
     ]
     assert all(hasattr(lrm, name) for name in lrm.__all__)
 

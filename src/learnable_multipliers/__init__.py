@@ -23,6 +23,7 @@ from learnable_multipliers.optim import (
     clip_grad_norm_,
     multipliers,
     param_groups,
+    unwrap,
 )
 from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries
 from learnable_multipliers.symmetry._gauge import drift, rebalance_, symmetry_positions
@@ -64,4 +65,5 @@ __all__ = [
     "simulate_brownian",
     "split_gradient",
     "symmetry_positions",
+    "unwrap",
 ]

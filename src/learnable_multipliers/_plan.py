@@ -18,6 +18,7 @@ from torch import nn
 from learnable_multipliers._multiplier import Block, Matrix
 from learnable_multipliers._names import layer_template, named_parameters, unwrap
 from learnable_multipliers._placement import PLACEMENTS, Placement
+from learnable_multipliers._rules import Train
 from learnable_multipliers.roles import UNKNOWN
 
 _FORMAT = 1
@@ -41,6 +42,7 @@ class PlanEntry:
     lr_scale: float = 1.0
     weight_decay: float | None = None
     """None follows the decay given to `param_groups`."""
+    train: Train = "all"
     init_pending: bool = False
     """Whether the weight still has to be multiplied by its initial values, by `initialize_`."""
 
@@ -117,8 +119,9 @@ class Plan:
         share = self.num_multipliers / max(self.num_parameters, 1)
         unknown = sum("unknown" in entry.role for entry in matrices)
         text = (
-            f"{len(carrying)} of {len(matrices)} matrices carry multipliers: {self.num_multipliers:,} "
-            f"numbers beside {self.num_parameters:,} parameters ({share:.3%})."
+            f"{len(carrying)} of {len(matrices)} matrices carry multipliers: "
+            f"{self.num_multipliers:,} numbers beside {self.num_parameters:,} parameters "
+            f"({share:.3%})."
         )
         return text + (f" {unknown} of unknown role." if unknown else "")
 
@@ -231,6 +234,8 @@ def _cells(entry: PlanEntry) -> tuple[str, str, str, str]:
             extras.append("init " + ", ".join(f"{init:.4g}" for init in sorted(inits)))
         if entry.matrix.carries and entry.matrix.scale == "log":
             extras.append("log scale")
+    if entry.train == "multipliers":
+        extras.append("raw weight fixed" if entry.carries else "fixed")
     if entry.lr_scale != 1.0:
         extras.append(f"lr x{entry.lr_scale:g}")
     if entry.weight_decay is not None:

@@ -19,7 +19,7 @@ from learnable_multipliers._placement import (
     derived_choices,
 )
 from learnable_multipliers._plan import Plan, PlanEntry
-from learnable_multipliers._rules import Rule, unmatched
+from learnable_multipliers._rules import Rule, Train, unmatched
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derive import Carried, derived_placement
@@ -30,12 +30,15 @@ def plan(
     placement: Placement = "full",
     rules: Sequence[Rule] = (),
     *,
+    train: Train = "all",
     derive: bool = False,
     inputs: Any = None,
 ) -> Plan:
     """Decide for every parameter of `model` which multipliers it carries.
 
-    Reads names, module types and shapes only, so it works on the meta device. With `derive`, the
+    Reads names, module types and shapes only, so it works on the meta device. `train` is
+    `"multipliers"` to learn nothing else: raw weights, vectors and the rest stay as they are. With
+    `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
     are in `symmetry/_derive.py`), by running a copy of it on `inputs`: the arguments of the
     forward pass, random tokens by default. The symmetries that remain are listed with the plan.
@@ -48,7 +51,7 @@ def plan(
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
     carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
-    planner = _Planner(placement, tuple(rules), carried)
+    planner = _Planner(placement, tuple(rules), carried, train)
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
@@ -95,14 +98,20 @@ class _Planner:
     """Applies placement and rules to one parameter after the other."""
 
     def __init__(
-        self, placement: Placement, rules: tuple[Rule, ...], carried: Mapping[str, Carried]
+        self,
+        placement: Placement,
+        rules: tuple[Rule, ...],
+        carried: Mapping[str, Carried],
+        train: Train,
     ):
+        self.train: Train = train
         self.placement: Placement = placement
         self.carried = carried
         self.rules = rules
         self.used: set[int] = set()
         self.undecided: list[str] = []
         self.found_vectors: dict[int, ParameterRole] = {}
+        self.found_frozen: dict[int, str] = {}
         # Logical matrices (name, role) whose rule asks for the model's own multipliers.
         self.to_fold: set[tuple[str, str]] = set()
 
@@ -125,6 +134,7 @@ class _Planner:
             reason=_joined_reasons(decisions),
             lr_scale=_agreed(parameter, "lr_scale", rules) or 1.0,
             weight_decay=_agreed(parameter, "weight_decay", rules),
+            train=_agreed(parameter, "train", rules) or self.train,
             init_pending=any(decision.pending for decision in decisions),
         )
         if parameter.opaque and all(decision.kind == "none" for decision in decisions):
@@ -162,6 +172,12 @@ class _Planner:
                 raise ValueError(
                     f"rule {rule.pattern!r} finds {vector.name!r} of shape {vector.shape}, which "
                     "is not a matrix: multipliers need one (a vector is a scale already)"
+                )
+            if index in self.found_frozen:
+                raise ValueError(
+                    f"rule {rule.pattern!r} finds {self.found_frozen[index]!r}, which is frozen: "
+                    "unfreeze it before planning, learn multipliers over the fixed weight with "
+                    'train="multipliers", or let the rule match nothing with optional=True'
                 )
             raise unmatched(rule, [parameter.name for parameter in parameters])
         if self.undecided:
@@ -213,6 +229,7 @@ class _Planner:
             shape=parameter.shape,
             aliases=parameter.aliases,
             vector=True,
+            train=self.train,
             reason="frozen" if parameter.frozen else parameter.note,
         )
         for index, rule in enumerate(self.rules):
@@ -222,7 +239,12 @@ class _Planner:
                 self.found_vectors.setdefault(index, parameter)
             else:
                 self.used.add(index)
-            return replace(entry, lr_scale=rule.lr_scale or 1.0, weight_decay=rule.weight_decay)
+            return replace(
+                entry,
+                lr_scale=rule.lr_scale or 1.0,
+                weight_decay=rule.weight_decay,
+                train=rule.train or self.train,
+            )
         return entry
 
     def _describe(self, parameter: ParameterRole) -> ParameterRole:
@@ -240,14 +262,20 @@ class _Planner:
         return replace(parameter, parts=parts, repeats=1, opaque=False)
 
     def _decide(self, parameter: ParameterRole, part: Part, derived: Choice | None) -> _Decision:
-        for index, rule in enumerate(self.rules):
-            if rule.finds(parameter.name) and rule.only in (None, part.role):
+        matching = (
+            (index, rule)
+            for index, rule in enumerate(self.rules)
+            if rule.finds(parameter.name) and rule.only in (None, part.role)
+        )
+        index, rule = next(matching, (-1, None))
+        train = self.train if rule is None or rule.train is None else rule.train
+        if parameter.frozen and train == "all":
+            if rule is not None and rule.kind != "none":
+                self.found_frozen.setdefault(index, parameter.name)
+            else:
                 self.used.add(index)
-                break
-        else:
-            rule = None
-        if parameter.frozen:
             return _Decision(part, Choice("none", "frozen"))
+        self.used.add(index)
         if rule is not None and rule.kind is not None:
             choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
         elif derived is not None:

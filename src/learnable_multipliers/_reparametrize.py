@@ -37,7 +37,7 @@ class Multipliers(nn.Module):
     col: nn.Parameter | None
     scalar: nn.Parameter | None
 
-    def __init__(self, matrix: Matrix, weight: nn.Parameter):
+    def __init__(self, matrix: Matrix, weight: nn.Parameter, trained: bool):
         super().__init__()
         self.matrix = matrix
         self.weight_dtype = weight.dtype
@@ -47,7 +47,7 @@ class Multipliers(nn.Module):
             values["row"] = carried_rows(matrix, values["row"])
         for name in _NAMES:
             value = values.get(name)
-            parameter = None if value is None else nn.Parameter(value, weight.requires_grad)
+            parameter = None if value is None else nn.Parameter(value, trained)
             self.register_parameter(name, parameter)
 
     def values(self) -> dict[str, Tensor]:
@@ -95,7 +95,11 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
             continue
         owner, leaf = owner_of(model, entry.name)
         _remember_order(owner)
-        _attach(owner, leaf, Multipliers(entry.matrix, parameters[entry.name]))
+        weight = parameters[entry.name]
+        trained = weight.requires_grad or entry.train == "multipliers"
+        _attach(owner, leaf, Multipliers(entry.matrix, weight, trained))
+        if entry.train == "multipliers":
+            owner.parametrizations[leaf].original.requires_grad_(False)  # pyright: ignore[reportIndexIssue, reportArgumentType, reportAttributeAccessIssue]
         for alias in entry.aliases:
             tied_owner, tied_leaf = owner_of(model, alias)
             if tied_owner is owner and tied_leaf == leaf:

@@ -6,10 +6,13 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from learnable_multipliers._multiplier import KINDS, Kind, Scale
 from learnable_multipliers.roles import check_role
+
+Train = Literal["all", "multipliers"]
+"""What of a parameter is trained: all of it, or its multipliers alone, over a fixed raw weight."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Rule:
     or the raw weight (the effective weight is multiplied by it, on purpose)."""
     lr_scale: float | None = None
     weight_decay: float | None = None
+    train: Train | None = None
+    """What of it is trained; None follows `lrm.plan`."""
     optional: bool = False
     """Let the rule match nothing."""
 
@@ -55,6 +60,8 @@ class Rule:
                 check_role(role)
         if isinstance(self.init, str) and self.init != "fold":
             raise ValueError(f"init is a number or 'fold', got {self.init!r}")
+        if self.train not in (None, *get_args(Train)):
+            raise ValueError(f"train is 'all' or 'multipliers', got {self.train!r}")
         if self.init_keeps not in ("function", "raw"):
             raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
         if self.only is not None and self.describes:

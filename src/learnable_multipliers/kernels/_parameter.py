@@ -72,6 +72,11 @@ class ParameterState:
         return self.matrix is not None and self.matrix.carries
 
     @property
+    def trains_raw(self) -> bool:
+        """Whether the raw weight is trained, or its multipliers alone."""
+        return self.group.get("train") != "multipliers"
+
+    @property
     def owns_raw(self) -> bool:
         """Whether the raw weight is kept apart from the parameter."""
         return self.raw is not self.weight

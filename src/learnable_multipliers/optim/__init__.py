@@ -1,7 +1,7 @@
 """Parameter groups and optimizers."""
 
 from learnable_multipliers.optim._adamw import AdamW
-from learnable_multipliers.optim._base import multipliers, raw_weights
+from learnable_multipliers.optim._base import multipliers, raw_weights, unwrap
 from learnable_multipliers.optim._clipping import clip_grad_norm_
 from learnable_multipliers.optim._groups import param_groups
 from learnable_multipliers.optim._muon import Muon
@@ -15,4 +15,5 @@ __all__ = [
     "multipliers",
     "param_groups",
     "raw_weights",
+    "unwrap",
 ]

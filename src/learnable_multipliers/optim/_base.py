@@ -58,6 +58,7 @@ class MultiplierOptimizer(Optimizer):
     """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
     a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
     _binding: Binding | None = None
+    _model: Callable[[], nn.Module | None] | None = None
     _calls = 0
     _told_of_skips = False
     plan: Plan | None = None
@@ -207,7 +208,11 @@ class MultiplierOptimizer(Optimizer):
                 state, grads[dtype], owner, trained, moved, multiplier_hyper, clip, go
             )
             packed.write_factors_(following=True)
-        self._update_(bound, active, hyper, clip, go)
+        trained, fixed = bound.split_fixed(active)
+        self._update_(bound, trained, hyper, clip, go)
+        for state in fixed:
+            weight = effective_of(state).to(state.weight.dtype)
+            state.weight.copy_(torch.where(go != 0, weight, state.weight))
         if bound.kernels.decides_on_host:
             # Triton's writes do not change a tensor's version; torch's do.
             bound.guard.remember(active)
@@ -329,6 +334,7 @@ class MultiplierOptimizer(Optimizer):
         states: list[ParameterState] = []
         matrices = self._matrices()
         for group in self.param_groups:
+            fixed = group.get("train") == "multipliers"
             names = group.get("param_names") or [
                 f"parameter {i}" for i in range(len(group["params"]))
             ]
@@ -347,12 +353,12 @@ class MultiplierOptimizer(Optimizer):
                         name=name,
                         group=group,
                         matrix=matrix,
-                        moment_names=self._moment_names(matrix),
+                        moment_names=() if fixed else self._moment_names(matrix),
                         sharded=is_sharded(parameter),
                         weight=local(parameter.detach()),
                     )
                 )
-        bound = Binding(states, self.state, self.backend, self._process_groups)
+        bound = Binding(states, self.state, self.backend, self._process_groups, self._model)
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=bound.device)
             self._in_a_row = torch.zeros_like(self._skipped)
@@ -406,6 +412,7 @@ class MultiplierOptimizer(Optimizer):
             # The mean square is estimated again where a state has none.
             key: (name, [n for n in self._moment_names(matrices.get(name)) if n != MEAN_SQUARE])
             for group, other in zip(groups, saved["param_groups"], strict=False)
+            if group.get("train") != "multipliers"
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
         }
         _loading.check_moments(expected, saved)
@@ -416,7 +423,7 @@ class MultiplierOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._binding = None
+        self._binding = self._model = None
         self._frozen = []
         # Process groups cannot be copied; a copy makes its own.
         self._process_groups = {}
@@ -425,6 +432,7 @@ class MultiplierOptimizer(Optimizer):
         """Add a group; its state is made at the next step."""
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
+        self._model = group.pop("model", self._model)
         super().add_param_group(group)
         if plan is not None:
             self.plan = plan if self.plan is None else _joined(self.plan, plan)
@@ -504,21 +512,46 @@ class MultiplierOptimizer(Optimizer):
         }
 
 
-def multipliers(source: MultiplierOptimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
+def multipliers(source: Optimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the multipliers by the name of their matrix: {"row": ..., "col": ..., "scalar": ...}.
 
-    Takes an optimizer of this library, or a reparametrized model. Values are the multipliers
-    themselves on either scale, full tensors; `row` spans all rows, with 1 where a block carries
-    none.
+    Takes an optimizer of this library, also inside a framework's, or a reparametrized model. Values
+    are the multipliers themselves on either scale, full tensors; `row` spans all rows, with 1 where
+    a block carries none.
     """
-    if isinstance(source, MultiplierOptimizer):
-        return source.multipliers()
-    return explicit_multipliers(source)
+    if isinstance(source, nn.Module):
+        return explicit_multipliers(source)
+    return unwrap(source).multipliers()
 
 
-def raw_weights(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
+def unwrap(optimizer: Any) -> MultiplierOptimizer:
+    """Return the optimizer of this library inside what a framework has put around it.
+
+    Accelerate, Lightning, Fabric and schedulers hold it as `optimizer`, torchtitan's container in
+    a list `optimizers`.
+    """
+    found = optimizer
+    while not isinstance(found, MultiplierOptimizer):
+        several = getattr(found, "optimizers", None)
+        if isinstance(several, Sequence) and len(several) > 1:
+            raise ValueError(
+                f"{type(found).__name__} holds {len(several)} optimizers, one for each part of the "
+                "model: give one of them"
+            )
+        inner = several[0] if isinstance(several, Sequence) and several else None
+        inner = getattr(found, "optimizer", None) if inner is None else inner
+        if inner is None or inner is found:
+            raise TypeError(
+                f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
+                "with lrm.AdamW.from_model(model)"
+            )
+        found = inner
+    return found
+
+
+def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
-    return optimizer.raw_weights()
+    return unwrap(optimizer).raw_weights()
 
 
 def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule]) -> Plan:

@@ -6,12 +6,15 @@ own: what a step writes here is what a checkpoint saves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnable_multipliers._multiplier import Matrix
+from learnable_multipliers._names import named_parameters
 from learnable_multipliers.kernels import choose_kernels
 from learnable_multipliers.kernels._backend import Backend, to_device
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
@@ -42,9 +45,11 @@ class Binding:
         saved: dict[Any, dict[str, Any]],
         backend: Backend,
         process_groups: dict[tuple[int, ...], Any],
+        model: Callable[[], nn.Module | None] | None,
     ):
         """Bind parameters to `saved`, the optimizer's state, which is completed."""
         self.states = ParameterSet(states)
+        self._model = model
         self.device = _device_of(states)
         dtypes = {state.raw_dtype for state in states}
         self.kernels = choose_kernels(backend, self.device, dtypes)
@@ -78,6 +83,9 @@ class Binding:
                     # Dividing by an initial value and multiplying again may miss the last bit.
                     write_effective(state)
         self._sets: dict[tuple[int, ...], ParameterSet] = {}
+        self._split: WeakKeyDictionary[
+            ParameterSet, tuple[ParameterSet, tuple[ParameterState, ...]]
+        ] = WeakKeyDictionary()
         self._classify()
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
 
@@ -106,9 +114,34 @@ class Binding:
             return self.states
         # One object for one set of parameters: it keeps the tables of the kernels.
         key = tuple(state.index for state in active)
+        if key not in self._sets:
+            self._check_replaced(key)
         if key not in self._sets and len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(key, ParameterSet(active))
+
+    def _check_replaced(self, active: tuple[int, ...]) -> None:
+        """Raise where a parameter has no gradient because the model has another in its place."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        present = dict(named_parameters(model))
+        for state in self.states:
+            found = present.get(state.name, state.parameter)
+            if state.index not in active and found is not state.parameter:
+                raise RuntimeError(
+                    f"{state.name} was replaced in the model after the optimizer was made, and is "
+                    "not trained: call fully_shard, resize_token_embeddings and the like first, "
+                    "then make the optimizer"
+                )
+
+    def split_fixed(self, active: ParameterSet) -> tuple[ParameterSet, tuple[ParameterState, ...]]:
+        """Return parameters whose raw weight is trained, and those where it is fixed."""
+        if active not in self._split:
+            trained = [state for state in active if state.trains_raw]
+            fixed = tuple(state for state in active if not state.trains_raw)
+            self._split[active] = (ParameterSet(trained) if fixed else active, fixed)
+        return self._split[active]
 
     def release_gradients(self) -> None:
         """Keep no gradient alive beyond the step that used it."""

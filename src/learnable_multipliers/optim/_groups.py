@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._names import named_parameters
+from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._reparametrize import is_reparametrized
+from learnable_multipliers._rules import Train
 
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
@@ -40,13 +42,16 @@ def param_groups(
         if multiplier_weight_decay is None:
             multiplier_weight_decay = MULTIPLIER_WEIGHT_DECAY
     else:
-        frozen = [(name, p) for name, p in present.items() if name not in trained]
+        _check_gradients(plan, present)
+        fixed = {e.name for e in plan.entries if e.train == "multipliers" and not e.carries}
+        trained = {name: p for name, p in trained.items() if name not in fixed}
+        frozen = [(n, p) for n, p in present.items() if n not in trained and n not in fixed]
         settings = {
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
         given = {name: value for name, value in settings.items() if value is not None}
-        shared = {"plan": plan, "frozen": frozen, **given}
+        shared = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model)), **given}
         plan.resolve(model)
     plan.check_initialized()
     # The plan's entries by the names their weights have in this model.
@@ -59,10 +64,12 @@ def param_groups(
 
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def put(name: str, kind: str, decay: float | None, lr_scale: float) -> None:
-        own = {} if decay is None else {"weight_decay": decay}
+    def put(name: str, kind: str, decay: float | None, lr_scale: float, train: Train) -> None:
+        own: dict[str, Any] = {} if decay is None else {"weight_decay": decay}
+        if train == "multipliers" and not explicit:
+            own["train"] = train
         group = groups.setdefault(
-            (kind, decay, lr_scale),
+            (kind, decay, lr_scale, train),
             {"params": [], "kind": kind, "lr_scale": lr_scale, **own, **shared},
         )
         group["params"].append((name, trained[name]))
@@ -71,16 +78,28 @@ def param_groups(
     for name in trained:
         if _multiplier_owner(name) in carrying:
             scale = 1.0 if multiplier_lr_scale is None else multiplier_lr_scale
-            put(name, "multiplier", multiplier_weight_decay, scale)
+            put(name, "multiplier", multiplier_weight_decay, scale, "all")
         elif name in entries:
             entry = entries[name]
             default = 0.0 if entry.vector else weight_decay
             decay = default if entry.weight_decay is None else entry.weight_decay
-            put(name, "vector" if entry.vector else "matrix", decay, entry.lr_scale)
+            kind = "vector" if entry.vector else "matrix"
+            put(name, kind, decay, entry.lr_scale, entry.train)
         else:
             unplanned.append(name)
     _refuse_misfit(plan, unplanned, "has, beyond the plan,")
     return [_finished(group, lr, explicit) for group in groups.values()]
+
+
+def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
+    """Raise where multipliers are to be learned from a gradient that is not computed."""
+    for entry in plan.entries:
+        needed = entry.carries and entry.train == "multipliers" and entry.name in present
+        if needed and not present[entry.name].requires_grad:
+            raise ValueError(
+                f"the multipliers of {entry.name} are learned from its gradient: call "
+                f"requires_grad_(True) on it; its raw weight stays fixed all the same"
+            )
 
 
 def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:

@@ -65,6 +65,12 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         plan.resolve(model)
         names = {parameter: name for name, parameter in named_parameters(model)}
+        fixed = [e.name for e in plan.entries if e.train == "multipliers"]
+        if fixed:
+            raise ValueError(
+                f"the plan fixes the raw weight of {fixed[0]}, which a wrapped optimizer would "
+                "train: use lrm.AdamW"
+            )
         special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
         if special:
             raise ValueError(
