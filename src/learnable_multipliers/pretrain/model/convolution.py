@@ -16,8 +16,8 @@ if HAS_TRITON:
 else:
     kernels = None
 
-KERNEL_TAPS = None if kernels is None else kernels.TAPS
-"""The taps that the kernels take; None where there are no kernels."""
+KERNEL_TAPS = 4
+"""The taps that the kernels are written out for; it is what every Mamba-2 has."""
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -48,6 +48,6 @@ def _obstacle(x: Tensor, weight: Tensor) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
     if x.dtype not in _KERNEL_TYPES:
         return f"the kernels do not take {x.dtype}"
-    if KERNEL_TAPS is not None and weight.shape[1] != KERNEL_TAPS:
+    if weight.shape[1] != KERNEL_TAPS:
         return f"the kernels have {KERNEL_TAPS} taps, not {weight.shape[1]}"
     return None

@@ -27,14 +27,6 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-class Heads(NamedTuple):
-    """Queries, keys and values, (batch, length, heads, head_dim) each."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 def angles(length: int, head_dim: int, theta: float, device: torch.device) -> Angles:
     """Return the angles by which each pair of features turns at each position."""
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
@@ -50,28 +42,26 @@ def split_heads(
     num_kv_heads: int,
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0),
     backend: Backend = "auto",
-) -> Heads:
-    """Cut (batch, length, features) into heads; turn queries and keys; scale all three."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys, turned, and values, each (batch, length, heads, head_dim), scaled.
+
+    `projected` is (batch, length, features).
+    """
     obstacle = _obstacle(projected, 2 * by.cos.shape[1])
     if not takes_triton(backend, projected.device, obstacle) or kernels is None:
         return split_heads_reference(projected, by, num_heads, num_kv_heads, scales)
-    return Heads(
-        *kernels.split_and_turn(projected, by.cos, by.sin, num_heads, num_kv_heads, list(scales))
-    )
+    counts = [num_heads, num_kv_heads, num_kv_heads]
+    return kernels.split_and_turn(projected, by.cos, by.sin, counts, list(scales))
 
 
 def split_heads_reference(
-    projected: Tensor,
-    by: Angles,
-    num_heads: int,
-    num_kv_heads: int,
-    scales: tuple[float, float, float] = (1.0, 1.0, 1.0),
-) -> Heads:
+    projected: Tensor, by: Angles, num_heads: int, num_kv_heads: int, scales: tuple[float, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same by PyTorch's own operators."""
     heads = projected.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     parts = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
     q, k, v = (part * s if s != 1.0 else part for part, s in zip(parts, scales, strict=True))
-    return Heads(turn(q, by), turn(k, by), v)
+    return turn(q, by), turn(k, by), v
 
 
 def turn(x: Tensor, by: Angles) -> Tensor:
