@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
-from learnable_multipliers.pretrain.model.attention import Attention
+from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
 from learnable_multipliers.pretrain.model.mamba import Mamba
@@ -25,7 +25,6 @@ from learnable_multipliers.pretrain.model.projections import (
     scaled,
     weight_of,
 )
-from learnable_multipliers.pretrain.model.rotation import Angles, angles
 
 # The matrices that each fixed factor scales, with their roles.
 _FACTOR_TARGETS: dict[str, tuple[tuple[str, str], ...]] = {
