@@ -151,7 +151,7 @@ class BlockParallel(ParallelStyle):
         module.register_forward_pre_hook(
             lambda _, inputs: (copy_to_tp(inputs[0], device_mesh), *inputs[1:])
         )
-        module.register_forward_hook(lambda _, inputs, output: reduce_from_tp(output, device_mesh))
+        module.register_forward_hook(lambda _, inputs, output: reduce_from_tp(output, device_mesh))  # pyright: ignore[reportArgumentType]
         return module
 
 
