@@ -34,25 +34,25 @@ NAMES = ("y", "x", "dt", "A", "B", "C", "D")
 # For each kernel, what to try for each option, one option after another.
 CANDIDATES: dict[str, list[dict[str, tuple[int, ...]]]] = {
     "states": [
-        {"block_dim": (32, 64), "block_state": (64, 128), "num_warps": (4, 8)},
+        {"BLOCK_DIM": (32, 64), "BLOCK_STATE": (64, 128), "num_warps": (4, 8)},
         {"num_stages": (1, 2, 3, 4)},
         {"maxnreg": (0, 128, 168)},
     ],
     "outputs": [
-        {"block_rows": (64, 128), "num_warps": (4, 8)},
-        {"heads": (2, 3, 4, 6, 8, 12, 24)},
+        {"BLOCK_ROWS": (64, 128), "num_warps": (4, 8)},
+        {"NUM_HEADS": (2, 3, 4, 6, 8, 12, 24)},
         {"num_stages": (1, 2, 3)},
         {"maxnreg": (0, 128, 168)},
     ],
     "scores": [
-        {"block_cols": (32, 64, 128), "num_warps": (4, 8)},
-        {"heads": (6, 8, 12, 24)},
+        {"BLOCK_COLS": (32, 64, 128), "num_warps": (4, 8)},
+        {"NUM_HEADS": (6, 8, 12, 24)},
         {"num_stages": (1, 2, 3)},
         {"maxnreg": (0, 128, 168)},
     ],
     "queries": [
-        {"block_state": (32, 64, 128), "num_warps": (4, 8)},
-        {"heads": (6, 8, 12, 24)},
+        {"BLOCK_STATE": (32, 64, 128), "num_warps": (4, 8)},
+        {"NUM_HEADS": (6, 8, 12, 24)},
         {"num_stages": (1, 2, 3, 4)},
         {"maxnreg": (0, 128, 168)},
     ],
@@ -313,31 +313,26 @@ def product(axes: dict[str, tuple[int, ...]]) -> list[dict[str, int]]:
 def launchers(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     """Return a call of each kernel by itself; those that leave parts, with the sum of the parts."""
     x, dt, rates, keys, queries, skip = (t.detach() for t in inputs(options))
-    dy, chunk = torch.randn_like(x), options.chunk
-    steps, decays = launch._decays(dt, rates, chunk)
-    states = launch._states("states", x, keys, steps, decays, chunk)
-    grads = launch._states("state_grads", dy, queries, steps, decays, chunk)
-    both = states, grads, steps, decays
+    dy = torch.randn_like(x)
+    scan = launch.Scan(x, dt, rates, keys, options.chunk)
+    states = scan.states("states", x, keys)
+    grads = scan.states("state_grads", dy, queries)
 
     def with_sums(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], Any]:
         def run() -> None:
             partials = step()[-1]
-            launch._summed(partials, partials[:1], torch.bfloat16)
+            launch.add_parts(partials, partials[:1], torch.bfloat16)
 
         return run
 
     return {
-        "states": lambda: launch._states("states", x, keys, steps, decays, chunk),
-        "state_grads": lambda: launch._states("state_grads", dy, queries, steps, decays, chunk),
-        "outputs": lambda: launch._rows(
-            "outputs", x, queries, keys, states, steps, decays, skip, chunk
-        ),
-        "inputs": lambda: launch._rows(
-            "inputs", dy, keys, queries, grads, steps, decays, skip, chunk
-        ),
-        "scores": with_sums(lambda: launch._scores(dy, x, keys, queries, steps, decays, chunk)),
-        "queries": with_sums(lambda: launch._keys("queries", dy, queries, *both, chunk)),
-        "keys": with_sums(lambda: launch._keys("keys", x, keys, *both, chunk)),
+        "states": lambda: scan.states("states", x, keys),
+        "state_grads": lambda: scan.states("state_grads", dy, queries),
+        "outputs": lambda: scan.rows("outputs", x, queries, keys, states, skip),
+        "inputs": lambda: scan.rows("inputs", dy, keys, queries, grads, skip),
+        "scores": with_sums(lambda: scan.scores(x, dy, keys, queries)),
+        "queries": with_sums(lambda: scan.keys("queries", dy, queries, states, grads)),
+        "keys": with_sums(lambda: scan.keys("keys", x, keys, states, grads)),
     }
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.model.convolution import convolve, convolve_reference
+from learnable_multipliers.pretrain.model.mamba import convolve, convolve_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [(2, 37, 48, 4), (1, 130, 65, 4), (3, 2, 16, 4), (1, 1, 1, 4), (2, 64, 136, 4)]

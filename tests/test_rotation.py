@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.model.rotation import (
+from learnable_multipliers.pretrain.model.attention import (
     Angles,
     angles,
     split_heads,

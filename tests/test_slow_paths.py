@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.model import convolution, rotation, ssd
+from learnable_multipliers.pretrain.model import attention, mamba, ssd
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import doctor, dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
@@ -39,7 +39,7 @@ def told(config, device=GPU):
 def test_what_is_told_is_what_the_model_meets(causes, monkeypatch, data, tmp_path):
     """The doors to the kernels say what is in the way, as tensors come to them in a pass."""
     met = set()
-    for door in (ssd, convolution, rotation):
+    for door in (ssd, mamba, attention):
 
         def taken(backend, device, obstacle, door=door):
             if obstacle is not None:

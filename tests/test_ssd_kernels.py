@@ -121,7 +121,7 @@ def test_triton_under_weak_and_strong_decays(strength):
 
 
 def test_any_split_of_the_work_gives_the_same_numbers(monkeypatch):
-    small = {"heads": 1, "block_rows": 16, "block_cols": 16, "block_dim": 16, "block_state": 16}
+    small = {"NUM_HEADS": 1, "BLOCK_ROWS": 16, "BLOCK_COLS": 16, "BLOCK_DIM": 16, "BLOCK_STATE": 16}
     for name, settings in SETTINGS.items():
         smaller = {key: small.get(key, value) for key, value in settings[4].items()}
         monkeypatch.setitem(SETTINGS, name, {**settings, 4: smaller})

@@ -115,45 +115,40 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise a ValueError for a shape that cannot be built."""
-        for name in ("vocab_size", "hidden_size", "num_layers", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_heads", "intermediate_size", "ssm_size"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} must not be negative, got {getattr(self, name)}")
+        least = dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "max_length"), 1)
+        least |= dict.fromkeys(("num_heads", "intermediate_size", "ssm_size"), 0)
+        if self.has_attention:
+            least |= {"num_kv_heads": 1, "head_dim": 2}
+        if self.has_ssm:
+            least |= dict.fromkeys(("ssm_head_dim", "ssm_groups", "ssm_state_size"), 1)
+            least |= dict.fromkeys(("ssm_conv_size", "ssm_chunk_size"), 1)
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(
+                    f"model.{name} must be at least {minimum}, got {getattr(self, name)}"
+                )
         if not self.has_attention and not self.has_ssm:
             raise ValueError(
                 "a model needs attention or a state-space mixer: set model.num_heads or "
                 "model.ssm_size above 0"
             )
-        if self.has_attention:
-            self._check_attention()
-        if self.has_ssm:
-            self._check_ssm()
-
-    def _check_attention(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.has_attention and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key heads evenly: "
                 "model.num_kv_heads must divide model.num_heads"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
+        if self.has_attention and self.head_dim % 2:
             raise ValueError(
                 f"model.head_dim is {self.head_dim}: rotary embeddings turn pairs of features, so "
-                "it must be even and positive"
+                "it must be even"
             )
-
-    def _check_ssm(self) -> None:
-        if self.ssm_head_dim < 1 or self.ssm_size % self.ssm_head_dim:
+        if self.has_ssm and self.ssm_size % self.ssm_head_dim:
             raise ValueError(
                 f"a state-space mixer of width {self.ssm_size} cannot be cut into heads of "
                 f"{self.ssm_head_dim}: model.ssm_head_dim must divide model.ssm_size"
             )
-        if self.ssm_groups < 1 or self.num_ssm_heads % self.ssm_groups:
+        if self.has_ssm and self.num_ssm_heads % self.ssm_groups:
             raise ValueError(
                 f"{self.num_ssm_heads} state-space heads cannot be shared out to {self.ssm_groups} "
                 "groups: model.ssm_groups must divide model.ssm_size / model.ssm_head_dim"
             )
-        for name in ("ssm_state_size", "ssm_conv_size", "ssm_chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)}")

@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TAPS = 4
-"""The kernels are written out for this many taps; it is what every Mamba-2 has."""
 _BLOCK_TIME = 64
 _BLOCK_CHANNELS = 128
-_WARPS = 1
 # Rows are fetched ahead by hand; the compiler is not to do it a second time.
-_STAGES = 1
+_CONSTANTS = {
+    "BLOCK_TIME": _BLOCK_TIME,
+    "BLOCK_CHANNELS": _BLOCK_CHANNELS,
+    "num_warps": 1,
+    "num_stages": 1,
+}
 _VECTOR = 8
 """Numbers that are loaded at once where strides allow: 16 bytes in 16 bits."""
 
@@ -184,22 +186,11 @@ def convolve_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the activated convolution; weight and bias are float32, x may be a strided view."""
     x = _readable(x)
     y = x.new_empty(x.shape)
-    if y.numel():
-        convolve_kernel[_grid(x)](
-            x,
-            weight.contiguous(),
-            bias.contiguous(),
-            y,
-            x.shape[1],
-            x.shape[2],
-            x.stride(0),
-            x.stride(1),
-            ALIGN=_alignment(x, y),
-            BLOCK_TIME=_BLOCK_TIME,
-            BLOCK_CHANNELS=_BLOCK_CHANNELS,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-        )
+    tensors = x, weight.contiguous(), bias.contiguous(), y
+    strides = x.stride()[:2]
+    convolve_kernel[_grid(x)](
+        *tensors, *x.shape[1:], *strides, ALIGN=_alignment(x, y), **_CONSTANTS
+    )
     return y
 
 
@@ -216,34 +207,19 @@ def convolve_silu_backward(
     x, dy = _readable(x), _readable(dy)
     dx = x.new_empty(x.shape)
     programs, _, batch = grid = _grid(x)
-    parts = weight.new_empty(batch * programs, TAPS + 1, x.shape[2])
-    if dx.numel():
-        convolve_backward_kernel[grid](
-            x,
-            weight.contiguous(),
-            bias.contiguous(),
-            dy,
-            dx,
-            parts,
-            x.shape[1],
-            x.shape[2],
-            x.stride(0),
-            x.stride(1),
-            dy.stride(0),
-            dy.stride(1),
-            ALIGN=_alignment(x, dy, dx),
-            BLOCK_TIME=_BLOCK_TIME,
-            BLOCK_CHANNELS=_BLOCK_CHANNELS,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-        )
-    sums = parts.sum(0)
-    return dx, sums[:TAPS].t().contiguous(), sums[TAPS].clone()
+    parts = weight.new_empty(batch * programs, 5, x.shape[2])
+    tensors = x, weight.contiguous(), bias.contiguous(), dy, dx, parts
+    strides = *x.stride()[:2], *dy.stride()[:2]
+    convolve_backward_kernel[grid](
+        *tensors, *x.shape[1:], *strides, ALIGN=_alignment(x, dy, dx), **_CONSTANTS
+    )
+    *taps, shift = parts.sum(0)
+    return dx, torch.stack(taps, 1), shift.clone()
 
 
 @convolve_silu_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
+def _(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -264,13 +240,8 @@ def _grid(x: Tensor) -> tuple[int, int, int]:
 
 def _alignment(*tensors: Tensor) -> int:
     """Return what all strides and starts are multiples of, as far as wide loads need it."""
-    aligned = all(
-        tensor.stride(0) % _VECTOR == 0
-        and tensor.stride(1) % _VECTOR == 0
-        and tensor.storage_offset() % _VECTOR == 0
-        for tensor in tensors
-    )
-    return _VECTOR if aligned else 1
+    places = [place for t in tensors for place in (*t.stride()[:2], t.storage_offset())]
+    return 1 if any(place % _VECTOR for place in places) else _VECTOR
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
-from learnable_multipliers.pretrain.model.attention import Attention
+from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
 from learnable_multipliers.pretrain.model.mamba import Mamba
@@ -25,28 +25,20 @@ from learnable_multipliers.pretrain.model.projections import (
     scaled,
     weight_of,
 )
-from learnable_multipliers.pretrain.model.rotation import Angles, angles
 
-# The matrices of a layer that each fixed factor acts on, with their roles.
-_FACTORS_IN_LAYERS: dict[str, tuple[tuple[str, str], ...]] = {
-    "mup_attention_in": (
-        ("self_attn.q_proj", "query"),
-        ("self_attn.k_proj", "key"),
-        ("self_attn.v_proj", "value"),
-    ),
-    "mup_key": (("self_attn.k_proj", "key"),),
-    "mup_attention_out": (("self_attn.o_proj", "attention-out"),),
-    "mup_ssm_in": tuple(("mamba.in_proj", role) for role in SSM_ROLES),
-    **{f"mup_{role.removeprefix('ssm-')}": (("mamba.in_proj", role),) for role in SSM_ROLES},
-    "mup_ssm_out": (("mamba.out_proj", "ssm-out"),),
-    "mup_gate": (("feed_forward.gate_proj", "gate"),),
-    "mup_down": (("feed_forward.down_proj", "down"),),
+# The matrices that each fixed factor scales, with their roles.
+_FACTOR_TARGETS: dict[str, tuple[tuple[str, str], ...]] = {
+    "mup_embedding": (("embed_tokens", "embedding"),),
+    "mup_head": (("lm_head", "head"),),
+    "mup_attention_in": (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")),
+    "mup_key": (("k_proj", "key"),),
+    "mup_attention_out": (("o_proj", "attention-out"),),
+    "mup_ssm_in": tuple(("in_proj", role) for role in SSM_ROLES),
+    **{f"mup_{role.removeprefix('ssm-')}": (("in_proj", role),) for role in SSM_ROLES},
+    "mup_ssm_out": (("out_proj", "ssm-out"),),
+    "mup_gate": (("gate_proj", "gate"),),
+    "mup_down": (("down_proj", "down"),),
 }
-_FACTORS_OUTSIDE = {
-    "mup_embedding": (("model.embed_tokens.weight", "embedding"),),
-    "mup_head": (("lm_head.weight", "head"),),
-}
-_PRESENT = {"self_attn": "has_attention", "mamba": "has_ssm", "feed_forward": "has_mlp"}
 
 
 class MLP(nn.Module):
@@ -170,7 +162,7 @@ class HybridLM(nn.Module):
             FixedMultiplier(
                 field,
                 value,
-                factor_targets(field, self.config),
+                self.factor_targets(field),
                 # Nothing here has a bias; conv1d and dt_bias lie behind the factors.
                 scales_bias=False,
                 reset=partial(self.set_factor_, field, 1.0),
@@ -178,27 +170,22 @@ class HybridLM(nn.Module):
             for field, value in self.config.mup_factors.items()
         )
 
+    def factor_targets(self, field: str) -> tuple[tuple[str, str], ...]:
+        """Return the matrices that a fixed factor scales: (parameter name, role)."""
+        return tuple(
+            (f"{name}.weight", role)
+            for name, _ in self.named_modules()
+            for leaf, role in _FACTOR_TARGETS[field]
+            if name.rpartition(".")[2] == leaf
+        )
+
     def set_factor_(self, field: str, value: float) -> None:
         """Set one of the `mup_*` factors, in every layer and in the config."""
-        if field not in self.config.mup_factors:
-            raise ValueError(f"unknown factor {field!r}; there are {list(self.config.mup_factors)}")
         self.config = replace(self.config, **{field: value})
         self.model.config = self.config
         for module in self.modules():
             if hasattr(module, field):
                 setattr(module, field, value)
-
-
-def factor_targets(field: str, config: ModelConfig) -> tuple[tuple[str, str], ...]:
-    """Return the matrices that a fixed factor scales: (parameter name, role)."""
-    if field in _FACTORS_OUTSIDE:
-        return _FACTORS_OUTSIDE[field]
-    return tuple(
-        (f"model.layers.{layer}.{path}.weight", role)
-        for layer in range(config.num_layers)
-        for path, role in _FACTORS_IN_LAYERS[field]
-        if getattr(config, _PRESENT[path.partition(".")[0]])
-    )
 
 
 def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> HybridLM:

@@ -1,18 +1,17 @@
 """How a model is parallelized: tensor parallelism, FSDP2 and DDP; its forward pass knows of none.
 
-Tensor parallelism is one `ParallelStyle` for each kind of block, applied by `parallelize_module`.
-Attention is sharded by heads, MLPs by hidden features, embedding and head by rows of the
-vocabulary. Hooks around a block give all ranks the same input and sum their outputs; inside, the
-block computes on this rank's shards. Torch's own styles for linears do not work here: projections
-are joined into one product that never calls `Linear.forward`. The state-space mixer stays whole:
-its input matrix holds five blocks that no contiguous shard divides by heads.
+Tensor parallelism is a `ParallelStyle` for each block, applied by `parallelize_module`. Attention
+is sharded by heads, MLPs by hidden features, embedding and head by rows of the vocabulary. Hooks
+around a block give all ranks the same input and sum their outputs; inside, the block computes on
+this rank's shards. Torch's own styles do not serve the linears of a block: projections are joined
+into one product that never calls `Linear.forward`. The state-space mixer stays whole: its input
+matrix holds five blocks that no contiguous shard divides by heads.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +19,16 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.model.attention import Attention
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.hybrid import MLP, HybridLM
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.loss import (
     Losses,
     head_logits,
@@ -90,20 +88,28 @@ class _Loss(nn.Module):
 
 def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
     """Shard attention, MLPs, embedding and head over a mesh of one axis."""
-    config = model.config
-    rank_shape(config, mesh.size())
+    config, degree = model.config, mesh.size()
+    rank_shape(config, degree)
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": EmbeddingParallel(),
-        "lm_head": HeadParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
     if config.has_attention:
-        styles["model.layers.*.self_attn"] = AttentionParallel()
+        styles["model.layers.*.self_attn"] = BlockParallel(("q_proj", "k_proj", "v_proj"), "o_proj")
     if config.has_mlp:
-        styles["model.layers.*.feed_forward"] = MLPParallel()
+        styles["model.layers.*.feed_forward"] = BlockParallel(("gate_proj", "up_proj"), "down_proj")
     parallelize_module(model, mesh, styles)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.num_heads //= degree
+            module.num_kv_heads //= degree
+            # Its input and output are exchanged, which those of the other mixer are not.
+            module.joinable = False
     # Each style has made a parameter of its own.
     model.tie_()
-    model.head_loss = vocab_parallel_loss(mesh.get_group(), _first_row(config.vocab_size, mesh))
+    # Called, the head returns the logits of all tokens; the loss reads its shard.
+    model.lm_head.used_by_shard = True  # pyright: ignore[reportArgumentType]
+    model.head_loss = vocab_parallel_loss(mesh, config.vocab_size)
 
 
 def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
@@ -113,13 +119,14 @@ def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
         ValueError: The model cannot be sharded over as many ranks.
     """
     # A group of query heads stays with its key head.
-    whole = {"num_kv_heads": config.has_attention, "intermediate_size": config.has_mlp}
-    for name, present in whole.items():
-        count = getattr(config, name)
-        if present and count % degree:
+    names = (
+        ("num_kv_heads", "intermediate_size") if config.has_attention else ("intermediate_size",)
+    )
+    for name in names:
+        if getattr(config, name) % degree:
             raise ValueError(
-                f"parallel.tensor={degree} does not divide model.{name}={count}: choose one that "
-                "does"
+                f"parallel.tensor={degree} does not divide model.{name}={getattr(config, name)}: "
+                "choose one that does"
             )
     rows = math.ceil(config.vocab_size / degree)
     if rows * (degree - 1) >= config.vocab_size:
@@ -127,50 +134,25 @@ def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
             f"parallel.tensor={degree} leaves a rank without any of model.vocab_size="
             f"{config.vocab_size} tokens: choose a smaller one"
         )
-    sharded = {name: getattr(config, name) // degree for name, present in whole.items() if present}
-    return replace(config, vocab_size=rows, num_heads=config.num_heads // degree, **sharded)
+    sharded = {name: getattr(config, name) // degree for name in (*names, "num_heads")}
+    return replace(config, vocab_size=rows, **sharded)
 
 
 class BlockParallel(ParallelStyle):
-    """Shards the weights of a block, copies its input to all ranks and sums their outputs."""
+    """Shards the linears of a block, copies its input to all ranks and sums their outputs."""
 
-    @abstractmethod
-    def linears(self, block: Any) -> Iterable[tuple[nn.Linear, int]]:
-        """Return the linears of a block, each with the dim of its weight that is sharded."""
+    def __init__(self, by_rows: tuple[str, ...], by_columns: str):
+        self.dims = dict.fromkeys(by_rows, 0) | {by_columns: 1}
+        """The dim of the weight that is sharded, by linear."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for linear, dim in self.linears(module):
-            _shard_weight(linear, dim, device_mesh)
-        group = device_mesh.get_group()
+        for name, dim in self.dims.items():
+            _shard_weight(module.get_submodule(name), dim, device_mesh)
         module.register_forward_pre_hook(
-            lambda _, inputs: (copy_to_tp(inputs[0], group), *inputs[1:])
+            lambda _, inputs: (copy_to_tp(inputs[0], device_mesh), *inputs[1:])
         )
-        module.register_forward_hook(lambda *call: reduce_from_tp(call[2], group))  # pyright: ignore[reportArgumentType]
+        module.register_forward_hook(lambda _, inputs, output: reduce_from_tp(output, device_mesh))  # pyright: ignore[reportArgumentType]
         return module
-
-
-class MLPParallel(BlockParallel):
-    """Shards an MLP by its hidden features."""
-
-    def linears(self, block: MLP) -> Iterable[tuple[nn.Linear, int]]:
-        """Return gate and up, sharded by rows, and down, sharded by columns."""
-        return (block.gate_proj, 0), (block.up_proj, 0), (block.down_proj, 1)
-
-
-class AttentionParallel(BlockParallel):
-    """Shards attention by its heads."""
-
-    def linears(self, block: Attention) -> Iterable[tuple[nn.Linear, int]]:
-        """Return q, k and v, sharded by rows, and o, sharded by columns."""
-        return (*((linear, 0) for linear in block.inputs), (block.o_proj, 1))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, Attention)
-        module.num_heads //= device_mesh.size()
-        module.num_kv_heads //= device_mesh.size()
-        # Its input and output are exchanged, which those of the other mixer are not.
-        module.joinable = False
-        return super()._apply(module, device_mesh)
 
 
 class EmbeddingParallel(ParallelStyle):
@@ -178,36 +160,25 @@ class EmbeddingParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        first, group = _first_row(module.num_embeddings, device_mesh), device_mesh.get_group()
         _shard_weight(module, 0, device_mesh)
+        first = _first_row(module.num_embeddings, device_mesh)
 
         def forward(tokens: Tensor) -> Tensor:
             weight = weight_of(module)
             rows = tokens - first
             elsewhere = (rows < 0) | (rows >= len(weight))
             found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-            return reduce_from_tp(found.masked_fill(elsewhere[..., None], 0.0), group)
+            return reduce_from_tp(found.masked_fill(elsewhere[..., None], 0.0), device_mesh)
 
         module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
 
-class HeadParallel(ParallelStyle):
-    """Shards a head by rows of the vocabulary; called, it returns the logits of all tokens."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # The loss reads the weight itself; torch's style does the rest.
-        style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(module, device_mesh, style)
-        module.register_forward_hook(lambda _, inputs, output: output.full_tensor())
-        module.used_by_shard = True  # pyright: ignore[reportArgumentType]
-        return module
-
-
-def _shard_weight(module: nn.Linear | nn.Embedding, dim: int, mesh: DeviceMesh) -> None:
+def _shard_weight(module: nn.Module, dim: int, mesh: DeviceMesh) -> None:
     """Leave this rank its shard of a weight, and let its block compute on that."""
-    weight = distribute_tensor(module.weight.detach(), mesh, [Shard(dim)])
-    module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+    weight = module.get_parameter("weight")
+    shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)])
+    module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
     module.used_by_shard = True  # pyright: ignore[reportArgumentType]
 
 
@@ -215,56 +186,31 @@ def _first_row(vocab_size: int, mesh: DeviceMesh) -> int:
     return mesh.get_local_rank() * math.ceil(vocab_size / mesh.size())
 
 
-def vocab_parallel_loss(group: Any, first_row: int) -> Callable[..., Losses]:
-    """Return `head_loss` for ranks that each hold rows of the head, this one from `first_row`."""
+def vocab_parallel_loss(mesh: DeviceMesh, vocab_size: int) -> Callable[..., Losses]:
+    """Return `head_loss` for ranks that each hold rows of the head."""
+    first_row = _first_row(vocab_size, mesh)
 
     def loss(
         features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
     ) -> Losses:
-        logits = head_logits(copy_to_tp(features, group), head, mup_head)
+        logits = head_logits(copy_to_tp(features, mesh), head, mup_head)
         # Shared by all ranks; the normalizer's gradient does not depend on it.
         largest = logits.detach().amax(-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
         own = (logits - largest[..., None]).exp().sum(-1)
-        normalizer = reduce_from_tp(own, group).log() + largest
-        target = reduce_from_tp(target_logits(logits, targets - first_row), group)
+        normalizer = reduce_from_tp(own, mesh).log() + largest
+        target = reduce_from_tp(target_logits(logits, targets - first_row), mesh)
         return losses_of(normalizer, target, z_loss)
 
     return loss
 
 
-def copy_to_tp(x: Tensor, group: Any) -> Tensor:
-    """Return features that every rank of a group has; their gradients are summed over it."""
-    return _CopyToTP.apply(x, group)  # pyright: ignore[reportReturnType]
+def copy_to_tp(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return features that every rank has; their gradients are summed over the ranks."""
+    copies = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return copies.to_local(grad_placements=[Partial()])
 
 
-def reduce_from_tp(x: Tensor, group: Any) -> Tensor:
-    """Return the sum of what the ranks of a group have; each gets the whole gradient."""
-    return _ReduceFromTP.apply(x, group)  # pyright: ignore[reportReturnType]
-
-
-class _CopyToTP(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_reduced(grad, ctx.group), None
-
-
-class _ReduceFromTP(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
-
-
-def _all_reduced(x: Tensor, group: Any) -> Tensor:
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total
+def reduce_from_tp(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of what the ranks have; each gets the whole gradient."""
+    return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()

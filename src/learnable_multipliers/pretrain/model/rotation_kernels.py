@@ -18,7 +18,6 @@ from torch import Tensor
 
 _BLOCK = 2048
 """Pairs of features in one program."""
-_WARPS = 4
 _VECTOR = 8
 
 
@@ -66,21 +65,13 @@ def turn_kernel(
 
 @torch.library.custom_op("learnable_multipliers::split_and_turn", mutates_args=())
 def split_and_turn(
-    projected: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scales: list[float],
+    projected: Tensor, cos: Tensor, sin: Tensor, counts: list[int], scales: list[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, (batch, length, heads, head_dim), queries and keys turned.
 
-    `projected` may be a strided view with its features side by side.
+    `projected` may be a strided view; `counts` are the heads of each of the three.
     """
-    if projected.stride(-1) != 1:
-        projected = projected.contiguous()
-    counts = (num_heads, num_kv_heads, num_kv_heads)
-    parts = _parts(projected, counts)
+    parts = _parts(_readable(projected), counts)
     made = [part.new_empty(part.shape) for part in parts]
     for part, out, scale, turned in zip(parts, made, scales, (1, 1, 0), strict=True):
         _launch(part, out, cos, sin, scale, turned)
@@ -89,18 +80,10 @@ def split_and_turn(
 
 @split_and_turn.register_fake
 def _(
-    projected: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scales: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
+    projected: Tensor, cos: Tensor, sin: Tensor, counts: list[int], scales: list[float]
+) -> tuple[Tensor, ...]:
     batch, length, _ = projected.shape
-    dim = 2 * cos.shape[1]
-    queries = projected.new_empty(batch, length, num_heads, dim)
-    keys = projected.new_empty(batch, length, num_kv_heads, dim)
-    return queries, keys, torch.empty_like(keys)
+    return tuple(projected.new_empty(batch, length, n, 2 * cos.shape[1]) for n in counts)
 
 
 @torch.library.custom_op("learnable_multipliers::split_and_turn_backward", mutates_args=())
@@ -108,12 +91,11 @@ def split_and_turn_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list[float]
 ) -> Tensor:
     """Return the gradient of the projection."""
-    grads = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (dq, dk, dv)]
-    counts = tuple(grad.shape[2] for grad in grads)
+    grads = [_readable(grad) for grad in (dq, dk, dv)]
+    counts = [grad.shape[2] for grad in grads]
     made = dq.new_empty(*dq.shape[:2], sum(counts) * dq.shape[3])
-    for grad, out, scale, turned in zip(
-        grads, _parts(made, counts), scales, (-1, -1, 0), strict=True
-    ):
+    parts = _parts(made, counts)
+    for grad, out, scale, turned in zip(grads, parts, scales, (-1, -1, 0), strict=True):
         _launch(grad, out, cos, sin, scale, turned)
     return made
 
@@ -125,45 +107,35 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cos, sin, _, _, ctx.scales = inputs
+    _, cos, sin, _, ctx.scales = inputs
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
     grad = split_and_turn_backward(dq, dk, dv, *ctx.saved_tensors, ctx.scales)
-    return grad, None, None, None, None, None
+    return grad, None, None, None, None
 
 
 split_and_turn.register_autograd(_backward, setup_context=_keep)
 
 
-def _parts(joined: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor whose features lie side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _parts(joined: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
     """Return views of a joined tensor: (batch, length, heads, head_dim) each."""
     return joined.unflatten(-1, (sum(counts), -1)).split(counts, 2)
 
 
 def _launch(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, scale: float, turned: int) -> None:
     batch, length, heads, dim = x.shape
-    if not x.numel():
-        return
-    aligned = all(
-        tensor.stride(axis) % _VECTOR == 0 and tensor.storage_offset() % _VECTOR == 0
-        for tensor in (x, y)
-        for axis in range(3)
-    )
+    strides = *x.stride()[:3], *y.stride()[:3]
+    aligned = not any(n % _VECTOR for n in (*strides, x.storage_offset(), y.storage_offset()))
+    align = _VECTOR if aligned else 1
     block = max(1, _BLOCK // (dim // 2))
+    constants = {"TURN": turned, "ALIGN": align, "HALF": dim // 2, "BLOCK_TIME": block}
     turn_kernel[(triton.cdiv(length, block), heads, batch)](
-        x,
-        y,
-        cos,
-        sin,
-        scale,
-        length,
-        *x.stride()[:3],
-        *y.stride()[:3],
-        TURN=turned,
-        ALIGN=_VECTOR if aligned else 1,
-        HALF=dim // 2,
-        BLOCK_TIME=block,
-        num_warps=_WARPS,
+        x, y, cos, sin, scale, length, *strides, num_warps=4, **constants
     )

@@ -25,7 +25,7 @@ if HAS_TRITON:
 else:
     launch = None
 
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_SIZES = (16, 32, 64, 128)
 """What the kernels take as features of a head, states, and steps of a chunk."""
 
@@ -46,9 +46,7 @@ def ssd(
     PyTorch elsewhere; `triton` raises where they do not. Chunks are a choice of the algorithm: the
     kernels take the nearest they have, which changes the result by rounding alone.
     """
-    _check_shapes(x, dt, A, B, C, D)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    _check(x, dt, A, B, C, D, chunk_size)
     if not takes_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
     chunk_size = _kernel_chunk(chunk_size, x.dtype)
@@ -60,7 +58,6 @@ def ssd_recurrence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Te
 
     state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T,  y_t = state_t C_t + D x_t
     """
-    _check_shapes(x, dt, A, B, C, D)
     wide = _wide(x, dt)
     per_group = x.shape[2] // B.shape[2]
     B, C = (t.repeat_interleave(per_group, 2).to(wide) for t in (B, C))
@@ -82,9 +79,7 @@ def ssd_chunked(
 
     Products are taken in the dtype of x; decays, their sums and the states in float32 or wider.
     """
-    _check_shapes(x, dt, A, B, C, D)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    _check(x, dt, A, B, C, D, chunk_size)
     batch, length, heads, head_dim = x.shape
     groups, state = B.shape[2:]
     per_group = heads // groups
@@ -136,12 +131,11 @@ def _wide(x: Tensor, dt: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, dt.dtype), torch.float32)
 
 
-def _check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> None:
-    if x.ndim != 4 or B.ndim != 4:
-        raise ValueError(
-            "x must be (batch, length, heads, head_dim) and B (batch, length, groups, state); "
-            f"got {tuple(x.shape)} and {tuple(B.shape)}"
-        )
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int
+) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
     batch, length, heads, _ = x.shape
     wanted = {
         "dt": (dt, (batch, length, heads)),
@@ -160,14 +154,14 @@ def _check_shapes(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Ten
 def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
     """Return the longest chunk that the kernels have and was asked for, or their shortest."""
     # Off the tensor cores, longer chunks than this overflow the registers.
-    longest = min(chunk_size, 64) if dtype == torch.float32 else chunk_size
-    # The shortest is longer than any that is asked for below it.
-    return max(size for size in KERNEL_SIZES if size <= max(longest, KERNEL_SIZES[0]))
+    longest = 64 if dtype == torch.float32 else KERNEL_SIZES[-1]
+    sizes = [size for size in KERNEL_SIZES if size <= min(chunk_size, longest)]
+    return max(sizes, default=KERNEL_SIZES[0])
 
 
 def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
-    if x.dtype not in _KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
+    if x.dtype not in KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
             "x, B and C must share one of bfloat16, float16 and float32; "
             f"they are {x.dtype}, {B.dtype} and {C.dtype}"

@@ -17,25 +17,23 @@ import torch
 import triton
 from torch import Tensor
 
-from learnable_multipliers.pretrain.model.ssd_gradient_kernels import (
-    keys_kernel,
-    rates_kernel,
-    scores_kernel,
-    sums_kernel,
-)
 from learnable_multipliers.pretrain.model.ssd_kernels import (
     decays_kernel,
+    keys_kernel,
+    rates_kernel,
     rows_kernel,
+    scores_kernel,
     states_kernel,
+    sums_kernel,
 )
 
 _STATES = {
-    2: {"block_dim": 64, "block_state": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
-    4: {"block_dim": 32, "block_state": 32, "num_warps": 4, "num_stages": 1},
+    2: {"BLOCK_DIM": 64, "BLOCK_STATE": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    4: {"BLOCK_DIM": 32, "BLOCK_STATE": 32, "num_warps": 4, "num_stages": 1},
 }
 _ROWS = {
-    2: {"block_rows": 64, "heads": 12, "num_warps": 4, "num_stages": 2},
-    4: {"block_rows": 32, "heads": 6, "num_warps": 8, "num_stages": 1},
+    2: {"BLOCK_ROWS": 64, "NUM_HEADS": 12, "num_warps": 4, "num_stages": 2},
+    4: {"BLOCK_ROWS": 32, "NUM_HEADS": 6, "num_warps": 8, "num_stages": 1},
 }
 SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "states": _STATES,
@@ -43,25 +41,32 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "outputs": _ROWS,
     "inputs": copy.deepcopy(_ROWS),
     "scores": {
-        2: {"block_cols": 64, "heads": 24, "num_warps": 4, "num_stages": 2},
-        4: {"block_cols": 32, "heads": 24, "num_warps": 8, "num_stages": 1},
+        2: {"BLOCK_COLS": 64, "NUM_HEADS": 24, "num_warps": 4, "num_stages": 2},
+        4: {"BLOCK_COLS": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
     "queries": {
-        2: {"block_state": 64, "heads": 12, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
-        4: {"block_state": 32, "heads": 24, "num_warps": 8, "num_stages": 1},
+        2: {"BLOCK_STATE": 64, "NUM_HEADS": 12, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+        4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
     "keys": {
-        2: {"block_state": 64, "heads": 24, "num_warps": 8, "num_stages": 2},
-        4: {"block_state": 32, "heads": 24, "num_warps": 8, "num_stages": 1},
+        2: {"BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 2},
+        4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
 }
-"""How each kernel runs, by bytes of a number of x: tiles, most heads in one program, options.
+"""How each kernel runs, by bytes of a number of x: largest tiles, most heads, Triton's options.
 
 Chosen for sm_90 by registers and shared memory of the compiled kernels, with next to no spills
 in 16 bits at head_dim 64, state 128 and chunk 128. `maxnreg` bounds registers per thread.
 """
 
-_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# What each tile of a setting is a part of.
+_WHOLES = {
+    "BLOCK_DIM": "HEAD_DIM",
+    "BLOCK_STATE": "STATE",
+    "BLOCK_ROWS": "CHUNK",
+    "BLOCK_COLS": "CHUNK",
+    "NUM_HEADS": "PER_GROUP",
+}
 _BLOCK_HEADS = 8
 _BLOCK_SUM = 1024
 
@@ -75,9 +80,9 @@ def ssd_scan(
     dt, A and D are float32; x, B and C share a dtype and may be strided views.
     """
     x, B, C = (_readable(tensor) for tensor in (x, B, C))
-    steps, decays = _decays(dt, A, chunk_size)
-    states = _states("states", x, B, steps, decays, chunk_size)
-    return _rows("outputs", x, C, B, states, steps, decays, D, chunk_size), states
+    scan = Scan(x, dt, A, B, chunk_size)
+    states = scan.states("states", x, B)
+    return scan.rows("outputs", x, C, B, states, D), states
 
 
 @ssd_scan.register_fake
@@ -103,27 +108,22 @@ def ssd_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, dt, A, B, C and D."""
     dy, x, B, C = (_readable(tensor) for tensor in (dy, x, B, C))
-    steps, decays = _decays(dt, A, chunk_size)
-    state_grads = _states("state_grads", dy, C, steps, decays, chunk_size)
-    dx = _rows("inputs", dy, B, C, state_grads, steps, decays, D, chunk_size)
-    return dx, *_key_grads(dy, x, A, B, C, states, state_grads, steps, decays, chunk_size)
+    scan = Scan(x, dt, A, B, chunk_size)
+    state_grads = scan.states("state_grads", dy, C)
+    dx = scan.rows("inputs", dy, B, C, state_grads, D)
+    # Each program writes its part of a sum, and another kernel adds the parts in order.
+    mixed, direct, skips, b_within, c_within = scan.scores(x, dy, B, C)
+    reads, _, c_through = scan.keys("queries", dy, C, states, state_grads)
+    writes, crossings, b_through = scan.keys("keys", x, B, states, state_grads)
+    ddt, rates = scan.rates(A, mixed, direct, reads, writes, crossings)
+    dB, dC = add_parts(b_within, b_through, B.dtype), add_parts(c_within, c_through, C.dtype)
+    return dx, ddt, rates.sum((0, 1)), dB, dC, skips.sum((0, 1, 2))
 
 
 @ssd_scan_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    states: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     # What the kernels write is contiguous, whatever the strides of the inputs.
-    dx, ddt, dB, dC = (t.new_empty(t.shape) for t in (x, dt, B, C))
-    return dx, ddt, A.new_empty(A.shape), dB, dC, D.new_empty(D.shape)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:6])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -141,292 +141,141 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | N
 ssd_scan.register_autograd(_backward, setup_context=_keep)
 
 
+class Scan:
+    """The launches of one scan, a method for each kernel, and what they share."""
+
+    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, chunk: int):
+        self.batch, self.length, self.heads, head_dim = x.shape
+        self.groups, state = B.shape[2:]
+        self.chunk, self.chunks = chunk, triton.cdiv(self.length, chunk)
+        self.element_size = x.element_size()
+        per_group = self.heads // self.groups
+        self.constants = {"HEAD_DIM": head_dim, "STATE": state, "PER_GROUP": per_group}
+        self.by_heads = {"CHUNK": chunk, "BLOCK_HEADS": _BLOCK_HEADS}
+        # dt, and the running base-2 logs of its decays.
+        self.steps = dt.new_empty(self.batch, self.heads, self.chunks * chunk)
+        self.decays = torch.empty_like(self.steps)
+        tensors = dt, A, self.steps, self.decays
+        sizes = self.length, self.chunks * chunk, self.heads
+        grid = self._grid(triton.cdiv(self.heads, _BLOCK_HEADS))
+        decays_kernel[grid](*tensors, *dt.stride(), *sizes, **self.by_heads)
+
+    def states(self, name: str, values: Tensor, keys: Tensor) -> Tensor:
+        """Return the states that enter the chunks, or the gradients of those that leave them."""
+        options = self._options(name)
+        head_dim, state = options["HEAD_DIM"], options["STATE"]
+        states = values.new_empty(self.batch, self.chunks, self.heads, state, head_dim)
+        tiles = (head_dim // options["BLOCK_DIM"]) * (state // options["BLOCK_STATE"])
+        tensors = values, keys, self.decays, self.steps, states
+        sizes = self.length, self.chunks, self.heads
+        states_kernel[(tiles, self.heads, self.batch)](
+            *tensors, *_strides(values, keys), *sizes, REVERSE=name == "state_grads", **options
+        )
+        return states
+
+    def rows(
+        self, name: str, values: Tensor, lefts: Tensor, rights: Tensor, states: Tensor, D: Tensor
+    ) -> Tensor:
+        """Return y, or the gradient of x."""
+        options = self._options(name)
+        outputs = values.new_empty(values.shape)
+        blocks = self.chunk // options["BLOCK_ROWS"]
+        tensors = values, lefts, rights, states, self.decays, self.steps, D, outputs
+        strides = _strides(values, lefts, rights)
+        rows_kernel[self._grid(blocks * (self.heads // options["NUM_HEADS"]))](
+            *tensors, *strides, self.length, self.heads, TRANSPOSED=name == "inputs", **options
+        )
+        return outputs
+
+    def scores(self, x: Tensor, dy: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, ...]:
+        """Return `mixed`, `direct`, `skips` and the parts of dB and dC within chunks."""
+        options = self._options("scores")
+        blocks = self.chunk // options["BLOCK_COLS"]
+        splits = options["PER_GROUP"] // options["NUM_HEADS"]
+        new = self.steps.new_empty
+        results = (
+            new(blocks, *self.steps.shape),
+            new(self.steps.shape),
+            new(blocks, self.batch, self.chunks, self.heads),
+            new(splits, *B.shape),
+            new(splits * blocks, *C.shape),
+        )
+        tensors = x, dy, B, C, self.decays, self.steps, *results
+        sizes = self.length, self.heads, self.groups
+        scores_kernel[self._grid(self.groups * splits * blocks)](
+            *tensors, *_strides(x, dy, B, C), *sizes, **options
+        )
+        return results
+
+    def keys(
+        self, name: str, values: Tensor, keys: Tensor, states: Tensor, state_grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return `reached`, `crossings` (of keys alone) and parts of dC or dB through states."""
+        options = self._options(name)
+        blocks = options["STATE"] // options["BLOCK_STATE"]
+        splits = options["PER_GROUP"] // options["NUM_HEADS"]
+        new = self.steps.new_empty
+        results = (
+            new(blocks, *self.steps.shape),
+            new(blocks, self.batch, self.chunks, self.heads),
+            new(splits, *keys.shape),
+        )
+        tensors = values, keys, states, state_grads, self.decays, self.steps, *results
+        sizes = self.length, self.heads, self.groups
+        keys_kernel[self._grid(self.groups * splits * blocks)](
+            *tensors, *_strides(values, keys), *sizes, QUERIES=name == "queries", **options
+        )
+        return results
+
+    def rates(self, A: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of dt, and that of A by batch and chunk.
+
+        `sums` are `mixed`, `direct`, those reached by queries and by keys, and `crossings`.
+        """
+        mixed, _, reads, writes, _ = sums
+        ddt = self.steps.new_empty(self.batch, self.length, self.heads)
+        rates = self.steps.new_empty(self.batch, self.chunks, self.heads)
+        tensors = A, self.steps, *sums, ddt, rates
+        sizes = self.length, self.chunks * self.chunk, self.heads
+        rates_kernel[self._grid(triton.cdiv(self.heads, _BLOCK_HEADS))](
+            *tensors,
+            *sizes,
+            MIXED_PARTS=len(mixed),
+            READS_PARTS=len(reads),
+            WRITES_PARTS=len(writes),
+            **self.by_heads,
+        )
+        return ddt, rates
+
+    def _grid(self, programs: int) -> tuple[int, int, int]:
+        return programs, self.chunks, self.batch
+
+    def _options(self, name: str) -> dict[str, int]:
+        """Return a kernel's constants and options, its tiles cut to divide their wholes."""
+        options = self.constants | {"CHUNK": self.chunk} | SETTINGS[name][self.element_size]
+        for tile, whole in _WHOLES.items():
+            if tile in options:
+                most = min(options[tile], options[whole])
+                options[tile] = next(n for n in range(most, 0, -1) if options[whole] % n == 0)
+        return options
+
+
+def add_parts(within: Tensor, through: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of two lists of parts."""
+    sums = within.new_empty(within.shape[1:], dtype=dtype)
+    size = sums.numel()
+    parts = {"WITHIN": len(within), "THROUGH": len(through)}
+    sums_kernel[(triton.cdiv(size, _BLOCK_SUM),)](
+        within, through, sums, size, BLOCK=_BLOCK_SUM, **parts
+    )
+    return sums
+
+
 def _readable(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis is contiguous; strides of the others are the kernels' own."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _precision(tensor: Tensor) -> str:
-    return "ieee" if tensor.dtype == torch.float32 else "tf32"
-
-
-def _decays(dt: Tensor, A: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return dt and its decays' running base-2 logs, (batch, heads, chunks * chunk)."""
-    batch, length, heads = dt.shape
-    chunks = triton.cdiv(length, chunk)
-    steps = dt.new_empty(batch, heads, chunks * chunk)
-    decays = torch.empty_like(steps)
-    grid = (triton.cdiv(heads, _BLOCK_HEADS), chunks, batch)
-    decays_kernel[grid](
-        dt,
-        A,
-        steps,
-        decays,
-        *dt.stride(),
-        length,
-        chunks * chunk,
-        heads,
-        CHUNK=chunk,
-        BLOCK_HEADS=_BLOCK_HEADS,
-    )
-    return steps, decays
-
-
-def _states(
-    name: str, values: Tensor, keys: Tensor, steps: Tensor, decays: Tensor, chunk: int
-) -> Tensor:
-    batch, length, heads, head_dim = values.shape
-    groups, state = keys.shape[2:]
-    setting = SETTINGS[name][values.element_size()]
-    chunks = triton.cdiv(length, chunk)
-    block_dim = min(setting["block_dim"], head_dim)
-    block_state = min(setting["block_state"], state)
-    states = values.new_empty(batch, chunks, heads, state, head_dim)
-    grid = ((head_dim // block_dim) * (state // block_state), heads, batch)
-    states_kernel[grid](
-        values,
-        keys,
-        decays,
-        steps,
-        states,
-        *values.stride()[:3],
-        *keys.stride()[:3],
-        length,
-        chunks,
-        heads,
-        heads // groups,
-        CHUNK=chunk,
-        HEAD_DIM=head_dim,
-        STATE=state,
-        BLOCK_DIM=block_dim,
-        BLOCK_STATE=block_state,
-        REVERSE=name == "state_grads",
-        PRECISION=_precision(values),
-        **_options(setting),
-    )
-    return states
-
-
-def _rows(
-    name: str,
-    values: Tensor,
-    lefts: Tensor,
-    rights: Tensor,
-    states: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    D: Tensor,
-    chunk: int,
-) -> Tensor:
-    batch, length, heads, head_dim = values.shape
-    groups, state = lefts.shape[2:]
-    setting = SETTINGS[name][values.element_size()]
-    block_rows = min(setting["block_rows"], chunk)
-    num_heads = _most_heads(heads // groups, setting["heads"])
-    outputs = values.new_empty(values.shape)
-    grid = ((chunk // block_rows) * (heads // num_heads), triton.cdiv(length, chunk), batch)
-    rows_kernel[grid](
-        values,
-        lefts,
-        rights,
-        states,
-        decays,
-        steps,
-        D,
-        outputs,
-        *values.stride()[:3],
-        *lefts.stride()[:3],
-        *rights.stride()[:3],
-        length,
-        heads,
-        CHUNK=chunk,
-        HEAD_DIM=head_dim,
-        STATE=state,
-        BLOCK_ROWS=block_rows,
-        NUM_HEADS=num_heads,
-        PER_GROUP=heads // groups,
-        TRANSPOSED=name == "inputs",
-        PRECISION=_precision(values),
-        **_options(setting),
-    )
-    return outputs
-
-
-def _key_grads(
-    dy: Tensor,
-    x: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    states: Tensor,
-    state_grads: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of dt, A, B, C and D."""
-    # Each program writes its part of a sum, and another kernel adds the parts in order.
-    mixed, direct, skips, *partials = _scores(dy, x, B, C, steps, decays, chunk)
-    both = states, state_grads, steps, decays
-    reads, _, c_partials = _keys("queries", dy, C, *both, chunk)
-    writes, crossings, b_partials = _keys("keys", x, B, *both, chunk)
-    ddt, rates = _rates(A, steps, mixed, direct, reads, writes, crossings, x.shape[1], chunk)
-    dB, dC = _summed(partials[0], b_partials, B.dtype), _summed(partials[1], c_partials, C.dtype)
-    return ddt, rates.sum((0, 1)), dB, dC, skips.sum((0, 1, 2))
-
-
-def _scores(
-    dy: Tensor, x: Tensor, B: Tensor, C: Tensor, steps: Tensor, decays: Tensor, chunk: int
-) -> tuple[Tensor, ...]:
-    """Return `mixed`, `direct`, `skips` and the parts of dB and dC within chunks."""
-    batch, length, heads, head_dim = x.shape
-    groups, state = B.shape[2:]
-    setting = SETTINGS["scores"][x.element_size()]
-    chunks = triton.cdiv(length, chunk)
-    blocks = chunk // min(setting["block_cols"], chunk)
-    num_heads = _most_heads(heads // groups, setting["heads"])
-    splits = heads // groups // num_heads
-    mixed, direct = steps.new_empty(blocks, *steps.shape), torch.empty_like(steps)
-    skips = steps.new_empty(blocks, batch, chunks, heads)
-    b_partials = steps.new_empty(splits, *B.shape)
-    c_partials = steps.new_empty(splits * blocks, *C.shape)
-    scores_kernel[(groups * splits * blocks, chunks, batch)](
-        x,
-        dy,
-        B,
-        C,
-        decays,
-        steps,
-        mixed,
-        direct,
-        skips,
-        b_partials,
-        c_partials,
-        *x.stride()[:3],
-        *dy.stride()[:3],
-        *B.stride()[:3],
-        *C.stride()[:3],
-        length,
-        heads,
-        groups,
-        CHUNK=chunk,
-        HEAD_DIM=head_dim,
-        STATE=state,
-        BLOCK_COLS=chunk // blocks,
-        NUM_HEADS=num_heads,
-        PER_GROUP=heads // groups,
-        PRECISION=_precision(x),
-        **_options(setting),
-    )
-    return mixed, direct, skips, b_partials, c_partials
-
-
-def _keys(
-    name: str,
-    values: Tensor,
-    keys: Tensor,
-    states: Tensor,
-    state_grads: Tensor,
-    steps: Tensor,
-    decays: Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `reached`, `crossings` (of keys alone) and the parts of dC or dB through states."""
-    batch, length, heads, head_dim = values.shape
-    groups, state = keys.shape[2:]
-    setting = SETTINGS[name][values.element_size()]
-    chunks = triton.cdiv(length, chunk)
-    blocks = state // min(setting["block_state"], state)
-    num_heads = _most_heads(heads // groups, setting["heads"])
-    reached = steps.new_empty(blocks, *steps.shape)
-    crossings = steps.new_empty(blocks, batch, chunks, heads)
-    partials = steps.new_empty(heads // groups // num_heads, *keys.shape)
-    keys_kernel[(heads // num_heads * blocks, chunks, batch)](
-        values,
-        keys,
-        states,
-        state_grads,
-        decays,
-        steps,
-        reached,
-        crossings,
-        partials,
-        *values.stride()[:3],
-        *keys.stride()[:3],
-        length,
-        heads,
-        groups,
-        CHUNK=chunk,
-        HEAD_DIM=head_dim,
-        STATE=state,
-        BLOCK_STATE=state // blocks,
-        NUM_HEADS=num_heads,
-        PER_GROUP=heads // groups,
-        QUERIES=name == "queries",
-        PRECISION=_precision(values),
-        **_options(setting),
-    )
-    return reached, crossings, partials
-
-
-def _rates(
-    A: Tensor,
-    steps: Tensor,
-    mixed: Tensor,
-    direct: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    crossings: Tensor,
-    length: int,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of dt, and that of A by batch and chunk."""
-    batch, heads, padded = steps.shape
-    chunks = padded // chunk
-    ddt = steps.new_empty(batch, length, heads)
-    rates = steps.new_empty(batch, chunks, heads)
-    rates_kernel[(triton.cdiv(heads, _BLOCK_HEADS), chunks, batch)](
-        A,
-        steps,
-        mixed,
-        direct,
-        reads,
-        writes,
-        crossings,
-        ddt,
-        rates,
-        length,
-        padded,
-        heads,
-        CHUNK=chunk,
-        MIXED_PARTS=mixed.shape[0],
-        READS_PARTS=reads.shape[0],
-        WRITES_PARTS=writes.shape[0],
-        BLOCK_HEADS=_BLOCK_HEADS,
-    )
-    return ddt, rates
-
-
-def _summed(within: Tensor, through: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of two lists of parts."""
-    sums = within.new_empty(within.shape[1:], dtype=dtype)
-    sums_kernel[(triton.cdiv(sums.numel(), _BLOCK_SUM),)](
-        within,
-        through,
-        sums,
-        sums.numel(),
-        WITHIN=within.shape[0],
-        THROUGH=through.shape[0],
-        BLOCK=_BLOCK_SUM,
-    )
-    return sums
-
-
-def _options(setting: dict[str, int]) -> dict[str, int]:
-    """Return what Triton itself is told."""
-    return {name: setting[name] for name in _OPTIONS if name in setting}
-
-
-def _most_heads(per_group: int, limit: int) -> int:
-    """Return the largest number of heads up to a limit that divides a group evenly."""
-    return max(n for n in range(1, min(limit, per_group) + 1) if per_group % n == 0)
+def _strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, time and heads (or groups) of all tensors."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from learnable_multipliers.kernels._backend import HAS_TRITON
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.model.attention import kernels_take
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.convolution import KERNEL_TAPS
-from learnable_multipliers.pretrain.model.rotation import kernels_take
+from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.trainer.device import Device
 from learnable_multipliers.pretrain.trainer.schedule import steps
