@@ -44,6 +44,7 @@ def test_public_names_are_these():
         "symmetry_positions",
         "unwrap",
         "unwrap",
+        "unwrap",
     ]
     assert all(hasattr(lrm, name) for name in lrm.__all__)
 
