@@ -56,7 +56,6 @@ def demo(config: DemoConfig) -> None:
         raise KeyboardInterrupt("no report was written; lrm demo starts afresh") from None
     for name in RUNS:
         last = Run.load(config.out / name).last("eval")
-        assert last is not None
         print(
             f"{name:12} held-out loss {last['loss']:.4f} nats per token, "
             f"{last['bits_per_byte']:.4f} bits per byte"
@@ -98,12 +97,10 @@ def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Pat
         out / "report.html",
         [Run.load(out / name) for name in RUNS],
         title="Learnable multipliers: a first look",
-        notes=[
-            f"Both runs train the same model on {text}, from the same start and on the same "
-            "batches. This shows what the library does to a model, not what multipliers are worth: "
-            "minutes of training are far from the equilibrium they are made for, and one seed "
-            "proves nothing."
-        ],
+        note=f"Both runs train the same model on {text}, from the same start and on the same "
+        "batches. This shows what the library does to a model, not what multipliers are worth: "
+        "minutes of training are far from the equilibrium they are made for, and one seed "
+        "proves nothing.",
     )
 
 
