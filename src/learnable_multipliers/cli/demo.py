@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
 
 RUNS: dict[str, Placement] = {"plain": "none", "multipliers": "full"}
-_MARK = ".lrm-demo"
-_TEXT = "the sources of the Python standard library of this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ def training(config: DemoConfig) -> TrainConfig:
 def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Path:
     """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
     console = console or Console()
-    text = base.data.path or _TEXT
+    text = base.data.path or "the sources of the Python standard library of this machine"
     with console.status(f"reading {text}"):
         TrainingData.open(base.data, base.model.vocab_size, base.seed)
     _make_room(out)
@@ -113,33 +111,25 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
             shown[0].record(name, record)
 
     with ExitStack() as stack:
-        trainers: dict[str, Trainer] = {}
-        for name, config in configs.items():
-            trainers[name] = Trainer(config, partial(observe, name))
-            stack.callback(trainers[name].close)
+        trainers = {
+            name: stack.enter_context(closing(Trainer(config, partial(observe, name))))
+            for name, config in configs.items()
+        }
         # They differ in their multipliers, not in their schedule.
         tokens = next(iter(trainers.values())).tokens_after
         interrupt = stack.enter_context(Interrupt())
-        display = stack.enter_context(Display(list(trainers), tokens, console))
-        shown.append(display)
-        steps = {name: trainer.steps() for name, trainer in trainers.items()}
-        while steps:
-            for name in list(steps):
-                step = next(steps[name], None)
-                if step is None:
-                    del steps[name]
-                else:
-                    display.advance(name, step)
-                if interrupt.received:
-                    raise KeyboardInterrupt
+        shown.append(stack.enter_context(Display(list(trainers), tokens, console)))
+        for steps in zip(*(trainer.steps() for trainer in trainers.values()), strict=True):
+            for name, step in zip(trainers, steps, strict=True):
+                shown[0].advance(name, step)
+            if interrupt.received:
+                raise KeyboardInterrupt
 
 
 def _make_room(out: Path) -> None:
     """Remove what an earlier demo left, and nothing that anybody else wrote."""
-    mark = out / _MARK
-    for folder in (out / name for name in RUNS):
-        if not folder.exists():
-            continue
+    mark = out / ".lrm-demo"
+    for folder in [out / name for name in RUNS if (out / name).exists()]:
         if not mark.is_file():
             raise ValueError(f"{folder} is not from an earlier demo: choose another folder (--out)")
         shutil.rmtree(folder)

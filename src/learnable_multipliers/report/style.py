@@ -78,8 +78,8 @@ def last_drawn(axes: Axes) -> float:
 
 def note(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
     """Write a remark into the plot, at a place in parts of the axes."""
-    look = {"transform": axes.transAxes, "color": COLOURS["muted"], "style": "italic"}
-    axes.text(x, y, text, **(look | more))
+    more = {"transform": axes.transAxes, "color": COLOURS["muted"], "style": "italic"} | more
+    axes.text(x, y, text, **more)
 
 
 def run_look(index: int) -> tuple[str, str]:
@@ -111,9 +111,9 @@ def log_axis(axes: Axes, which: Literal["x", "y"], low: float, high: float) -> N
 
 def legend(figure: Figure, handles: Sequence[Line2D] = ()) -> None:
     """Put a legend under the axes: of the handles, or else of the lines that have a label."""
-    lines = figure.axes[0].get_legend_handles_labels()[0]
+    named = [line for line in figure.axes[0].lines if not str(line.get_label()).startswith("_")]
     # A run that has diverged has a name but no line.
-    handles = handles or [line for line in lines if np.isfinite(line.get_ydata()).any()]
+    handles = handles or [line for line in named if np.isfinite(line.get_ydata()).any()]
     if handles:
         # As many columns as the longest label leaves room for.
         longest = max(len(str(handle.get_label())) for handle in handles)
