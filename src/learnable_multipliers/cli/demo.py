@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,11 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
         tokens = next(iter(trainers.values())).tokens_after
         interrupt = stack.enter_context(Interrupt())
         shown.append(stack.enter_context(Display(list(trainers), tokens, console)))
-        for steps in zip(*(trainer.steps() for trainer in trainers.values()), strict=True):
+        # A run that went back to a checkpoint takes more steps than the other.
+        for steps in zip_longest(*(trainer.steps() for trainer in trainers.values())):
             for name, step in zip(trainers, steps, strict=True):
-                shown[0].advance(name, step)
+                if step is not None:
+                    shown[0].advance(name, step)
             if interrupt.received:
                 raise KeyboardInterrupt
 

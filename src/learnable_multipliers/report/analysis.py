@@ -58,10 +58,8 @@ def diagnosis(title: str, readings: Sequence[Record]) -> Figure:
         axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         for reading, x in zip(found, across, strict=True):
             _, colour, marker = _KINDS[reading["kind"]]
-            axes.plot(
-                x, reading["indicator"], marker=marker, color=colour,
-                fillstyle=_VERDICTS[reading["verdict"]], alpha=0.85,
-            )  # fmt: skip
+            y, fill = reading["indicator"], _VERDICTS[reading["verdict"]]
+            axes.plot(x, y, marker=marker, color=colour, fillstyle=fill, alpha=0.85)
         axes.set_xlabel("rms over the rms that noise gives")
         log_axis(axes, "x", min([0.5, *across]) / 1.15, max([2.0, *across]) * 1.15)
         log_axis(axes, "y", min([0.5, *up]) / 1.3, max([2.0, *up]) * 1.3)

@@ -41,7 +41,7 @@ _COLUMNS: dict[str, tuple[Callable[[Run], object], Callable[[float], str]]] = {
 }
 
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(style.TEMPLATES),
+    loader=jinja2.FileSystemLoader(style.TEMPLATE_FOLDER),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

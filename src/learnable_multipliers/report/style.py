@@ -38,7 +38,7 @@ COLOURS = {
     "ochre": "#8f7001",
 }
 RUN_COLOURS = [COLOURS[name] for name in ("ink", "blue", "rust", "teal", "plum", "ochre")]
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 
 # In points, which are the units of the SVG: half a desktop page, all of a phone's.
 _WIDTH = 400.0
@@ -47,7 +47,7 @@ _WIDTH = 400.0
 def look(**more: Any) -> AbstractContextManager[None]:
     """Set matplotlib to the style of this package, with more settings, for a while."""
     # From the defaults: a reader's own matplotlibrc must not change the bytes.
-    return style.context([TEMPLATES / "plots.mplstyle", more], after_reset=True)
+    return style.context([TEMPLATE_FOLDER / "plots.mplstyle", more], after_reset=True)
 
 
 @contextmanager
