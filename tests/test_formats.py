@@ -39,10 +39,3 @@ def test_durations_have_two_units(seconds, text):
 )
 def test_sizes_are_in_binary_units(num_bytes, text):
     assert _formats.size(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.123456, "0.1235"), (1.5, "1.5"), (2e-5, "2e-05"), (123.456, "123.5")]
-)
-def test_numbers_have_four_digits(value, text):
-    assert _formats.number(value) == text

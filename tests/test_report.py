@@ -17,11 +17,12 @@ pytest.importorskip("matplotlib")
 
 from learnable_multipliers.report import Run, write_page
 from learnable_multipliers.report.comparison import (
+    both_evaluated,
     by_setting,
     differing_settings,
-    loss_gap,
     pool_quantiles,
 )
+from learnable_multipliers.report.page import TEMPLATES
 from learnable_multipliers.report.plots import (
     MAX_POINTS,
     drift_over_steps,
@@ -36,7 +37,6 @@ from learnable_multipliers.report.plots import (
     shares_over_steps,
 )
 from learnable_multipliers.report.style import COLOURS, RUN_COLOURS
-from learnable_multipliers.report.summary import summarize
 
 HOSTILE = "<script>alert('x')</script>&\"$#852d02"
 ROLES = {
@@ -195,6 +195,12 @@ def values(run, kind, key):
     return [r[key] for r in map(json.loads, lines) if r["kind"] == kind]
 
 
+def summarize(runs):
+    """Return the sentences of the summary."""
+    text = TEMPLATES.get_template("summary.html.j2").render(runs=runs)
+    return [unescape(sentence) for sentence in re.findall("<p>(.*?)</p>", text, re.DOTALL)]
+
+
 def points(line):
     return [list(map(float, line.get_xdata())), list(map(float, line.get_ydata()))]
 
@@ -290,9 +296,7 @@ def test_gap_is_the_difference_at_matching_tokens(tmp_path, runs):
     )
     # Evaluations every 20 and every 15 steps meet every 60 steps.
     common = [60 * 4096 * k for k in range(1, 6)]
-    gap = loss_gap(shorter, runs[0])
-    assert gap.tokens == common
-    assert gap.differences == [theirs[t] - baseline[t] for t in common]
+    assert both_evaluated(shorter, runs[0]) == [(t, theirs[t], baseline[t]) for t in common]
 
 
 @pytest.mark.parametrize(("shift", "word"), [(0.5, "above"), (-0.5, "below"), (0.0, "equal")])
@@ -319,17 +323,20 @@ def test_summary_says_where_the_loss_ends_and_on_which_side(tmp_path, runs, shif
 
 def test_runs_of_different_length_are_compared_where_both_were_evaluated(tmp_path, runs):
     shorter = Run.load(write_run(tmp_path / "shorter", name="shorter", steps=300))
-    gap = loss_gap(shorter, runs[0]).differences[-1]
+    _, loss, base = both_evaluated(shorter, runs[0])[-1]
     text = summarize([runs[0], shorter])[1]
     assert "after 1.23M tokens and plain after 1.64M. Where both were, after 1.23M" in text
-    assert f"is {abs(gap):.4f}" in text
+    assert f"is {abs(loss - base):.4f}" in text
     assert any("differ in schedule.steps" in sentence for sentence in summarize([runs[0], shorter]))
 
 
 def test_seeds_of_one_setting_are_told_from_settings(tmp_path, runs):
     other = Run.load(write_run(tmp_path / "seed1", name="again", seed=1))
     assert by_setting([*runs, other]) == [[runs[0], other], [runs[1]]]
-    assert differing_settings([runs[0], other]) == ["name", "seed"]
+    assert differing_settings([runs[0], other]) == {
+        "name": ['"plain"', '"again"'],
+        "seed": ["0", "1"],
+    }
     losses = sorted(values(run, "eval", "loss")[-1] for run in (runs[0], other))
     told = " ".join(summarize([*runs, other]))
     assert f"they end between {losses[0]:.4f} and {losses[1]:.4f}" in told
@@ -393,7 +400,8 @@ def test_gap_figure_draws_the_gaps_and_a_zero_line(tmp_path, runs):
     zero, *gaps = gap_curves([*runs, scalar]).axes[0].lines
     assert set(zero.get_ydata()) == {0.0}
     for run, line in zip([runs[1], scalar], gaps, strict=True):
-        assert points(line) == list(loss_gap(run, runs[0]))
+        both = both_evaluated(run, runs[0])
+        assert points(line) == [[t for t, *_ in both], [loss - base for _, loss, base in both]]
     assert zero.axes.get_ylim()[0] < 0 < zero.axes.get_ylim()[1]
 
 
@@ -616,7 +624,7 @@ class Reader(HTMLParser):
 @pytest.fixture
 def page(tmp_path, runs):
     path = tmp_path / "out" / "page.html"
-    assert write_page(path, runs, title="Two runs", notes=["One < two."]) == path
+    assert write_page(path, runs, title="Two runs", note="One < two.") == path
     return path.read_text()
 
 
@@ -673,7 +681,7 @@ def test_hostile_names_and_samples_are_text(tmp_path):
 
     run = edit_metrics(folder, attack)
     runs = [run, run, Run.load(write_run(tmp_path / "y", name="\u6f22\u5b57\n\x07", seed=2))]
-    path = write_page(tmp_path / "page.html", runs, title=HOSTILE, notes=[HOSTILE])
+    path = write_page(tmp_path / "page.html", runs, title=HOSTILE, note=HOSTILE)
     text = path.read_text()
     reader = Reader(text)
     assert "script" not in reader.tags
@@ -704,11 +712,9 @@ def test_page_of_a_run_that_was_stopped_at_once(tmp_path, runs):
     Reader(write_page(tmp_path / "page.html", [run, runs[1]], title="t").read_text())
 
 
-def test_bad_arguments_are_refused(tmp_path, runs):
+def test_a_page_about_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         write_page(tmp_path / "p.html", [], title="t")
-    with pytest.raises(ValueError, match="sequence of paragraphs"):
-        write_page(tmp_path / "p.html", runs, title="t", notes="note")
     assert not (tmp_path / "p.html").exists()
 
 

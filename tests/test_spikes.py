@@ -23,8 +23,7 @@ from learnable_multipliers.pretrain.trainer.spikes import (
     rollback_steps,
 )
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from learnable_multipliers.report.records import Run
-from learnable_multipliers.report.summary import summarize
+from learnable_multipliers.report import Run, write_page
 from runs import (
     BATCH,
     assert_same,
@@ -326,7 +325,7 @@ def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):
     assert steps == list(range(1, 27))
     assert (
         "Run run left its course once and went back: from step 17 to the checkpoint of step 10."
-        in summarize([run])
+        in write_page(tmp_path / "page.html", [run], title="t").read_text()
     )
 
 

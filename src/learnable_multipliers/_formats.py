@@ -30,8 +30,3 @@ def size(num_bytes: float) -> str:
     if num_bytes >= 2**28:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def number(value: float) -> str:
-    """Return a number with four significant digits: 0.1235, 1.5, 2e-05."""
-    return f"{value:.4g}"

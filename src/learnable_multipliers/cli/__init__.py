@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -31,8 +32,6 @@ COMMANDS = {
     "report": ("runs", "write a page that compares one or several runs"),
 }
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
-_BROKEN_PIPE = 128 + 13
-_INTERRUPTED = 128 + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The reader has closed the pipe, as `head` does. Buffered output is discarded, or Python
         # would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_BROKEN_PIPE)
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _run(given: list[str]) -> None:
@@ -61,7 +60,7 @@ def _run(given: list[str]) -> None:
         return
     command = next((name for name in COMMANDS if given[: len(name.split())] == name.split()), None)
     if command is None:
-        _unknown_command(given)
+        _unknown_command(given[0])
     rest = given[len(command.split()) :]
     try:
         _load(command)(rest)
@@ -69,7 +68,7 @@ def _run(given: list[str]) -> None:
         print(
             f"lrm {command}: {': '.join(['stopped', *map(str, interrupt.args)])}", file=sys.stderr
         )
-        sys.exit(_INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         raise
     # Errors that users can cause are one line; LRM_TRACEBACK=1 shows the traceback.
@@ -93,26 +92,16 @@ def _load(command: str) -> Callable[[Sequence[str]], None]:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    listed = [f"  lrm {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "lrm: learn the scale of every weight matrix from data.",
-            "",
-            *listed,
-            "",
-            "Options of a command: lrm train --help. New here? Start with lrm demo",
-        ]
+    listed = "\n".join(f"  lrm {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    return (
+        f"lrm: learn the scale of every weight matrix from data.\n\n{listed}\n\n"
+        "Options of a command: lrm train --help. New here? Start with lrm demo"
     )
 
 
-def _unknown_command(given: Sequence[str]) -> NoReturn:
-    words = [name.split()[0] for name in COMMANDS]
-    close = difflib.get_close_matches(given[0], words, n=1)
-    if given[0] == "data":
-        hint = "there is one command about data: lrm data prepare"
-    elif close:
-        hint = f"there is no command {given[0]!r}; did you mean lrm {close[0]}?"
-    else:
-        hint = f"there is no command {given[0]!r}; lrm --help lists them"
-    print(f"lrm: {hint}", file=sys.stderr)
+def _unknown_command(word: str) -> NoReturn:
+    names = {name.split()[0]: name for name in COMMANDS}
+    close = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean lrm {names[close[0]]}?" if close else "lrm --help lists them"
+    print(f"lrm: there is no command {word!r}; {hint}", file=sys.stderr)
     sys.exit(2)

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import NoReturn, TypeVar
 
@@ -34,17 +35,12 @@ def _whole_numbers(
 
 
 def _whole_number(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        try:
-            # Exact, which a float is not for long numbers.
-            value = Fraction(word)
-        except (ValueError, ZeroDivisionError):
-            raise ValueError(f"{word!r} is not a whole number") from None
-        if value.denominator != 1:
-            raise ValueError(f"{word!r} is not a whole number") from None
-        return value.numerator
+    with suppress(ValueError, ZeroDivisionError):
+        # Exact, which a float is not for long numbers.
+        value = Fraction(word)
+        if value.denominator == 1:
+            return value.numerator
+    raise ValueError(f"{word!r} is not a whole number")
 
 
 def read(

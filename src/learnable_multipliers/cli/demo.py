@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
 
 RUNS: dict[str, Placement] = {"plain": "none", "multipliers": "full"}
-_MARK = ".lrm-demo"
-_TEXT = "the sources of the Python standard library of this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,6 @@ def demo(config: DemoConfig) -> None:
         raise KeyboardInterrupt("no report was written; lrm demo starts afresh") from None
     for name in RUNS:
         last = Run.load(config.out / name).last("eval")
-        assert last is not None
         print(
             f"{name:12} held-out loss {last['loss']:.4f} nats per token, "
             f"{last['bits_per_byte']:.4f} bits per byte"
@@ -80,7 +78,7 @@ def training(config: DemoConfig) -> TrainConfig:
 def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Path:
     """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
     console = console or Console()
-    text = base.data.path or _TEXT
+    text = base.data.path or "the sources of the Python standard library of this machine"
     with console.status(f"reading {text}"):
         TrainingData.open(base.data, base.model.vocab_size, base.seed)
     _make_room(out)
@@ -98,12 +96,10 @@ def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Pat
         out / "report.html",
         [Run.load(out / name) for name in RUNS],
         title="Learnable multipliers: a first look",
-        notes=[
-            f"Both runs train the same model on {text}, from the same start and on the same "
-            "batches. This shows what the library does to a model, not what multipliers are worth: "
-            "minutes of training are far from the equilibrium they are made for, and one seed "
-            "proves nothing."
-        ],
+        note=f"Both runs train the same model on {text}, from the same start and on the same "
+        "batches. This shows what the library does to a model, not what multipliers are worth: "
+        "minutes of training are far from the equilibrium they are made for, and one seed "
+        "proves nothing.",
     )
 
 
@@ -116,33 +112,27 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
             shown[0].record(name, record)
 
     with ExitStack() as stack:
-        trainers: dict[str, Trainer] = {}
-        for name, config in configs.items():
-            trainers[name] = Trainer(config, partial(observe, name))
-            stack.callback(trainers[name].close)
+        trainers = {
+            name: stack.enter_context(closing(Trainer(config, partial(observe, name))))
+            for name, config in configs.items()
+        }
         # They differ in their multipliers, not in their schedule.
         tokens = next(iter(trainers.values())).tokens_after
         interrupt = stack.enter_context(Interrupt())
-        display = stack.enter_context(Display(list(trainers), tokens, console))
-        shown.append(display)
-        steps = {name: trainer.steps() for name, trainer in trainers.items()}
-        while steps:
-            for name in list(steps):
-                step = next(steps[name], None)
-                if step is None:
-                    del steps[name]
-                else:
-                    display.advance(name, step)
-                if interrupt.received:
-                    raise KeyboardInterrupt
+        shown.append(stack.enter_context(Display(list(trainers), tokens, console)))
+        # A run that went back to a checkpoint takes more steps than the other.
+        for steps in zip_longest(*(trainer.steps() for trainer in trainers.values())):
+            for name, step in zip(trainers, steps, strict=True):
+                if step is not None:
+                    shown[0].advance(name, step)
+            if interrupt.received:
+                raise KeyboardInterrupt
 
 
 def _make_room(out: Path) -> None:
     """Remove what an earlier demo left, and nothing that anybody else wrote."""
-    mark = out / _MARK
-    for folder in (out / name for name in RUNS):
-        if not folder.exists():
-            continue
+    mark = out / ".lrm-demo"
+    for folder in [out / name for name in RUNS if (out / name).exists()]:
         if not mark.is_file():
             raise ValueError(f"{folder} is not from an earlier demo: choose another folder (--out)")
         shutil.rmtree(folder)

@@ -70,8 +70,7 @@ def symmetries(config: SymmetriesConfig) -> None:
     model, from a small one of the same architecture. The numbers in front count independent
     rescalings.
     """
-    if config.plot is not None:
-        analysis.check_format(config.plot)
+    analysis.check_format(config.plot)
     start = time.perf_counter()
     # Not on stdout, which may be a file.
     with Console(stderr=True).status(f"analysing {config.model}"):

@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from matplotlib.lines import Line2D
 
-from learnable_multipliers.report.style import (
-    COLOURS,
-    check_format,
-    count_axis,
-    legend,
-    log_axis,
-    plot,
-    save,
-    short,
-)
+from learnable_multipliers.report.style import COLOURS, legend, log_axis, look, plot, short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from learnable_multipliers.report.records import Record
 
-__all__ = ["check_format", "diagnosis", "random_walk", "save", "symmetry_map"]
-
+_FORMATS = (".svg", ".png", ".pdf")
 _KINDS = {
     "matrix": ("matrices", COLOURS["ink"], "o"),
     "multiplier": ("multipliers", COLOURS["blue"], "s"),
@@ -48,14 +39,12 @@ def random_walk(title: str, steps: Sequence[Mapping[str, float | None]]) -> Figu
         "expected": ("blue", 1.6, "solid"),
         "equilibrium": ("rust", 1.3, "dashed"),
     }
-    with plot(f"rms, {title}", 300) as (figure, axes):
+    with plot(f"rms, {title}", 300, x="step") as (figure, axes):
         x = [float(row["step"] or 0) for row in steps]
         for name, (colour, width, line) in looks.items():
             y = [math.nan if (value := row[name]) is None else value for row in steps]
             axes.plot(x, y, color=COLOURS[colour], lw=width, ls=line, label=name)
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-        count_axis(axes, "step", x[-1])
-        legend(figure)
         return figure
 
 
@@ -69,10 +58,8 @@ def diagnosis(title: str, readings: Sequence[Record]) -> Figure:
         axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         for reading, x in zip(found, across, strict=True):
             _, colour, marker = _KINDS[reading["kind"]]
-            axes.plot(
-                x, reading["indicator"], marker=marker, color=colour,
-                fillstyle=_VERDICTS[reading["verdict"]], alpha=0.85,
-            )  # fmt: skip
+            y, fill = reading["indicator"], _VERDICTS[reading["verdict"]]
+            axes.plot(x, y, marker=marker, color=colour, fillstyle=fill, alpha=0.85)
         axes.set_xlabel("rms over the rms that noise gives")
         log_axis(axes, "x", min([0.5, *across]) / 1.15, max([2.0, *across]) * 1.15)
         log_axis(axes, "y", min([0.5, *up]) / 1.3, max([2.0, *up]) * 1.3)
@@ -115,3 +102,18 @@ def symmetry_map(title: str, lines: Mapping[str, Mapping[str, float]]) -> Figure
         told = [f"{n}  {words.rpartition(', ')[2]}" for n, words in zip(names, lines, strict=True)]
         figure.supxlabel("\n".join(told), x=0.02, ha="left", fontsize=9, linespacing=1.5)
         return figure
+
+
+def check_format(path: Path | None) -> None:
+    """Raise a ValueError for a file that no figure can be written to, before any work is done."""
+    if path is not None and path.suffix.lower() not in _FORMATS:
+        raise ValueError(
+            f"a figure is written as {', '.join(_FORMATS)}, by the ending of its name; got {path}"
+        )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure to a file of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with look():
+        figure.savefig(path, dpi=160)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from learnable_multipliers.report.records import Record, Run, number
 
@@ -19,33 +19,17 @@ from learnable_multipliers.report.records import Record, Run, number
 _NOT_SETTINGS = ("out", "resume", "dry_run")
 
 
-class Gap(NamedTuple):
-    """Loss of a run minus loss of the baseline, where both were evaluated."""
-
-    tokens: list[float]
-    differences: list[float]
-
-
-class Spread(NamedTuple):
-    """Smallest, median and largest of some numbers."""
-
-    low: float
-    middle: float
-    high: float
-
-
-def loss_gap(run: Run, baseline: Run) -> Gap:
-    """Return the gap in validation loss to the baseline at every common number of tokens."""
+def both_evaluated(run: Run, baseline: Run) -> list[tuple[float, float, float]]:
+    """Return (tokens, loss, loss of the baseline) where both have a finite validation loss."""
     theirs = dict(zip(*baseline.series("eval", "loss"), strict=True))
-    both = [(t, loss) for t, loss in zip(*run.series("eval", "loss"), strict=True) if t in theirs]
-    return Gap([t for t, _ in both], [loss - theirs[t] for t, loss in both])
+    own = zip(*run.series("eval", "loss"), strict=True)
+    found = [(tokens, loss, theirs.get(tokens, math.nan)) for tokens, loss in own]
+    return [(tokens, loss, base) for tokens, loss, base in found if math.isfinite(loss - base)]
 
 
-def tokens_seen(runs: Sequence[Run]) -> float:
-    """Return the largest number of tokens in any record; nan without one."""
-    kinds = ("train", "eval")
-    found = [tokens for run in runs for kind in kinds for tokens in run.series(kind, "loss")[0]]
-    return max(filter(math.isfinite, found), default=math.nan)
+def final_losses(runs: Sequence[Run]) -> list[float]:
+    """Return the last validation loss of every run that has a finite one."""
+    return [loss for run in runs if math.isfinite(loss := run.final("eval", "loss"))]
 
 
 def tokens_per_second(run: Run) -> float:
@@ -54,36 +38,34 @@ def tokens_per_second(run: Run) -> float:
     return statistics.median(speeds) if speeds else math.nan
 
 
-def spread(values: Iterable[float]) -> Spread | None:
-    """Return the spread of the finite values, or None where there are none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return Spread(min(finite), statistics.median(finite), max(finite)) if finite else None
-
-
-def rms_pairs(record: Record | None) -> dict[str, tuple[float, float]]:
+def rms_pairs(record: Record) -> dict[str, tuple[float, float]]:
     """Return parameter name -> (predicted, measured) rms, where there is a prediction."""
     measured, predicted = positive(record, "raw_rms"), positive(record, "predicted_rms")
     return {name: (predicted[name], rms) for name, rms in measured.items() if name in predicted}
 
 
-def positive(record: Record | None, key: str) -> dict[str, float]:
+def rms_ratios(run: Run) -> list[float]:
+    """Return measured over predicted rms of every matrix at the last record."""
+    return [measured / predicted for predicted, measured in rms_pairs(run.last("weights")).values()]
+
+
+def positive(record: Record, key: str) -> dict[str, float]:
     """Return parameter name -> rms, measured or predicted, where a log axis can show it."""
-    found = {name: number(value) for name, value in (record or {}).get(key, {}).items()}
-    return {name: value for name, value in found.items() if math.isfinite(value) and value > 0}
+    found = {name: number(value) for name, value in record.get(key, {}).items()}
+    return {name: value for name, value in found.items() if 0 < value < math.inf}
 
 
 def role_of(record: Record, name: str) -> str:
     """Return the recorded role of a parameter; the blocks of a fused SSM input are one role."""
     role = str(record.get("roles", {}).get(name, "unknown"))
-    blocks = role.split("/")
-    fused_ssm = len(blocks) > 1 and all(block.startswith("ssm-") for block in blocks)
+    fused_ssm = "/" in role and all(block.startswith("ssm-") for block in role.split("/"))
     return "ssm-in" if fused_ssm else role
 
 
-def multiplier_quantiles(record: Record | None) -> dict[tuple[str, str], list[list[float]]]:
-    """Return (role, "row" | "col" | "scalar") -> the quantiles of each of its matrices."""
-    groups: dict[tuple[str, str], list[list[float]]] = {}
-    for name, axes in (record or {}).get("multipliers", {}).items():
+def multiplier_quantiles(record: Record) -> list[tuple[str, str, list[float]]]:
+    """Return (role, "row" | "col" | "scalar", quantiles) of all multipliers of a record."""
+    found: list[tuple[str, str, list[float]]] = []
+    for name, axes in record.get("multipliers", {}).items():
         for axis, quantiles in axes.items():
             values = [number(value) for value in quantiles]
             if axis not in ("row", "col", "scalar") or len(values) != 7:
@@ -92,61 +74,80 @@ def multiplier_quantiles(record: Record | None) -> dict[tuple[str, str], list[li
                     f"got {len(values)} of {axis!r}"
                 )
             if all(map(math.isfinite, values)):
-                groups.setdefault((role_of(record or {}, name), axis), []).append(values)
-    return groups
+                found.append((role_of(record, name), axis, values))
+    return found
 
 
 def pool_quantiles(matrices: Sequence[Sequence[float]]) -> list[float]:
     """Return quantiles for several matrices: the extremes of all, medians of those between."""
-    columns = list(zip(*matrices, strict=True))
-    inner = [statistics.median(column) for column in columns[1:-1]]
-    return [min(columns[0]), *inner, max(columns[-1])]
+    lows, *inner, highs = zip(*matrices, strict=True)
+    return [min(lows), *map(statistics.median, inner), max(highs)]
 
 
 def drifting(run: Run) -> list[str]:
     """Return the symmetries of a run in words, those it has drifted along most first."""
-    last = run.last("health") or {}
+    last = run.last("health")
     found = [key for key in last if key.startswith("drift/") and key != "drift/largest"]
     found.sort(key=lambda key: -number(last[key]))
     return [key.removeprefix("drift/") for key in found]
 
 
-def alarms(run: Run) -> list[str]:
-    """Return what the last record of a run's health warns of."""
-    return [str(text) for text in (run.last("health") or {}).get("alarms", [])]
+def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Return each dotted key of the configs with its value in every run, as JSON; "-" without."""
+    configs = [_flatten(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    # As JSON: True and 1 are different settings though they are equal.
+    return {k: [json.dumps(c[k]) if k in c else "-" for c in configs] for k in keys}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested config as one level of dotted keys."""
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """Return the dotted config keys, folders aside, whose values are not the same in all runs."""
-    configs = [flatten(run.config) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    # As JSON: True and 1 are different settings though they are equal.
-    keys = [key for key in keys if key not in _NOT_SETTINGS]
-    return [k for k in keys if len({json.dumps(config.get(k)) for config in configs}) > 1]
+def differing_settings(runs: Sequence[Run], ignored: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the settings, folders aside, whose values are not the same in all runs.
+
+    Args:
+        ignored: Settings to leave out, by the last part of their key.
+    """
+    return {
+        key: values
+        for key, values in settings(runs).items()
+        if len(set(values)) > 1
+        and key not in _NOT_SETTINGS
+        and key.rpartition(".")[2] not in ignored
+    }
 
 
 def by_setting(runs: Sequence[Run]) -> list[list[Run]]:
     """Return the runs in groups that differ by seed and name alone."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        setting = {
-            key: value
-            for key, value in flatten(run.config).items()
-            if key not in ("name", *_NOT_SETTINGS) and key.rpartition(".")[2] != "seed"
-        }
-        groups.setdefault(json.dumps(setting, sort_keys=True), []).append(run)
+    differing = differing_settings(runs, ignored=("name", "seed")).values()
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault(tuple(values[index] for values in differing), []).append(run)
     return list(groups.values())
+
+
+def with_one_seed(groups: Sequence[Sequence[Run]]) -> list[Sequence[Run]]:
+    """Return the groups whose runs all have the same seed."""
+    return [group for group in groups if len({str(run.setting("seed")) for run in group}) == 1]
+
+
+def environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return each environment that runs were made in, with the names of the runs."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        # These have a place of their own on the page.
+        elsewhere = ("command", "parameters", "multipliers")
+        rest = {key: value for key, value in run.environment.items() if key not in elsewhere}
+        names.setdefault(json.dumps(rest, sort_keys=True), []).append(run.name)
+    return [(json.loads(environment), each) for environment, each in names.items()]
 
 
 def distinct_names(runs: Sequence[Run]) -> list[Run]:

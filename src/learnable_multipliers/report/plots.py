@@ -8,32 +8,31 @@ marker inside it.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from learnable_multipliers import _formats
 from learnable_multipliers.report.comparison import (
+    both_evaluated,
     drifting,
-    loss_gap,
     multiplier_quantiles,
     pool_quantiles,
     positive,
     rms_pairs,
     role_of,
-    tokens_seen,
 )
 from learnable_multipliers.report.records import Record, Run
 from learnable_multipliers.report.style import (
     COLOURS,
     RUN_COLOURS,
-    count_axis,
+    last_drawn,
     legend,
     log_axis,
+    note,
     plot,
     run_look,
     short,
@@ -73,7 +72,7 @@ _DRIFT_COLOURS = [*RUN_COLOURS[1:], RUN_COLOURS[0]]
 
 def loss_curves(runs: Sequence[Run]) -> Figure:
     """Draw validation loss (bold) and training loss (thin) over tokens."""
-    with plot("loss, nats per token", 290) as (figure, axes):
+    with plot("loss, nats per token", 290, x="tokens seen") as (figure, axes):
         # Many noisy curves would hide the ones that matter.
         alpha = 0.45 if len(runs) <= 3 else 0.2
         for index, run in enumerate(runs):
@@ -83,26 +82,23 @@ def loss_curves(runs: Sequence[Run]) -> Figure:
             axes.plot(*run.series("eval", "loss"), color=colour, ls=line)
             # Before any evaluation, the name goes to the training loss.
             axes.lines[-1 if run.of("eval") else -2].set_label(short(run.name))
-        _fit(axes, runs)
-        legend(figure)
+        _fit(axes)
         return figure
 
 
 def gap_curves(runs: Sequence[Run]) -> Figure:
     """Draw validation loss minus that of the first run, where both were evaluated."""
-    with plot(f"loss minus loss of {short(runs[0].name)}", 290) as (figure, axes):
+    with plot(f"loss minus loss of {short(runs[0].name)}", 290, x="tokens seen") as (figure, axes):
         axes.axhline(0.0, color=COLOURS["ink"], lw=1.2)
         for index, run in enumerate(runs[1:], start=1):
             colour, line = run_look(index)
-            gap = loss_gap(run, runs[0])
-            axes.plot(*gap, color=colour, ls=line, marker="o", ms=3, label=short(run.name))
-        _fit(axes, runs, margin=0.22, also=[0.0])
-        signed = FuncFormatter(lambda value, _: f"{value:+.4g}" if value else "0")
-        axes.yaxis.set_major_formatter(signed)
-        for text, height, align in (("higher loss", 0.98, "top"), ("lower loss", 0.02, "bottom")):
-            axes.text(0.98, height, text, transform=axes.transAxes, ha="right", va=align,
-                      color=COLOURS["muted"], style="italic")  # fmt: skip
-        legend(figure)
+            both = both_evaluated(run, runs[0])
+            tokens, gaps = [t for t, *_ in both], [loss - base for _, loss, base in both]
+            axes.plot(tokens, gaps, color=colour, ls=line, marker="o", ms=3, label=short(run.name))
+        _fit(axes, margin=0.22, also=[0.0])
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.4g}" if value else "0")
+        note(axes, 0.98, 0.98, "higher loss", ha="right", va="top")
+        note(axes, 0.98, 0.02, "lower loss", ha="right", va="bottom")
         return figure
 
 
@@ -111,18 +107,16 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
     schedules: dict[tuple[tuple[float, ...], ...], list[int]] = {}
     for index, run in enumerate(runs):
         schedules.setdefault(tuple(map(tuple, run.series("train", "lr"))), []).append(index)
-    with plot("learning rate", 210) as (figure, axes):
+    with plot("learning rate", 210, x="tokens seen") as (figure, axes):
         for series, sharing in schedules.items():
             name = short(runs[sharing[0]].name)
             if len(sharing) > 1:
                 name = "all runs" if len(sharing) == len(runs) else f"{name} +{len(sharing) - 1}"
             colour, line = run_look(sharing[0])
             axes.plot(*series, color=colour, ls=line, label=name)
-        _token_axis(axes, runs)
         axes.set_ylim(0.0, 1.08 * axes.get_ylim()[1])
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 5, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _formats.number(value)))
-        legend(figure)
+        axes.yaxis.set_major_formatter("{x:.4g}")
         return figure
 
 
@@ -130,7 +124,7 @@ def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
     """Return at most MAX_POINTS points: the means of as many groups of neighbours."""
     size = math.ceil(len(x) / MAX_POINTS) or 1
     pieces = [slice(start, start + size) for start in range(0, len(x), size)]
-    return [_mean(x[piece]) for piece in pieces], [_mean(y[piece]) for piece in pieces]
+    return [fmean(x[piece]) for piece in pieces], [fmean(y[piece]) for piece in pieces]
 
 
 def rms_limits(records: Sequence[Record]) -> tuple[float, float]:
@@ -147,7 +141,7 @@ def rms_limits(records: Sequence[Record]) -> tuple[float, float]:
 
 def rms_scatter(run: Run, limits: tuple[float, float] | None = None) -> Figure:
     """Draw the measured rms of every matrix against its prediction, at the last record."""
-    record = run.last("weights") or {}
+    record = run.last("weights")
     groups: dict[str, list[tuple[float, float]]] = {}
     for name, pair in rms_pairs(record).items():
         groups.setdefault(role_of(record, name), []).append(pair)
@@ -158,12 +152,10 @@ def rms_scatter(run: Run, limits: tuple[float, float] | None = None) -> Figure:
             colour, marker = _look(role)
             axes.plot(*zip(*groups[role], strict=True), ls="", color=colour, marker=marker, ms=6,
                       mew=0, alpha=0.8, label=short(role))  # fmt: skip
-        axes.text(0.98, 0.7, "as predicted", transform=axes.transAxes, ha="right",
-                  color=COLOURS["muted"], style="italic")  # fmt: skip
+        note(axes, 0.98, 0.7, "as predicted", ha="right")
         axes.set_xlabel("rms if gradients were pure noise")
         log_axis(axes, "x", low, high)
         log_axis(axes, "y", low, high)
-        legend(figure)
         return figure
 
 
@@ -175,32 +167,32 @@ def rms_over_steps(run: Run, limits: tuple[float, float] | None = None) -> Figur
     for role in sorted(present, key=_rank):
         roles.setdefault(_look(role)[0], role)
     steps = [int(record["step"]) for record in records]
-    with plot("rms of the raw weight", 310) as (figure, axes):
+    with plot("rms of the raw weight", 310, x="step") as (figure, axes):
         for colour, role in roles.items():
             measured = [_of_role(record, role, "raw_rms") for record in records]
             predicted = [_of_role(record, role, "predicted_rms") for record in records]
             axes.plot(steps, measured, color=colour, label=short(role))
             axes.plot(steps, predicted, color=colour, lw=1.3, ls="dashed")
-        count_axis(axes, "step", max([1, *steps]))
         log_axis(axes, "y", *(limits or rms_limits(records)))
-        legend(figure)
         return figure
 
 
-def multiplier_limits(runs: Sequence[Run]) -> tuple[float, float]:
-    """Return one range for the positive multipliers of all runs, with 1 inside."""
-    groups = [g for run in runs for g in multiplier_quantiles(run.last("weights")).values()]
-    values = [v for group in groups for quantiles in group for v in quantiles if v > 0]
+def multiplier_limits(records: Sequence[Record]) -> tuple[float, float]:
+    """Return one range for the positive multipliers of many records, with 1 inside."""
+    rows = [quantiles for record in records for *_, quantiles in multiplier_quantiles(record)]
+    values = [value for quantiles in rows for value in quantiles if value > 0]
+    high = max([1.25, *values]) * 1.12
     # Five decades at most: a multiplier at 1e-9 is zero, and would squeeze the others.
-    low = max(min([0.8, *values]), max([1.25, *values]) / 1e5)
-    return low / 1.12, max([1.25, *values]) * 1.12
+    return max(min([0.8, *values]) / 1.12, high / 1e5), high
 
 
 def multiplier_ranges(run: Run, limits: tuple[float, float] | None = None) -> Figure:
     """Draw how far the learned multipliers of each role spread, rows and columns apart."""
-    groups = multiplier_quantiles(run.last("weights"))
+    groups: dict[tuple[str, str], list[list[float]]] = {}
+    for role, axis, quantiles in multiplier_quantiles(run.last("weights")):
+        groups.setdefault((role, axis), []).append(quantiles)
     keys = sorted(groups, key=lambda key: (_rank(key[0]), list(_AXES).index(key[1])))
-    low, high = limits or multiplier_limits([run])
+    low, high = limits or multiplier_limits([run.last("weights")])
     centres: dict[str, list[float]] = {}
     y = 0.0
     with plot("", 110 + 13 * (len(keys) + len({role for role, _ in keys}))) as (figure, axes):
@@ -217,7 +209,7 @@ def multiplier_ranges(run: Run, limits: tuple[float, float] | None = None) -> Fi
             if quantiles[0] <= 0:
                 axes.plot(low, y, marker="<", ms=7, color=colour, clip_on=False)
         axes.set(xlabel="multiplier", ylim=(y + 1, 0))
-        axes.set_yticks([statistics.mean(c) for c in centres.values()], list(map(short, centres)))
+        axes.set_yticks([fmean(c) for c in centres.values()], list(map(short, centres)))
         axes.tick_params(axis="y", length=0, labelcolor=COLOURS["ink"])
         axes.grid(visible=False, axis="y")
         axes.spines["left"].set_visible(False)
@@ -230,31 +222,26 @@ def multiplier_ranges(run: Run, limits: tuple[float, float] | None = None) -> Fi
 
 def shares_over_steps(run: Run) -> Figure:
     """Draw how many tensors of each kind are trapped (solid) and free (dashed)."""
-    with plot("share of the tensors") as (figure, axes):
+    with plot("share of the tensors", x="step") as (figure, axes):
         for kind, name in _KINDS.items():
             axes.plot(*_series(run, f"trapped/{kind}"), color=COLOURS[name], label=kind)
             axes.plot(*_series(run, f"free/{kind}"), color=COLOURS[name], lw=1.3, ls="dashed")
         axes.set_ylim(-0.03, 1.03)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        _step_axis(axes, run)
-        legend(figure)
         return figure
 
 
 def noise_over_steps(run: Run) -> Figure:
     """Draw the noise indicator of each kind of tensor, in the median; 1 is pure noise."""
-    with plot("noise indicator") as (figure, axes):
+    with plot("noise indicator", x="step") as (figure, axes):
         axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         shown = [0.5, 2.0]
         for kind, name in _KINDS.items():
             steps, values = _series(run, f"noise/{kind}")
             axes.plot(steps, values, color=COLOURS[name], label=kind)
             shown += [value for value in values if value > 0]
-        axes.text(0.02, 1.06, "pure noise", transform=axes.get_yaxis_transform(),
-                  color=COLOURS["muted"], style="italic", va="bottom")  # fmt: skip
-        _step_axis(axes, run)
+        note(axes, 0.02, 1.06, "pure noise", transform=axes.get_yaxis_transform(), va="bottom")
         log_axis(axes, "y", min(shown) / 1.2, max(shown) * 1.2)
-        legend(figure)
         return figure
 
 
@@ -262,20 +249,17 @@ def multipliers_over_steps(run: Run) -> Figure:
     """Draw the range of all multipliers: the extremes, the middle 90%, the middle half."""
     pooled: dict[int, list[float]] = {}
     for record in run.of("weights"):
-        matrices = [m for group in multiplier_quantiles(record).values() for m in group]
+        matrices = [quantiles for *_, quantiles in multiplier_quantiles(record)]
         if matrices:
             pooled[int(record["step"])] = pool_quantiles(matrices)
-    values = [value for row in pooled.values() for value in row if value > 0]
-    high = max([1.25, *values]) * 1.1
-    low = max(min([0.8, *values]) / 1.1, high / 1e5)
+    low, high = multiplier_limits(run.of("weights"))
     steps, bands = list(pooled), np.maximum(list(pooled.values()), low).T
-    with plot("multipliers", 250) as (figure, axes):
+    with plot("multipliers", 250, x="step") as (figure, axes):
         axes.axhline(1.0, color=COLOURS["ink"], lw=1.2)
         for outer, alpha in enumerate((0.15, 0.25, 0.4)):
             axes.fill_between(steps, bands[outer], bands[6 - outer], color=COLOURS["blue"],
                               alpha=alpha, lw=0)  # fmt: skip
         axes.plot(steps, bands[3], color=COLOURS["blue"])
-        _step_axis(axes, run)
         log_axis(axes, "y", low, high)
         return figure
 
@@ -284,43 +268,31 @@ def drift_over_steps(run: Run) -> Figure:
     """Draw how far scales have drifted along each kind of symmetry, as a factor."""
     symmetries = drifting(run)
     # Those that drift most have a colour, the others share a grey.
-    named = len(_DRIFT_COLOURS)
-    with plot("drift, as a factor", 270 + 16 * min(len(symmetries), named + 1)) as (figure, axes):
-        for index, words in enumerate(symmetries):
-            steps, logs = _series(run, f"drift/{words}")
-            factors = [math.exp(value) for value in logs]
-            if index < named:
-                # Without what kind it is.
-                label = short(words.rpartition(" (")[0] or words, 60)
-                axes.plot(steps, factors, color=_DRIFT_COLOURS[index], label=label)
-            else:
-                label = f"{len(symmetries) - named} others" if index == named else None
-                axes.plot(steps, factors, color=COLOURS["muted"], lw=0.9, label=label)
+    named, others = symmetries[: len(_DRIFT_COLOURS)], symmetries[len(_DRIFT_COLOURS) :]
+    height = 270 + 16 * (len(named) + bool(others))
+    with plot("drift, as a factor", height, x="step") as (figure, axes):
+        for words, colour in zip(named, _DRIFT_COLOURS, strict=False):
+            # Without what kind it is.
+            label = short(words.rpartition(" (")[0] or words, 60)
+            axes.plot(*_drift(run, words), color=colour, label=label)
+        for words in others:
+            label = f"{len(others)} others" if words == others[0] else None
+            axes.plot(*_drift(run, words), color=COLOURS["muted"], lw=0.9, label=label)
         axes.set_ylim(1.0, max(1.1, axes.get_ylim()[1]))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _formats.number(value)))
-        _step_axis(axes, run)
-        legend(figure)
+        axes.yaxis.set_major_formatter("{x:.4g}")
         return figure
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+def _drift(run: Run, symmetry: str) -> tuple[list[float], list[float]]:
+    steps, logs = _series(run, f"drift/{symmetry}")
+    return steps, [math.exp(value) for value in logs]
 
 
-def _token_axis(axes: Axes, runs: Sequence[Run]) -> float:
-    """Show all tokens, and return the last one."""
-    last = tokens_seen(runs)
-    last = last if last > 0 else 1.0
-    count_axis(axes, "tokens seen", last)
-    return last
-
-
-def _fit(axes: Axes, runs: Sequence[Run], margin: float = 0.06, also: Sequence[float] = ()) -> None:
-    """Show all tokens, and of the losses those after the first, steep part."""
-    last = _token_axis(axes, runs)
+def _fit(axes: Axes, margin: float = 0.06, also: Sequence[float] = ()) -> None:
+    """Show of the losses those after the first, steep part."""
     x, y = np.concatenate([np.asarray(line.get_xydata()) for line in axes.lines]).T
-    shown = [*y[(x >= EARLY * last) & np.isfinite(y)].tolist(), *also]
+    shown = [*y[(x >= EARLY * last_drawn(axes)) & np.isfinite(y)].tolist(), *also]
     if shown:
         pad = margin * (max(shown) - min(shown)) or 0.01 * abs(shown[0]) or 0.01
         axes.set_ylim(min(shown) - pad, max(shown) + pad)
@@ -329,7 +301,7 @@ def _fit(axes: Axes, runs: Sequence[Run], margin: float = 0.06, also: Sequence[f
 def _of_role(record: Record, role: str, key: str) -> float:
     """Return an rms of a role: the geometric mean over its matrices, nan where there is none."""
     found = [rms for name, rms in positive(record, key).items() if role_of(record, name) == role]
-    return statistics.geometric_mean(found) if found else math.nan
+    return geometric_mean(found) if found else math.nan
 
 
 def _rank(role: str) -> tuple[int, str]:
@@ -348,7 +320,3 @@ def _series(run: Run, key: str) -> tuple[list[float], list[float]]:
     found = zip(*run.series("health", key, by="step"), strict=True)
     pairs = [(step, value) for step, value in found if math.isfinite(value)]
     return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def _step_axis(axes: Axes, run: Run) -> None:
-    count_axis(axes, "step", max([1, *(int(record["step"]) for record in run.of("health"))]))

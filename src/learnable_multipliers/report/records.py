@@ -46,10 +46,13 @@ class Run:
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"no run folder {str(folder)!r}: give the folder a run wrote")
-        config = _read_object(folder / "config.json")
-        environment = _read_object(folder / "environment.json")
-        records, unreadable = _read_metrics(folder / "metrics.jsonl")
-        return cls(folder, config, environment, records, unreadable)
+        paths = [folder / name for name in ("config.json", "environment.json", "metrics.jsonl")]
+        for path in paths:
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{str(folder)!r} is not a run folder: it has no {path.name}"
+                )
+        return cls(folder, _read_object(paths[0]), _read_object(paths[1]), *_read_metrics(paths[2]))
 
     @property
     def name(self) -> str:
@@ -64,10 +67,8 @@ class Run:
     def setting(self, key: str, default: Any = None) -> Any:
         """Return `key` of the config: the top level first, then the optimizer, then any section."""
         sections = [self.config, self.config.get("optimizer"), *self.config.values()]
-        for section in sections:
-            if isinstance(section, Mapping) and key in section:
-                return section[key]
-        return default
+        found = (part[key] for part in sections if isinstance(part, Mapping) and key in part)
+        return next(found, default)
 
     def of(self, kind: str) -> tuple[Record, ...]:
         """Return the records of one kind, by step."""
@@ -78,14 +79,13 @@ class Run:
         records = self.of(kind)
         return [number(r.get(by)) for r in records], [number(r.get(key)) for r in records]
 
-    def last(self, kind: str) -> Record | None:
-        """Return the last record of a kind, if there is one."""
-        records = self.of(kind)
-        return records[-1] if records else None
+    def last(self, kind: str) -> Record:
+        """Return the last record of a kind; an empty one if there is none."""
+        return self.of(kind)[-1] if self.of(kind) else {}
 
     def final(self, kind: str, key: str) -> float:
         """Return the number at `key` of the last record of a kind; nan without one."""
-        return number((self.last(kind) or {}).get(key))
+        return number(self.last(kind).get(key))
 
     @property
     def last_step(self) -> int:
@@ -95,32 +95,19 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run says that it came to its end, and went no further afterwards."""
-        end = self.last("end")
-        return end is not None and int(end["step"]) >= self.last_step
+        return self.final("end", "step") >= self.last_step
 
 
-def number(value: object) -> float:
+def number(value: Any) -> float:
     """Return a recorded number as a float; null, or no number at all, is nan."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    # Strict JSON has no word for them, so a trainer writes them as text.
-    if value in ("inf", "-inf"):
-        return float(value)
-    return math.nan
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{str(path.parent)!r} is not a run folder: it has no {path.name}"
-        ) from None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Strict JSON has no word for infinity, so a trainer writes it as text.
+    return float(value) if is_number or value in ("inf", "-inf") else math.nan
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read(path))
+        value = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -132,7 +119,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int,
     """Return the records by kind, and the numbers of the lines that are no JSON."""
     unreadable: list[int] = []
     by_kind: dict[str, dict[Any, Record]] = {}
-    for line_number, line in enumerate(_read(path).split(b"\n"), start=1):
+    for line_number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -1,4 +1,4 @@
-"""The one style of all plots: colours, axes, legends, and how a figure becomes SVG or a file.
+"""The one style of all plots: colours, axes, legends, and how a figure becomes SVG.
 
 The six colours of runs have a contrast of at least 4.5 to the page, so that text may use them, and
 differ under the three common kinds of colour blindness.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from learnable_multipliers import _formats
 
@@ -38,26 +38,48 @@ COLOURS = {
     "ochre": "#8f7001",
 }
 RUN_COLOURS = [COLOURS[name] for name in ("ink", "blue", "rust", "teal", "plum", "ochre")]
-TEMPLATES = Path(__file__).parent / "templates"
-FORMATS = (".svg", ".png", ".pdf")
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 
 # In points, which are the units of the SVG: half a desktop page, all of a phone's.
 _WIDTH = 400.0
 
 
-def _look(**more: Any) -> AbstractContextManager[None]:
+def look(**more: Any) -> AbstractContextManager[None]:
+    """Set matplotlib to the style of this package, with more settings, for a while."""
     # From the defaults: a reader's own matplotlibrc must not change the bytes.
-    return style.context([TEMPLATES / "plots.mplstyle", more], after_reset=True)
+    return style.context([TEMPLATE_FOLDER / "plots.mplstyle", more], after_reset=True)
 
 
 @contextmanager
-def plot(heading: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a new figure and its axes, to draw on in the style of this package."""
-    with _look():
+def plot(heading: str, height: float = 270.0, x: str = "") -> Iterator[tuple[Figure, Axes]]:
+    """Yield a new figure and its axes to draw on; a legend is added to what was drawn.
+
+    Args:
+        x: What the x axis counts, from zero to the last one drawn, if it is one of steps or tokens.
+    """
+    with look():
         figure = Figure(figsize=(_WIDTH / 72, height / 72))
         # Above the axes and level: an upright label is hard to read on a phone.
         figure.suptitle(heading, x=0.02, ha="left", fontsize=12, color=COLOURS["muted"])
-        yield figure, figure.add_subplot()
+        axes = figure.add_subplot()
+        yield figure, axes
+        if x:
+            axes.set(xlim=(0, last_drawn(axes)), xlabel=x)
+            axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            axes.xaxis.set_major_formatter(lambda value, _: _formats.count(value))
+        if not figure.legends:
+            legend(figure)
+
+
+def last_drawn(axes: Axes) -> float:
+    """Return the largest x of what was drawn; 1 without any above zero."""
+    return float(axes.dataLim.x1) if axes.dataLim.x1 > 0 else 1.0
+
+
+def note(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
+    """Write a remark into the plot, at a place in parts of the axes."""
+    more = {"transform": axes.transAxes, "color": COLOURS["muted"], "style": "italic"} | more
+    axes.text(x, y, text, **more)
 
 
 def run_look(index: int) -> tuple[str, str]:
@@ -72,13 +94,6 @@ def short(text: str, length: int = 18) -> str:
     return text if len(text) <= length else text[: length - 3].rstrip(" -_.") + "..."
 
 
-def count_axis(axes: Axes, label: str, last: float) -> None:
-    """Make the x axis one of steps or tokens, from zero to the last one."""
-    axes.set(xlim=(0, last), xlabel=label)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _formats.count(value)))
-
-
 def log_axis(axes: Axes, which: Literal["x", "y"], low: float, high: float) -> None:
     """Make an axis logarithmic, labelled with a few plain numbers."""
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
@@ -89,19 +104,16 @@ def log_axis(axes: Axes, which: Literal["x", "y"], low: float, high: float) -> N
     linear = MaxNLocator(6, steps=[1, 2, 5, 10])
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(linear if decades < 0.48 else LogLocator(subs=subs, numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+    axis.set_major_formatter("{x:.6g}")
     axis.set_minor_formatter(NullFormatter())
     axis.set_tick_params(which="minor", length=0)
 
 
 def legend(figure: Figure, handles: Sequence[Line2D] = ()) -> None:
     """Put a legend under the axes: of the handles, or else of the lines that have a label."""
-    handles = handles or [
-        line
-        for line in figure.axes[0].lines
-        # A run that has diverged has a name but no line.
-        if not str(line.get_label()).startswith("_") and np.isfinite(line.get_ydata()).any()
-    ]
+    named = [line for line in figure.axes[0].lines if not str(line.get_label()).startswith("_")]
+    # A run that has diverged has a name but no line.
+    handles = handles or [line for line in named if np.isfinite(line.get_ydata()).any()]
     if handles:
         # As many columns as the longest label leaves room for.
         longest = max(len(str(handle.get_label())) for handle in handles)
@@ -116,26 +128,10 @@ def svg(figure: Figure, name: str) -> str:
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with _look(**{"svg.hashsalt": name}), warnings.catch_warnings():
+    with look(**{"svg.hashsalt": name}), warnings.catch_warnings():
         # The reader's browser sets the text, and it has more letters than the font at hand.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure.savefig(buffer, format="svg", metadata=nothing)
     # Without the ids that every figure has; the others are hashes with the name.
     text = buffer.getvalue()
     return re.sub('<g id="[^"]*"', "<g", text[text.index("<svg") :])
-
-
-def check_format(path: Path) -> None:
-    """Raise a ValueError for a file that no figure can be written to, before any work is done."""
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(
-            f"a figure is written as {', '.join(FORMATS)}, by the ending of its name; got {path}"
-        )
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure to a file of its own."""
-    check_format(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _look():
-        figure.savefig(path, dpi=160)
