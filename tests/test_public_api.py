@@ -43,8 +43,6 @@ def test_public_names_are_these():
         "split_gradient",
         "symmetry_positions",
         "unwrap",
-        "unwrap",
-        "unwrap",
     ]
     assert all(hasattr(lrm, name) for name in lrm.__all__)
 
