@@ -10,7 +10,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.equilibrium import noise_indicator, noise_ratio
-from learnable_multipliers.equilibrium._verdict import verdict_of
+from learnable_multipliers.equilibrium._readings import verdict_of
 from paths import KINDS, Toy, backward, toy_plan
 from small_training import ENDS, median_departure, train
 
