@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,7 +54,8 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
 
 
-class _Constant(NamedTuple):
+@dataclass(frozen=True)
+class _Constant:
     """Where one constant of Falcon-H1 lives; paths are relative to a layer or to the model."""
 
     field: str
