@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from learnable_multipliers._multiplier import effective, initial_values
+from learnable_multipliers._multiplier import by_block, effective, initial_values
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
 from learnable_multipliers._plan import Plan
 
@@ -160,12 +160,10 @@ def _scale_biases(model: nn.Module, plan: Plan, multiplier: FixedMultiplier) -> 
     if not multiplier.scales_bias:
         return
     for name, role in multiplier.targets:
-        owner, _ = owner_of(model, name)
-        bias = getattr(owner, "bias", None)
-        matrix = plan[name].matrix
-        if not isinstance(bias, nn.Parameter) or matrix is None:
-            continue
-        factors = [multiplier.value if block.role == role else 1.0 for block in matrix.blocks]
-        sizes = torch.tensor([block.size for block in matrix.blocks])
-        pattern = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
-        bias.mul_(pattern.repeat(matrix.repeats).to(bias))
+        bias, matrix = getattr(owner_of(model, name)[0], "bias", None), plan[name].matrix
+        if isinstance(bias, nn.Parameter) and matrix is not None:
+            factors = torch.ones(matrix.num_out, dtype=torch.float64)
+            for block, rows in by_block(matrix, factors):
+                if block.role == role:
+                    rows.fill_(multiplier.value)
+            bias.mul_(factors.to(bias))

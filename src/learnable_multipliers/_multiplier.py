@@ -218,7 +218,7 @@ def initial_values(
         for name, shape in matrix.value_shapes().items()
     }
     if matrix.row:
-        for block, rows in _by_block(matrix, values["row"]):
+        for block, rows in by_block(matrix, values["row"]):
             if block.row and not block.scalar:
                 rows.fill_(_stored(matrix, block.init))
     if matrix.num_scalars:
@@ -232,7 +232,7 @@ def initial_values(
 
 def carried_rows(matrix: Matrix, row: Tensor) -> Tensor:
     """Return the entries of a full-length `row` whose blocks carry one, in row order."""
-    kept = [rows for block, rows in _by_block(matrix, row) if block.row]
+    kept = [rows for block, rows in by_block(matrix, row) if block.row]
     return torch.cat(kept, -1).flatten(-2)
 
 
@@ -255,7 +255,7 @@ def _starts_on_columns(block: Block) -> bool:
     return block.init != 1.0 and not block.row and not block.scalar
 
 
-def _by_block(matrix: Matrix, per_row: Tensor) -> Iterator[tuple[Block, Tensor]]:
+def by_block(matrix: Matrix, per_row: Tensor) -> Iterator[tuple[Block, Tensor]]:
     """Pair each block with a view of its part of a per-row quantity, (*stack, repeats, size)."""
     sizes = [block.size for block in matrix.blocks]
     parts = per_row.unflatten(-1, matrix.row_pattern).split(sizes, -1)
@@ -302,7 +302,7 @@ def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
 def keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:
     """Zero a per-row quantity on the rows of blocks that carry none."""
     kept = per_row.clone()
-    for block, rows in _by_block(matrix, kept):
+    for block, rows in by_block(matrix, kept):
         if not block.row:
             rows.zero_()
     return kept

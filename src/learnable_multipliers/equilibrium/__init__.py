@@ -18,7 +18,6 @@ from learnable_multipliers.equilibrium._random_walk import (
 )
 from learnable_multipliers.equilibrium._readings import (
     TensorReading,
-    TokenRows,
     noise_indicator,
     noise_ratio,
     row_frequency,
@@ -31,7 +30,6 @@ __all__ = [
     "Diagnosis",
     "RandomWalk",
     "TensorReading",
-    "TokenRows",
     "Trajectory",
     "adamw_walk",
     "brownian_rms",

@@ -104,15 +104,9 @@ def _tensors_of(
 ) -> Iterator[Trained]:
     group, matrix = parameter.group, parameter.matrix
     state = optimizer.state[parameter.parameter]
-    adamw_betas = optimizer.adamw_settings(group)[:2]
-    names, betas = ("exp_avg", "exp_avg_sq"), adamw_betas
-    if isinstance(optimizer, Muon) and is_hidden(matrix):
-        names, betas = ("momentum_buffer", MEAN_SQUARE), (optimizer.momentum, 0.0)
-    elif isinstance(optimizer, LearnableMultipliers):
-        betas = group.get("betas", adamw_betas)
+    names, betas, walk = _raw_moments(optimizer, group, matrix)
     moments = optimizer.moments_of(parameter)
     first, second = (full(moments[name]) if name in moments else None for name in names)
-    walk = _raw_walk(optimizer, group, matrix, float(betas[0]))
     lr_scale = share * optimizer.raw_lr({**group, "lr": 1.0}, matrix)
     weight_decay = float(group.get("weight_decay", 0.0))
     is_matrix = matrix is not None or group["kind"] == "matrix"
@@ -125,17 +119,14 @@ def _tensors_of(
         walk=walk and TensorWalk(walk, lr_scale, weight_decay),
         first=first,
         second=second,
-        betas=(float(betas[0]), float(betas[1])),
+        betas=betas,
         **shared,
     )
     if matrix is None or not matrix.carries:
         return
-    start = initial_values(matrix)
-    walk = TensorWalk(
-        adamw_walk(adamw_betas[0]),
-        share * group["multiplier_lr_scale"],
-        float(group["multiplier_weight_decay"]),
-    )
+    start, betas = initial_values(matrix), optimizer.adamw_settings(group)[:2]
+    lr_scale = share * group["multiplier_lr_scale"]
+    weight_decay = float(group["multiplier_weight_decay"])
     for part in NAMES:
         if part not in state:
             continue
@@ -148,30 +139,31 @@ def _tensors_of(
             kind="multiplier",
             value=carried(state[part]),
             start_rms=carried(start[part]).square().mean().sqrt().item(),
-            walk=walk,
+            walk=TensorWalk(adamw_walk(betas[0]), lr_scale, weight_decay),
             first=carried(state[f"{part}_exp_avg"]),
             second=carried(state[f"{part}_exp_avg_sq"]),
-            betas=adamw_betas,
+            betas=betas,
             **shared,
         )
 
 
-def _raw_walk(
-    optimizer: MultiplierOptimizer, group: dict[str, Any], matrix: Matrix | None, beta1: float
-) -> RandomWalk | None:
-    """Return how a raw weight moves on noise; None where that is not known."""
+def _raw_moments(
+    optimizer: MultiplierOptimizer, group: dict[str, Any], matrix: Matrix | None
+) -> tuple[tuple[str, str], tuple[float, float], RandomWalk | None]:
+    """Return names and betas of a raw weight's moments, and its walk on noise where known."""
     if isinstance(optimizer, Muon) and matrix is not None and is_hidden(matrix):
         settings = (optimizer.momentum, optimizer.nesterov, optimizer.adjust_lr)
-        return _muon_walk(matrix, *settings, optimizer.coefficients)
+        walk = _muon_walk(matrix, *settings, optimizer.coefficients)
+        return ("momentum_buffer", MEAN_SQUARE), (optimizer.momentum, 0.0), walk
+    betas, known = optimizer.adamw_settings(group)[:2], True
     if isinstance(optimizer, LearnableMultipliers):
-        inner = optimizer.inner
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            return None
+        beta1, beta2 = group.get("betas", betas)
+        betas, inner = (float(beta1), float(beta2)), optimizer.inner
         # Adam's own decay goes through the second moment, and is another thing.
         apart = isinstance(inner, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
-        if group.get("weight_decay") and not apart:
-            return None
-    return adamw_walk(beta1)
+        known = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+        known = known and (apart or not group.get("weight_decay"))
+    return ("exp_avg", "exp_avg_sq"), betas, adamw_walk(betas[0]) if known else None
 
 
 @lru_cache(maxsize=256)

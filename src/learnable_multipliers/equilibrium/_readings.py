@@ -210,28 +210,28 @@ def read_rows(
 ) -> TokenRows:
     """Read an embedding; rows are predicted where rates, start and frequencies are known."""
     row_rms = tensor.value.double().square().mean(-1).sqrt().cpu()
-    if frequency is None:
-        everything = torch.ones(len(row_rms), dtype=torch.bool)
-        band = _band(tensor, row_rms, None, everything, (0.0, 1.0), None)
-        return TokenRows(row_rms, None, (band,))
-    frequency = frequency.double().cpu()
+    known = frequency is not None
+    frequency = frequency.double().cpu() if known else torch.ones_like(row_rms)
     if frequency.shape != row_rms.shape:
         raise ValueError(
             f"frequency has shape {tuple(frequency.shape)}, but {tensor.name} has {len(row_rms)} "
             "rows"
         )
     predicted = settling = None
-    if lrs is not None and start_rms is not None and tensor.walk is not None:
+    if known and lrs is not None and start_rms is not None and tensor.walk is not None:
         rates = [lr * tensor.walk.lr_scale for lr in lrs]
         weight_decay = tensor.walk.weight_decay
         kept = math.prod(abs(1 - rate * weight_decay) for rate in rates)
         spread = _spread(rates, weight_decay, tensor.betas, frequency)
         predicted = torch.hypot(spread, kept * start_rms)
         settling = Expectation(0.0, kept).settling
+    edges = [(0.0, 1.0)]
+    if known:
+        lowest = frequency[frequency > 0].min().item() if bool((frequency > 0).any()) else 1.0
+        decades = range(math.ceil(math.log10(lowest)) - 1, 0)
+        edges = [(-1.0, 0.0), *((10.0**d, 10.0 ** (d + 1)) for d in decades)]
     bands = []
-    lowest = frequency[frequency > 0].min().item() if bool((frequency > 0).any()) else 1.0
-    decades = range(math.floor(math.log10(lowest) + 1e-9), 0)
-    for low, high in [(-1.0, 0.0), *((10.0**d, 10.0 ** (d + 1)) for d in decades)]:
+    for low, high in edges:
         rows = (frequency > low) & (frequency <= high)
         if bool(rows.any()):
             limits = (max(low, 0.0), high)

@@ -6,9 +6,7 @@ widths and compares what it measures with a recipe.
 """
 
 from learnable_multipliers.mup._coordinates import (
-    Comparison,
     Coordinates,
-    Exponent,
     Probe,
     Run,
     Training,
@@ -36,9 +34,7 @@ from learnable_multipliers.mup._recipes import (
 __all__ = [
     "FALCON_H1_BASE",
     "RECIPES",
-    "Comparison",
     "Coordinates",
-    "Exponent",
     "FalconH1Shape",
     "Probe",
     "Recipe",

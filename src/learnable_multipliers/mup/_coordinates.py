@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers.equilibrium import SETTLED
+from learnable_multipliers.equilibrium._readings import rms
 from learnable_multipliers.mup._recipes import Recipe
 from learnable_multipliers.optim import multipliers, raw_weights
 from learnable_multipliers.optim._base import MultiplierOptimizer
@@ -138,11 +139,6 @@ def coordinate_check(
             model = build(width)
             runs.append(_train(model, prepare(model, width), steps, measurements, width, seed))
     return runs
-
-
-def rms(x: Tensor) -> float:
-    """Return the root of the mean square of all entries: the paper's norm."""
-    return x.detach().double().square().mean().sqrt().item()
 
 
 def _train(

@@ -120,13 +120,10 @@ def scale_roles(
     width, base_width = (
         Widths(hidden=sizes) if isinstance(sizes, int) else sizes for sizes in (width, base_width)
     )
-    scalings: dict[str, Scaling] = {}
+    # An embedding picks a row: the sum over d that the recipes make up for is not there.
+    scalings = {role: Scaling() for role in ROLES if role.endswith("embedding")}
     for role in ROLES:
-        if role == UNKNOWN:
-            continue
-        if role.endswith("embedding"):
-            # It picks a row: the sum over d that the recipes make up for is not there.
-            scalings[role] = Scaling()
+        if role == UNKNOWN or role in scalings:
             continue
         read = _READS.get(role, "hidden")
         fan_in, base_fan_in = getattr(width, read), getattr(base_width, read)
