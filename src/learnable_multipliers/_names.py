@@ -12,15 +12,10 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile, DistributedDataParallel and their like."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, nn.parallel.DistributedDataParallel | nn.DataParallel
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
+        model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")
+    return model
 
 
 def canonical_name(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     simulate_brownian,
 )
+from learnable_multipliers.equilibrium._diagnosis import aligned
 from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, OptimizerSettings
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
@@ -29,7 +29,7 @@ from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.
 _POINTS = 400
-_COLUMNS = ("step", "lr", "simulated", "expected", "equilibrium")
+_COLUMNS: tuple[str, ...] = ("step", "lr", "simulated", "expected", "equilibrium")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,11 @@ def simulate(config: SimulateConfig) -> None:
         asked |= {"weight_decay": config.weight_decay}
         print(json.dumps(asked | found | {"steps": shown}, indent=1))
         return
-    print(_table(shown))
+    table = [_COLUMNS]
+    for row in shown:
+        step, *others = (row[column] for column in _COLUMNS)
+        table.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
+    print("\n".join(aligned(table)))
     at = f"at lr {config.lr:g} and weight decay {config.weight_decay:g}"
     if found["equilibrium"] is None or found["relaxation_steps"] is None:
         print(f"\nNo equilibrium {at}: nothing pulls the weight back")
@@ -170,18 +174,6 @@ def rows(
         }
         for step in sorted(shown)
     ]
-
-
-def _table(shown: Sequence[dict[str, float | None]]) -> str:
-    lines: list[tuple[str, ...]] = [_COLUMNS]
-    for row in shown:
-        step, *others = (row[column] for column in _COLUMNS)
-        lines.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
 
 
 def _finite(value: float) -> float | None:

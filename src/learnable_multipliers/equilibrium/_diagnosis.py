@@ -60,7 +60,7 @@ class Diagnosis:
         return count_verdicts(self.readings)
 
     def summary(self) -> str:
-        """Return the verdicts in a line: `trapped: 12 of 14 matrices (86%, 1 free, 1 open)`."""
+        """Return the verdicts in a line: `trapped are 12 of 14 matrices (86%: 1 free, 1 open)`."""
         return summarize(self.verdicts())
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,14 +142,14 @@ def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) ->
                 shown = name if part == "weight" else f"{name} {part}"
                 numbers = _medians(alike, _COLUMNS)
                 table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
-    text = _aligned(table)
+    text = aligned(table, (0, len(table[0]) - 1))
     columns = {field: heading for field, heading in _COLUMNS.items() if field != "settling"}
     for name, found in rows.items():
         bands = [("rows by frequency", "n", *columns.values(), "verdict")]
         for band in found.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
             bands.append((label, str(band.num_rows), *_medians([band], columns), band.verdict))
-        text += ["", name, *_aligned(bands)]
+        text += ["", name, *aligned(bands, (0, len(bands[0]) - 1))]
     return "\n".join(text)
 
 
@@ -183,12 +183,13 @@ def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) ->
         yield f"{statistics.median(known):{digits}}" if known else "-"
 
 
-def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; columns align to the right, but for those at these places."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for i in left:
+            cells[i] = row[i].ljust(widths[i])
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -152,9 +152,9 @@ def _raw_moments(
 ) -> tuple[tuple[str, str], tuple[float, float], RandomWalk | None]:
     """Return names and betas of a raw weight's moments, and its walk on noise where known."""
     if isinstance(optimizer, Muon) and matrix is not None and is_hidden(matrix):
-        settings = (optimizer.momentum, optimizer.nesterov, optimizer.adjust_lr)
-        walk = _muon_walk(matrix, *settings, optimizer.coefficients)
-        return ("momentum_buffer", MEAN_SQUARE), (optimizer.momentum, 0.0), walk
+        momentum, adjust_lr = optimizer.momentum, optimizer.adjust_lr
+        walk = _muon_walk(matrix, momentum, optimizer.nesterov, adjust_lr, optimizer.coefficients)
+        return ("momentum_buffer", MEAN_SQUARE), (momentum, 0.0), walk
     betas, known = optimizer.adamw_settings(group)[:2], True
     if isinstance(optimizer, LearnableMultipliers):
         beta1, beta2 = group.get("betas", betas)

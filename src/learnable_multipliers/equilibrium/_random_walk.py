@@ -179,12 +179,11 @@ def mixed_walk(walks: Sequence[RandomWalk], sizes: Sequence[int]) -> RandomWalk:
     first = walks[0]
     if any((walk.momentum, walk.onset) != (first.momentum, first.onset) for walk in walks):
         raise ValueError("only random walks of one optimizer and momentum can be mixed")
-    shares = [size / sum(sizes) for size in sizes]
-    power = sum(share * walk.rms**2 for share, walk in zip(shares, walks, strict=True))
-    alike = sum(
-        share * walk.rms**2 * walk.overlap for share, walk in zip(shares, walks, strict=True)
-    )
-    return RandomWalk(math.sqrt(power), first.momentum, alike / power, first.onset)
+    total = sum(sizes)
+    powers = [size / total * walk.rms**2 for size, walk in zip(sizes, walks, strict=True)]
+    alike = sum(power * walk.overlap for power, walk in zip(powers, walks, strict=True))
+    rms, overlap = math.sqrt(sum(powers)), alike / sum(powers)
+    return RandomWalk(rms, first.momentum, overlap, first.onset)
 
 
 def random_walk(

@@ -150,7 +150,13 @@ def _train(
     losses = []
     for step in range(steps):
         if step in measured_at:
-            _start(measured, training)
+            # On a batch that is not trained on.
+            with torch.no_grad(), ExitStack() as hooks:
+                for probe in measured:
+                    hooks.enter_context(probe.listen())
+                training.loss(next(training.batches))
+            for probe in measured:
+                probe.start()
         loss = training.loss(next(training.batches))
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} at width {width}, step {step}: lower lr")
@@ -168,17 +174,6 @@ def _train(
         for label in dict.fromkeys(probe.name for probe in training.probes)
     )
     return Run(width=width, seed=seed, loss=sum(late) / len(late), coordinates=coordinates)
-
-
-@torch.no_grad()
-def _start(measured: Sequence[_Measured], training: Training) -> None:
-    """Capture what every measured layer reads of a batch that is not trained on."""
-    with ExitStack() as hooks:
-        for probe in measured:
-            hooks.enter_context(probe.listen())
-        training.loss(next(training.batches))
-    for probe in measured:
-        probe.start()
 
 
 class _Measured:
