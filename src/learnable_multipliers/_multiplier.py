@@ -88,14 +88,19 @@ class Matrix:
         return self.shape[:-2]
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Where the output and the input features lie in the shape."""
+        return (-1, -2) if self.transposed else (-2, -1)
+
+    @property
     def num_out(self) -> int:
         """Output features: the rows of the paper's W."""
-        return self.shape[-1] if self.transposed else self.shape[-2]
+        return self.shape[self.dims[0]]
 
     @property
     def num_in(self) -> int:
         """Input features: the columns of the paper's W."""
-        return self.shape[-2] if self.transposed else self.shape[-1]
+        return self.shape[self.dims[1]]
 
     @property
     def row_pattern(self) -> tuple[int, int]:
@@ -140,10 +145,9 @@ class Matrix:
 
 def effective(matrix: Matrix, raw: Tensor, values: Values) -> Tensor:
     """Return `row_i W_ij col_j`, or `s W_ij` (eqs. 2 and 3), laid out as `raw` is."""
-    rows = output_factor(matrix, values)
-    cols = input_factor(matrix, values)
-    weight = raw if rows is None else _along_out(matrix, rows) * raw
-    return weight if cols is None else weight * _along_in(matrix, cols)
+    rows, cols = _factors(matrix, values)
+    weight = raw if rows is None else rows * raw
+    return weight if cols is None else weight * cols
 
 
 def split_gradient(
@@ -156,12 +160,10 @@ def split_gradient(
     divided by a multiplier, so all of this holds where one is zero. On the log scale each
     multiplier's gradient is times the multiplier itself.
     """
-    rows = output_factor(matrix, values)
-    cols = input_factor(matrix, values)
-    out_dim, in_dim = (-1, -2) if matrix.transposed else (-2, -1)
-
-    by_cols = grad if cols is None else grad * _along_in(matrix, cols)
-    raw_grad = by_cols if rows is None else _along_out(matrix, rows) * by_cols
+    rows, cols = _factors(matrix, values)
+    out_dim, in_dim = matrix.dims
+    by_cols = grad if cols is None else grad * cols
+    raw_grad = by_cols if rows is None else rows * by_cols
 
     grads: dict[str, Tensor] = {}
     if matrix.row or matrix.num_scalars:
@@ -174,7 +176,7 @@ def split_gradient(
             through_row = row_sums * multiplier(matrix, values["row"]) if matrix.row else row_sums
             grads["scalar"] = sum_by_scalar(matrix, through_row)
     if matrix.col:
-        by_rows = grad if rows is None else _along_out(matrix, rows) * grad
+        by_rows = grad if rows is None else rows * grad
         grads["col"] = (raw * by_rows).sum(out_dim)  # (*stack, in)
     if matrix.scale == "log":
         grads = {name: grad * multiplier(matrix, values[name]) for name, grad in grads.items()}
@@ -191,18 +193,16 @@ def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
     return value.exp() if matrix.scale == "log" else value
 
 
-def output_factor(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return what each output feature is multiplied by, (*stack, out); None if by nothing."""
-    scalar = scalars_per_row(matrix, values)
-    if not matrix.row:
-        return scalar
-    row = multiplier(matrix, values["row"])
-    return row if scalar is None else row * scalar
-
-
-def input_factor(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return what each input feature is multiplied by, (*stack, in); None if by nothing."""
-    return multiplier(matrix, values["col"]) if matrix.col else None
+def _factors(matrix: Matrix, values: Values) -> tuple[Tensor | None, Tensor | None]:
+    """Return what output and input features are multiplied by, to broadcast; None if nothing."""
+    out_dim, in_dim = matrix.dims
+    rows = scalars_per_row(matrix, values)
+    if matrix.row:
+        row = multiplier(matrix, values["row"])
+        rows = row if rows is None else row * rows
+    rows = None if rows is None else rows.unsqueeze(in_dim)
+    cols = multiplier(matrix, values["col"]).unsqueeze(out_dim) if matrix.col else None
+    return rows, cols
 
 
 def initial_values(
@@ -264,14 +264,6 @@ def by_block(matrix: Matrix, per_row: Tensor) -> Iterator[tuple[Block, Tensor]]:
 
 def _stored(matrix: Matrix, init: float) -> float:
     return math.log(init) if matrix.scale == "log" else init
-
-
-def _along_out(matrix: Matrix, factor: Tensor) -> Tensor:
-    return factor.unsqueeze(-2 if matrix.transposed else -1)
-
-
-def _along_in(matrix: Matrix, factor: Tensor) -> Tensor:
-    return factor.unsqueeze(-1 if matrix.transposed else -2)
 
 
 def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:

@@ -39,14 +39,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module = unwrap(model)
     *path, leaf = name.split(".")
     for part in path:
-        module = _inside(module.get_submodule(part))
+        module = module.get_submodule(part)
+        while inside := [child for name, child in module.named_children() if name in _WRAPPERS]:
+            module = inside[0]
     return module, leaf
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """Step through wrappers around a submodule."""
-    for wrapper in _WRAPPERS:
-        inner = module._modules.get(wrapper)
-        if inner is not None:
-            return _inside(inner)
-    return module

@@ -233,35 +233,26 @@ def read_rows(
     bands = []
     for low, high in edges:
         rows = (frequency > low) & (frequency <= high)
-        if bool(rows.any()):
-            limits = (max(low, 0.0), high)
-            bands.append(_band(tensor, row_rms, predicted, rows, limits, settling))
+        num_rows = int(rows.sum())
+        if num_rows == 0:
+            continue
+        size = num_rows * tensor.value.shape[-1]
+        measured = rms(row_rms[rows])
+        expected = None if predicted is None else rms(predicted[rows])
+        ratio = _log_ratio(measured, expected)
+        indicator = _indicator(tensor, rows.to(tensor.value.device))
+        band = Band(
+            low=max(low, 0.0),
+            high=high,
+            num_rows=num_rows,
+            measured=measured,
+            predicted=expected,
+            log_ratio=ratio,
+            indicator=indicator,
+            verdict=verdict_of(ratio, 1 / math.sqrt(2 * size), settling, indicator, size),
+        )
+        bands.append(band)
     return TokenRows(row_rms, predicted, tuple(bands))
-
-
-def _band(
-    tensor: Trained,
-    row_rms: Tensor,
-    predicted: Tensor | None,
-    rows: Tensor,
-    limits: tuple[float, float],
-    settling: float | None,
-) -> Band:
-    indicator = _indicator(tensor, rows.to(tensor.value.device))
-    size = int(rows.sum()) * tensor.value.shape[-1]
-    measured = rms(row_rms[rows])
-    expected = None if predicted is None else rms(predicted[rows])
-    ratio = _log_ratio(measured, expected)
-    return Band(
-        low=limits[0],
-        high=limits[1],
-        num_rows=int(rows.sum()),
-        measured=measured,
-        predicted=expected,
-        log_ratio=ratio,
-        indicator=indicator,
-        verdict=verdict_of(ratio, 1 / math.sqrt(2 * size), settling, indicator, size),
-    )
 
 
 def _spread(
