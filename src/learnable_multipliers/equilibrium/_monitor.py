@@ -195,11 +195,10 @@ class Monitor:
         return Health(tuple(ranges), drifts, tuple(readings), alarms)
 
 
-def rms_of(drifts: Iterable[Drift]) -> float:
+def rms_of(drifts: Sequence[Drift]) -> float:
     """Return the drift in log units over all members of symmetries that are alike."""
-    found = list(drifts)
-    members = sum(each.symmetry.num_members for each in found)
-    squares = sum(each.rms**2 * each.symmetry.num_members for each in found)
+    members = sum(each.symmetry.num_members for each in drifts)
+    squares = sum(each.rms**2 * each.symmetry.num_members for each in drifts)
     return math.sqrt(squares / members)
 
 
