@@ -270,7 +270,7 @@ def test_probes_that_see_nothing_say_so():
         check(mup.Probe(weight="middle.weight"))
     with pytest.raises(ValueError, match=r"hidden.weight reads 16 features.*\(32, 8\)"):
         check(mup.Probe(weight="hidden.weight", reads="head"))
-    with pytest.raises(ValueError, match="reads 'norm', which is no module"):
+    with pytest.raises(AttributeError, match="has no attribute `norm`"):
         check(mup.Probe(weight="hidden.weight", reads="norm"))
     with pytest.raises(ValueError, match=r"unused.weight was not called.*Probe\(reads="):
         check(mup.Probe(weight="unused.weight"))

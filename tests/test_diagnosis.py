@@ -10,7 +10,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.equilibrium import noise_indicator, noise_ratio
-from learnable_multipliers.equilibrium._verdict import verdict_of
+from learnable_multipliers.equilibrium._readings import verdict_of
 from paths import KINDS, Toy, backward, toy_plan
 from small_training import ENDS, median_departure, train
 
@@ -274,6 +274,9 @@ def test_rows_of_an_embedding_walk_by_their_frequency():
     assert bare.predicted is None
     torch.testing.assert_close(bare.rms, rows.rms)
     assert [band.num_rows for band in bare.bands] == [60]
+    # Every row in every step: one band, up to and with 1.
+    steady = lrm.diagnose(optimizer, frequency=torch.ones(60)).rows["embed_tokens.weight"]
+    assert [(band.low, band.num_rows) for band in steady.bands] == [(0.1, 60)]
 
 
 def test_row_frequency_is_the_chance_of_being_in_a_batch():

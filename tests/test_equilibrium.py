@@ -21,8 +21,7 @@ from learnable_multipliers.equilibrium import (
 )
 from learnable_multipliers.equilibrium._random_walk import (
     _orthogonalized,
-    overlap_after,
-    rms_after,
+    orthogonalized_noise,
 )
 from learnable_multipliers.optim._newton_schulz import orthogonalize
 
@@ -129,9 +128,8 @@ WALKS = [
 @pytest.mark.parametrize("start_rms", [0.0, 3.0])
 def test_constant_rate_leads_to_the_closed_form_exactly(walk, start_rms):
     lr, decay = 0.2, 0.1
-    closed = lr * math.sqrt(walk.diffusion(lr * decay) / (1 - (1 - lr * decay) ** 2))
     end = brownian_rms([lr] * 3000, decay, start_rms, walk)[-1]
-    assert end == pytest.approx(closed, rel=1e-12)
+    assert end == pytest.approx(walk.equilibrium(lr, decay), rel=1e-12)
 
 
 def test_closed_forms_are_those_of_their_walks():
@@ -176,9 +174,10 @@ def test_small_noise_stands_for_large(coefficients):
     mixed = 0.8 * large[0] + 0.6 * large[1]
     one, other = orthogonalize(torch.stack([large[0], mixed]), coefficients)
     rms = one.square().mean().sqrt().item() * math.sqrt(240)
-    assert rms_after(240, 160, coefficients) == pytest.approx(rms, rel=0.02)
+    noise = orthogonalized_noise(240, 160, coefficients)
+    assert noise.rms == pytest.approx(rms, rel=0.02)
     alike = ((one * other).mean() / one.square().mean()).item()
-    assert overlap_after(0.8, 240, 160, coefficients) == pytest.approx(alike, abs=0.01)
+    assert noise.overlap_after(0.8) == pytest.approx(alike, abs=0.01)
     # At its own size the small matrix is orthogonalized as any other.
     small = torch.randn(3, 20, 50)
     exact = orthogonalize(small, coefficients)

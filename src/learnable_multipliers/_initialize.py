@@ -8,15 +8,15 @@ matrices each acts on, and how to reset it. Another model declares its own with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from learnable_multipliers._multiplier import effective, initial_values
+from learnable_multipliers._multiplier import by_block, effective, initial_values
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
 from learnable_multipliers._plan import Plan
 
@@ -40,15 +40,17 @@ class FixedMultiplier:
 
 def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     """Return the constants of `model` that are known and not 1."""
-    found = []
+    found: list[FixedMultiplier] = []
     for name, module in unwrap(model).named_modules():
-        root = f"{canonical_name(name)}." if name else ""
-        own: Callable[[], tuple[FixedMultiplier, ...]] | None
-        own = getattr(module, "fixed_multipliers", None)
+        own: tuple[FixedMultiplier, ...] = ()
         if type(module).__name__ == "FalconH1ForCausalLM":
-            found += _falcon_h1(root, module)
-        elif own is not None:
-            found += [_below(root, multiplier) for multiplier in own()]
+            own = _falcon_h1(module)
+        elif hasattr(module, "fixed_multipliers"):
+            own = cast("Any", module).fixed_multipliers()
+        root = f"{canonical_name(name)}." if name else ""
+        for multiplier in own:
+            targets = tuple((f"{root}{path}", role) for path, role in multiplier.targets)
+            found.append(replace(multiplier, targets=targets))
     return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
 
 
@@ -57,13 +59,13 @@ class _Constant:
     """Where one constant of Falcon-H1 lives; paths are relative to a layer or to the model."""
 
     field: str
-    holder: str
-    attribute: str
+    """Name in the config."""
+    path: str
+    """Of the attribute that holds it; those of `model` are not in a layer."""
     targets: tuple[tuple[str, str], ...]
-    scales_bias: bool
+    scales_bias: bool = True
     index: int | None = None
     """Place in the config field, where that is a list."""
-    per_layer: bool = True
 
 
 _EMBED, _HEAD = ("model.embed_tokens", "embedding"), ("lm_head", "head")
@@ -73,71 +75,55 @@ _GATE, _DOWN = ("feed_forward.gate_proj", "gate"), ("feed_forward.down_proj", "d
 _SSM_IN = tuple(("mamba.in_proj", role) for role in SSM_ROLES)
 _SSM_OUT = ("mamba.out_proj", "ssm-out")
 _FALCON_H1 = (
-    _Constant(
-        "embedding_multiplier", "model", "embedding_multiplier", (_EMBED,), False, per_layer=False
-    ),
-    _Constant("lm_head_multiplier", "model", "lm_head_multiplier", (_HEAD,), True, per_layer=False),
-    _Constant("attention_in_multiplier", "", "attention_in_multiplier", (_Q, _K, _V), False),
-    _Constant("key_multiplier", "self_attn", "key_multiplier", (_K,), True),
-    _Constant("attention_out_multiplier", "", "attn_out_multiplier", (_O,), True),
-    _Constant("ssm_in_multiplier", "mamba", "ssm_in_multiplier", _SSM_IN, False),
-    _Constant("ssm_out_multiplier", "", "ssm_out_multiplier", (_SSM_OUT,), True),
-    _Constant("mlp_multipliers", "feed_forward", "gate_multiplier", (_GATE,), True, index=0),
-    _Constant("mlp_multipliers", "feed_forward", "down_multiplier", (_DOWN,), True, index=1),
+    _Constant("embedding_multiplier", "model.embedding_multiplier", (_EMBED,), False),
+    _Constant("lm_head_multiplier", "model.lm_head_multiplier", (_HEAD,)),
+    _Constant("attention_in_multiplier", "attention_in_multiplier", (_Q, _K, _V), False),
+    _Constant("key_multiplier", "self_attn.key_multiplier", (_K,)),
+    _Constant("attention_out_multiplier", "attn_out_multiplier", (_O,)),
+    _Constant("ssm_in_multiplier", "mamba.ssm_in_multiplier", _SSM_IN, False),
+    _Constant("ssm_out_multiplier", "ssm_out_multiplier", (_SSM_OUT,)),
+    _Constant("mlp_multipliers", "feed_forward.gate_multiplier", (_GATE,), index=0),
+    _Constant("mlp_multipliers", "feed_forward.down_multiplier", (_DOWN,), index=1),
     *(
-        _Constant("ssm_multipliers", "mamba", "mup_vector", (target,), True, index=index)
+        _Constant("ssm_multipliers", "mamba.mup_vector", (target,), index=index)
         for index, target in enumerate(_SSM_IN)
     ),
 )
 
 
-def _below(root: str, multiplier: FixedMultiplier) -> FixedMultiplier:
-    targets = tuple((f"{root}{name}", role) for name, role in multiplier.targets)
-    return replace(multiplier, targets=targets)
-
-
-def _falcon_h1(root: str, model: Any) -> Iterator[FixedMultiplier]:
+def _falcon_h1(model: Any) -> tuple[FixedMultiplier, ...]:
     """Read a Hugging Face `FalconH1ForCausalLM`."""
     layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
+    found = []
     for constant in _FALCON_H1:
-        places = layers if constant.per_layer else [""]
-        value = getattr(model.config, constant.field)
-        label = constant.field
+        places = [""] if constant.path.startswith("model.") else layers
+        label, value = constant.field, getattr(model.config, constant.field)
         if constant.index is not None:
-            value, label = value[constant.index], f"{label}[{constant.index}]"
-        yield FixedMultiplier(
-            label,
-            float(value),
-            tuple(
-                (f"{root}{place}{path}.weight", role)
-                for place in places
-                for path, role in constant.targets
-            ),
-            constant.scales_bias,
-            partial(_reset, model, places, constant),
+            label, value = f"{label}[{constant.index}]", value[constant.index]
+        targets = tuple(
+            (f"{place}{path}.weight", role) for place in places for path, role in constant.targets
         )
+        reset = partial(_reset, model, places, constant)
+        found.append(FixedMultiplier(label, float(value), targets, constant.scales_bias, reset))
+    return tuple(found)
 
 
 def _reset(model: Any, places: list[str], constant: _Constant) -> None:
     for place in places:
-        holder = model.get_submodule(f"{place}{constant.holder}".rstrip("."))
-        if constant.attribute == "mup_vector":
-            _reset_block(holder, constant.index)
+        holder_path, _, attribute = f"{place}{constant.path}".rpartition(".")
+        holder = model.get_submodule(holder_path)
+        if attribute == "mup_vector":
+            # One constant for each block of rows: z, x, B, C, dt.
+            inner, states = holder.intermediate_size, holder.groups_time_state_size
+            sizes = [inner, inner, states, states, holder.num_heads]
+            holder.mup_vector.split(sizes, -1)[constant.index].fill_(1.0)
         else:
-            setattr(holder, constant.attribute, 1.0)
+            setattr(holder, attribute, 1.0)
     value: Any = 1.0
     if constant.index is not None:
         value = list(getattr(model.config, constant.field))
         value[constant.index] = 1.0
     setattr(model.config, constant.field, value)
-
-
-def _reset_block(mixer: Any, index: int | None) -> None:
-    """Set the constants of one block (z, x, B, C, dt) of a mixer to 1."""
-    assert index is not None
-    inner, states = mixer.intermediate_size, mixer.groups_time_state_size
-    blocks = mixer.mup_vector.split([inner, inner, states, states, mixer.num_heads], -1)
-    blocks[index].fill_(1.0)
 
 
 @torch.no_grad()
@@ -151,8 +137,8 @@ def initialize_(model: nn.Module, plan: Plan) -> Plan:
     parameters = plan.resolve(model)
     fixed = {multiplier.field: multiplier for multiplier in fixed_multipliers(model)}
     for field, value in plan.folds:
-        if field not in fixed or fixed[field].value != value:
-            found = fixed[field].value if field in fixed else 1.0
+        found = fixed[field].value if field in fixed else 1.0
+        if found != value:
             raise ValueError(
                 f"the plan folds {field} = {value:g}, but the model has {found:g}: was it folded "
                 "already? Use the plan that initialize_ returned, or make a new one."
@@ -174,12 +160,10 @@ def _scale_biases(model: nn.Module, plan: Plan, multiplier: FixedMultiplier) -> 
     if not multiplier.scales_bias:
         return
     for name, role in multiplier.targets:
-        owner, _ = owner_of(model, name)
-        bias = getattr(owner, "bias", None)
-        matrix = plan[name].matrix
-        if not isinstance(bias, nn.Parameter) or matrix is None:
-            continue
-        factors = [multiplier.value if block.role == role else 1.0 for block in matrix.blocks]
-        sizes = torch.tensor([block.size for block in matrix.blocks])
-        pattern = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
-        bias.mul_(pattern.repeat(matrix.repeats).to(bias))
+        bias, matrix = getattr(owner_of(model, name)[0], "bias", None), plan[name].matrix
+        if isinstance(bias, nn.Parameter) and matrix is not None:
+            factors = torch.ones(matrix.num_out, dtype=torch.float64)
+            for block, rows in by_block(matrix, factors):
+                if block.role == role:
+                    rows.fill_(multiplier.value)
+            bias.mul_(factors.to(bias))

@@ -8,9 +8,9 @@ everything else in the library holds state around these two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ Scale = Literal["linear", "log"]
 """`linear`: the stored value is the multiplier. `log`: the multiplier is its exponential."""
 
 Kind = Literal["none", "scalar", "row", "col", "row+col"]
-KINDS: tuple[Kind, ...] = ("none", "scalar", "row", "col", "row+col")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Values = Mapping[str, Tensor]
 """Stored multiplier values by name, a subset of {"row", "col", "scalar"}."""
@@ -70,17 +70,13 @@ class Matrix:
         if self.scale not in ("linear", "log"):
             raise ValueError(f"unknown scale {self.scale!r}; choose 'linear' or 'log'")
         for block in self.blocks:
+            start = f"initial value {block.init} of {block.role}"
             if block.init == 0 or not math.isfinite(block.init):
-                raise ValueError(
-                    f"initial value {block.init} of {block.role}: it must be finite, not zero"
-                )
+                raise ValueError(f"{start}: it must be finite, not zero")
             if self.scale == "log" and block.init < 0:
-                raise ValueError(
-                    f"initial value {block.init} of {block.role}: log scale needs a positive one"
-                )
-        if any(_start_on_columns(self, block) for block in self.blocks) and not all(
-            block.init == self.blocks[0].init for block in self.blocks
-        ):
+                raise ValueError(f"{start}: log scale needs a positive one")
+        different = len({block.init for block in self.blocks}) > 1
+        if different and any(_starts_on_columns(block) for block in self.blocks):
             raise ValueError(
                 "blocks that share one column multiplier cannot start at different values; "
                 "give them rows or scalars of their own"
@@ -92,14 +88,19 @@ class Matrix:
         return self.shape[:-2]
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Where the output and the input features lie in the shape."""
+        return (-1, -2) if self.transposed else (-2, -1)
+
+    @property
     def num_out(self) -> int:
         """Output features: the rows of the paper's W."""
-        return self.shape[-1] if self.transposed else self.shape[-2]
+        return self.shape[self.dims[0]]
 
     @property
     def num_in(self) -> int:
         """Input features: the columns of the paper's W."""
-        return self.shape[-2] if self.transposed else self.shape[-1]
+        return self.shape[self.dims[1]]
 
     @property
     def row_pattern(self) -> tuple[int, int]:
@@ -144,14 +145,9 @@ class Matrix:
 
 def effective(matrix: Matrix, raw: Tensor, values: Values) -> Tensor:
     """Return `row_i W_ij col_j`, or `s W_ij` (eqs. 2 and 3), laid out as `raw` is."""
-    weight = raw
-    rows = output_factor(matrix, values)
-    cols = input_factor(matrix, values)
-    if rows is not None:
-        weight = _along_out(matrix, rows) * weight
-    if cols is not None:
-        weight = weight * _along_in(matrix, cols)
-    return weight
+    rows, cols = _factors(matrix, values)
+    weight = raw if rows is None else rows * raw
+    return weight if cols is None else weight * cols
 
 
 def split_gradient(
@@ -164,12 +160,10 @@ def split_gradient(
     divided by a multiplier, so all of this holds where one is zero. On the log scale each
     multiplier's gradient is times the multiplier itself.
     """
-    rows = output_factor(matrix, values)
-    cols = input_factor(matrix, values)
-    out_dim, in_dim = (-1, -2) if matrix.transposed else (-2, -1)
-
-    by_cols = grad if cols is None else grad * _along_in(matrix, cols)
-    raw_grad = by_cols if rows is None else _along_out(matrix, rows) * by_cols
+    rows, cols = _factors(matrix, values)
+    out_dim, in_dim = matrix.dims
+    by_cols = grad if cols is None else grad * cols
+    raw_grad = by_cols if rows is None else rows * by_cols
 
     grads: dict[str, Tensor] = {}
     if matrix.row or matrix.num_scalars:
@@ -182,7 +176,7 @@ def split_gradient(
             through_row = row_sums * multiplier(matrix, values["row"]) if matrix.row else row_sums
             grads["scalar"] = sum_by_scalar(matrix, through_row)
     if matrix.col:
-        by_rows = grad if rows is None else _along_out(matrix, rows) * grad
+        by_rows = grad if rows is None else rows * grad
         grads["col"] = (raw * by_rows).sum(out_dim)  # (*stack, in)
     if matrix.scale == "log":
         grads = {name: grad * multiplier(matrix, values[name]) for name, grad in grads.items()}
@@ -199,18 +193,16 @@ def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
     return value.exp() if matrix.scale == "log" else value
 
 
-def output_factor(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return what each output feature is multiplied by, (*stack, out); None if by nothing."""
-    row = multiplier(matrix, values["row"]) if matrix.row else None
-    scalar = scalars_per_row(matrix, values)
-    if row is None or scalar is None:
-        return scalar if row is None else row
-    return row * scalar
-
-
-def input_factor(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return what each input feature is multiplied by, (*stack, in); None if by nothing."""
-    return multiplier(matrix, values["col"]) if matrix.col else None
+def _factors(matrix: Matrix, values: Values) -> tuple[Tensor | None, Tensor | None]:
+    """Return what output and input features are multiplied by, to broadcast; None if nothing."""
+    out_dim, in_dim = matrix.dims
+    rows = scalars_per_row(matrix, values)
+    if matrix.row:
+        row = multiplier(matrix, values["row"])
+        rows = row if rows is None else row * rows
+    rows = None if rows is None else rows.unsqueeze(in_dim)
+    cols = multiplier(matrix, values["col"]).unsqueeze(out_dim) if matrix.col else None
+    return rows, cols
 
 
 def initial_values(
@@ -222,27 +214,25 @@ def initial_values(
     shared columns.
     """
     values = {
-        name: torch.full(shape, _identity(matrix), dtype=dtype, device=device)
+        name: torch.full(shape, _stored(matrix, 1.0), dtype=dtype, device=device)
         for name, shape in matrix.value_shapes().items()
     }
-    if all(block.init == 1.0 for block in matrix.blocks):
-        return values
-    if "row" in values:
-        start = [_stored(matrix, b.init) if b.row and not b.scalar else None for b in matrix.blocks]
-        _fill_blocks(matrix, values["row"], start)
-    if "scalar" in values:
+    if matrix.row:
+        for block, rows in by_block(matrix, values["row"]):
+            if block.row and not block.scalar:
+                rows.fill_(_stored(matrix, block.init))
+    if matrix.num_scalars:
         inits = [_stored(matrix, block.init) for block in matrix.blocks if block.scalar]
         flat = values["scalar"].view(*matrix.stack, matrix.num_scalars)
         flat.copy_(torch.tensor(inits, dtype=dtype, device=device).expand_as(flat))
-    if "col" in values and _start_on_columns(matrix, matrix.blocks[0]):
+    if matrix.col and _starts_on_columns(matrix.blocks[0]):
         values["col"].fill_(_stored(matrix, matrix.blocks[0].init))
     return values
 
 
 def carried_rows(matrix: Matrix, row: Tensor) -> Tensor:
     """Return the entries of a full-length `row` whose blocks carry one, in row order."""
-    parts = row.unflatten(-1, matrix.row_pattern).split([b.size for b in matrix.blocks], -1)
-    kept = [part for part, block in zip(parts, matrix.blocks, strict=True) if block.row]
+    kept = [rows for block, rows in by_block(matrix, row) if block.row]
     return torch.cat(kept, -1).flatten(-2)
 
 
@@ -255,30 +245,25 @@ def all_rows(matrix: Matrix, carried: Tensor) -> Tensor:
     pattern = [
         next(parts)
         if block.row
-        else carried.new_full((*matrix.stack, matrix.repeats, block.size), _identity(matrix))
+        else carried.new_full((*matrix.stack, matrix.repeats, block.size), _stored(matrix, 1.0))
         for block in matrix.blocks
     ]
     return torch.cat(pattern, -1).flatten(-2)
 
 
-def _start_on_columns(matrix: Matrix, block: Block) -> bool:
+def _starts_on_columns(block: Block) -> bool:
     return block.init != 1.0 and not block.row and not block.scalar
 
 
-def _identity(matrix: Matrix) -> float:
-    return 0.0 if matrix.scale == "log" else 1.0
+def by_block(matrix: Matrix, per_row: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    """Pair each block with a view of its part of a per-row quantity, (*stack, repeats, size)."""
+    sizes = [block.size for block in matrix.blocks]
+    parts = per_row.unflatten(-1, matrix.row_pattern).split(sizes, -1)
+    return zip(matrix.blocks, parts, strict=True)
 
 
 def _stored(matrix: Matrix, init: float) -> float:
     return math.log(init) if matrix.scale == "log" else init
-
-
-def _along_out(matrix: Matrix, factor: Tensor) -> Tensor:
-    return factor.unsqueeze(-2 if matrix.transposed else -1)
-
-
-def _along_in(matrix: Matrix, factor: Tensor) -> Tensor:
-    return factor.unsqueeze(-1 if matrix.transposed else -2)
 
 
 def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:
@@ -308,17 +293,8 @@ def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
 
 def keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:
     """Zero a per-row quantity on the rows of blocks that carry none."""
-    if all(block.row for block in matrix.blocks):
-        return per_row
     kept = per_row.clone()
-    _fill_blocks(matrix, kept, [None if block.row else 0.0 for block in matrix.blocks])
+    for block, rows in by_block(matrix, kept):
+        if not block.row:
+            rows.zero_()
     return kept
-
-
-def _fill_blocks(matrix: Matrix, per_row: Tensor, fill: list[float | None]) -> None:
-    """Set the rows of each block to its number in place; None leaves a block alone."""
-    pattern = per_row.view(*matrix.stack, *matrix.row_pattern)
-    parts = pattern.split([block.size for block in matrix.blocks], -1)
-    for part, number in zip(parts, fill, strict=True):
-        if number is not None:
-            part.fill_(number)

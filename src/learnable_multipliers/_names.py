@@ -12,15 +12,10 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile, DistributedDataParallel and their like."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(
-            model, nn.parallel.DistributedDataParallel | nn.DataParallel
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
+        model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")
+    return model
 
 
 def canonical_name(name: str) -> str:
@@ -44,14 +39,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module = unwrap(model)
     *path, leaf = name.split(".")
     for part in path:
-        module = _inside(module.get_submodule(part))
+        module = module.get_submodule(part)
+        while inside := [child for name, child in module.named_children() if name in _WRAPPERS]:
+            module = inside[0]
     return module, leaf
-
-
-def _inside(module: nn.Module) -> nn.Module:
-    """Step through wrappers around a submodule."""
-    for wrapper in _WRAPPERS:
-        inner = module._modules.get(wrapper)
-        if inner is not None:
-            return _inside(inner)
-    return module

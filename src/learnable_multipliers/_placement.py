@@ -21,7 +21,6 @@ from learnable_multipliers.symmetry._derive import Carried
 Placement = Literal["full", "symmetry-aware", "scalar", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
-
 # Carry no multipliers, or none that symmetries have a say in, in every placement.
 _WITHOUT = {"head", "router", "tied-embedding"}
 _KINDS: dict[tuple[bool, bool], Kind] = {

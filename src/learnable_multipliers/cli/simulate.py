@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -20,7 +19,8 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     simulate_brownian,
 )
-from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, walk_equilibrium
+from learnable_multipliers.equilibrium._diagnosis import aligned
+from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, OptimizerSettings
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
@@ -29,7 +29,7 @@ from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.
 _POINTS = 400
-_COLUMNS = ("step", "lr", "simulated", "expected", "equilibrium")
+_COLUMNS: tuple[str, ...] = ("step", "lr", "simulated", "expected", "equilibrium")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,13 @@ def simulate(config: SimulateConfig) -> None:
     lrs = rates(config)
     if config.plot is not None:
         analysis.check_format(config.plot)
+    settings: OptimizerSettings = {
+        "betas": config.betas,
+        "momentum": config.momentum,
+        "nesterov": None if config.nesterov is None else config.nesterov == "on",
+        "adjust_lr": config.adjust_lr,
+        "coefficients": config.coefficients,
+    }
     with Console(stderr=True).status(f"{config.optimizer} on noise"):
         simulated = simulate_brownian(
             config.optimizer,
@@ -96,17 +103,19 @@ def simulate(config: SimulateConfig) -> None:
             config.shape,
             start_rms=config.start_rms,
             seed=config.seed,
-            **_settings(config),
+            **settings,
         )
-    shown = rows(config, simulated)
+    if config.optimizer == "muon":
+        # As simulated: without coefficients the closed form would leave orthogonalizing out.
+        settings["coefficients"] = config.coefficients or "quintic"
+    walk = random_walk(config.optimizer, shape=config.shape, **settings)
+    shown = rows(config, simulated, walk, config.rows)
     found = {
         "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
-        "equilibrium": _finite(
-            walk_equilibrium(config.lr, config.weight_decay, _random_walk(config))
-        ),
+        "equilibrium": _finite(walk.equilibrium(config.lr, config.weight_decay)),
     }
     if config.plot is not None:
-        drawn = rows(replace(config, rows=min(config.steps, _POINTS)), simulated)
+        drawn = rows(config, simulated, walk, min(config.steps, _POINTS))
         title = f"{config.optimizer} at lr {config.lr:g}, decay {config.weight_decay:g}"
         analysis.save(analysis.random_walk(title, drawn), config.plot)
     if config.json:
@@ -114,7 +123,11 @@ def simulate(config: SimulateConfig) -> None:
         asked |= {"weight_decay": config.weight_decay}
         print(json.dumps(asked | found | {"steps": shown}, indent=1))
         return
-    print(_table(shown))
+    table = [_COLUMNS]
+    for row in shown:
+        step, *others = (row[column] for column in _COLUMNS)
+        table.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
+    print("\n".join(aligned(table)))
     at = f"at lr {config.lr:g} and weight decay {config.weight_decay:g}"
     if found["equilibrium"] is None or found["relaxation_steps"] is None:
         print(f"\nNo equilibrium {at}: nothing pulls the weight back")
@@ -145,53 +158,22 @@ def rates(config: SimulateConfig) -> list[float]:
     return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
 
 
-def _random_walk(config: SimulateConfig) -> RandomWalk:
-    """Return the random walk of what is simulated."""
-    given = _settings(config)
-    if config.optimizer == "muon":
-        given.setdefault("coefficients", "quintic")
-    return random_walk(config.optimizer, shape=config.shape, **given)
-
-
-def rows(config: SimulateConfig, simulated: Trajectory) -> list[dict[str, float | None]]:
+def rows(
+    config: SimulateConfig, simulated: Trajectory, walk: RandomWalk, count: int
+) -> list[dict[str, float | None]]:
     """Return a few steps of a run: what was simulated and what was to be expected."""
-    own = _random_walk(config)
-    expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, own)
-    shown = {1, *(-(-config.steps * part // config.rows) for part in range(1, config.rows + 1))}
+    expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, walk)
+    shown = {1, *(-(-config.steps * part // count) for part in range(1, count + 1))}
     return [
         {
             "step": step,
             "lr": (lr := simulated.lrs[step - 1]),
             "simulated": simulated.rms[step - 1],
             "expected": expected[step - 1],
-            "equilibrium": _finite(walk_equilibrium(lr, config.weight_decay, own)),
+            "equilibrium": _finite(walk.equilibrium(lr, config.weight_decay)),
         }
         for step in sorted(shown)
     ]
-
-
-def _settings(config: SimulateConfig) -> dict[str, Any]:
-    """Return what was given of the settings that optimizers differ in."""
-    given = {
-        "betas": config.betas,
-        "momentum": config.momentum,
-        "nesterov": None if config.nesterov is None else config.nesterov == "on",
-        "adjust_lr": config.adjust_lr,
-        "coefficients": config.coefficients,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _table(shown: Sequence[dict[str, float | None]]) -> str:
-    lines: list[tuple[str, ...]] = [_COLUMNS]
-    for row in shown:
-        step, *others = (row[column] for column in _COLUMNS)
-        lines.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
 
 
 def _finite(value: float) -> float | None:

@@ -1,6 +1,6 @@
 """Noise against weight decay: closed forms, simulation, and what a run shows of it (sec. 3)."""
 
-from learnable_multipliers.equilibrium._diagnosis import Diagnosis, TensorReading, diagnose
+from learnable_multipliers.equilibrium._diagnosis import Diagnosis, diagnose
 from learnable_multipliers.equilibrium._random_walk import (
     SETTLED,
     BrownianState,
@@ -16,9 +16,13 @@ from learnable_multipliers.equilibrium._random_walk import (
     relaxation_steps,
     sgdm_walk,
 )
+from learnable_multipliers.equilibrium._readings import (
+    TensorReading,
+    noise_indicator,
+    noise_ratio,
+    row_frequency,
+)
 from learnable_multipliers.equilibrium._simulation import Trajectory, simulate_brownian
-from learnable_multipliers.equilibrium._token_rows import TokenRows, row_frequency
-from learnable_multipliers.equilibrium._verdict import noise_indicator, noise_ratio
 
 __all__ = [
     "SETTLED",
@@ -26,7 +30,6 @@ __all__ = [
     "Diagnosis",
     "RandomWalk",
     "TensorReading",
-    "TokenRows",
     "Trajectory",
     "adamw_walk",
     "brownian_rms",

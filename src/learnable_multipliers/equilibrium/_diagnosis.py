@@ -1,41 +1,29 @@
-"""What each tensor of a run shows of the equilibrium of noise and decay.
-
-Measured rms, the rms that noise would have given, how noisy the gradients are, and the verdict of
-`_verdict.py`: for raw weights, multipliers and vectors, and for embeddings row by row.
-"""
+"""What the tensors of a run show of the equilibrium of noise and decay, as data and as a table."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._prediction import (
-    Expectation,
     Expectations,
-    Part,
-    TensorWalk,
-    Trained,
-    check_optimizer,
-    has_sparse_rows,
     steady_expectation,
-    tensor_walk,
     trained_tensors,
 )
-from learnable_multipliers.equilibrium._random_walk import SETTLED
-from learnable_multipliers.equilibrium._token_rows import Band, TokenRows, read_rows
-from learnable_multipliers.equilibrium._verdict import (
+from learnable_multipliers.equilibrium._readings import (
+    Band,
+    TensorReading,
+    TokenRows,
     Verdict,
-    indicator_of,
-    log_ratio,
-    verdict_of,
+    read_rows,
+    read_tensor,
 )
 from learnable_multipliers.optim._base import MultiplierOptimizer
 
@@ -47,39 +35,6 @@ _COLUMNS = {
     "settling": "2 wd sum lr",
     "indicator": "indicator",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorReading:
-    """Measurements of one tensor, and the verdict on it."""
-
-    name: str
-    """Of the parameter."""
-    part: Part
-    """`weight` (the raw weight where there are multipliers), `row`, `col` or `scalar`."""
-    kind: Literal["matrix", "multiplier", "vector"]
-    role: str
-    size: int
-    """Numbers in it."""
-    steps: int
-    measured: float
-    """RMS now."""
-    predicted: float | None
-    """RMS that noise would have given it."""
-    error: float | None
-    """Standard deviation of log(measured / predicted) on noise."""
-    settling: float | None
-    """2 wd sum(lr) so far; from 4 on the start is forgotten."""
-    indicator: float | None
-    """Noise indicator: 1 for pure noise."""
-    verdict: Verdict
-    note: str = ""
-    """Why something is missing."""
-
-    @property
-    def log_ratio(self) -> float | None:
-        """log(measured / predicted)."""
-        return log_ratio(self.measured, self.predicted)
 
 
 @dataclass(frozen=True)
@@ -105,18 +60,16 @@ class Diagnosis:
         return count_verdicts(self.readings)
 
     def summary(self) -> str:
-        """Return the verdicts in a line: `trapped: 12 of 14 matrices (86%, 1 free, 1 open)`."""
+        """Return the verdicts in a line: `trapped are 12 of 14 matrices (86%: 1 free, 1 open)`."""
         return summarize(self.verdicts())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""
-        return {
-            "readings": [
-                {**dataclasses.asdict(reading), "log_ratio": reading.log_ratio}
-                for reading in self.readings
-            ],
-            "rows": {name: rows.to_dict() for name, rows in self.rows.items()},
+        bands = {
+            name: {"bands": [asdict(band) for band in rows.bands]}
+            for name, rows in self.rows.items()
         }
+        return {"readings": [asdict(reading) for reading in self.readings], "rows": bands}
 
 
 def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict, int]]:
@@ -149,106 +102,31 @@ def diagnose(
             (`row_frequency` makes it from counts). Rows are simulated by it; the moments do not
             contain it: they depend on how long ago a token came last, not on how often it comes.
     """
-    check_optimizer("diagnose", optimizer)
     tensors = list(trained_tensors(optimizer))
     history = None if lrs is None else [float(lr) for lr in lrs]
     taken = max((tensor.steps for tensor in tensors), default=0)
-    if history is not None and len(history) != taken:
-        raise ValueError(
-            f"lrs has {len(history)} learning rates, but the optimizer has taken {taken} steps: "
-            "give the rate of each step taken, without those of steps it skipped"
-        )
-    walks = {tensor.key: tensor_walk(optimizer, tensor) for tensor in tensors}
     expectations = None
     if history is not None:
-        expectations = Expectations(walks.values())
-        for lr in history:
-            expectations.step(lr)
-    starts = None
-    if start is not None:
-        starts = {(reading.name, reading.part): reading.measured for reading in start.readings}
+        if len(history) != taken:
+            raise ValueError(
+                f"lrs has {len(history)} learning rates, but the optimizer has taken {taken} "
+                "steps: give the rate of each step taken, without those of steps it skipped"
+            )
+        expectations = Expectations({tensor.key: tensor.walk for tensor in tensors}, history)
+    starts = {} if start is None else {(r.name, r.part): r.measured for r in start.readings}
     readings, rows = [], {}
     for tensor in tensors:
-        expected, note = expectation_of(optimizer, tensor, walks[tensor.key], expectations, taken)
-        readings.append(read_tensor(tensor, expected, starts, note))
-        if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
+        if expectations is None:
+            expected, note = steady_expectation(tensor, float(optimizer.param_groups[0]["lr"]))
+        else:
+            expected, note = expectations.of(tensor, taken)
+        readings.append(read_tensor(tensor, expected, note, starts))
+        if tensor.is_embedding:
             before = start.rows[tensor.name].rms if start is not None else None
             rows[tensor.name] = read_rows(tensor, history, before, frequency)
     if frequency is not None and not rows:
         raise ValueError("frequency is given, but the optimizer trains no embedding")
     return Diagnosis(tuple(readings), rows)
-
-
-def expectation_of(
-    optimizer: MultiplierOptimizer,
-    tensor: Trained,
-    walk: TensorWalk | None,
-    expectations: Expectations | None,
-    taken: int,
-) -> tuple[Expectation | None, str]:
-    """Return the expected effect of noise on a tensor; with a reason, if there is no prediction.
-
-    Without `expectations`, those of a run that was followed, it is that of a constant rate.
-    """
-    if walk is None:
-        return None, "its optimizer's random walk on noise is not known"
-    if tensor.steps == 0:
-        return None, "no step yet"
-    if tensor.part == "weight" and has_sparse_rows(tensor.matrix):
-        return None, "row by row: see the rows"
-    if expectations is not None:
-        if tensor.steps < taken:
-            return None, f"had a gradient in {tensor.steps} of {taken} steps"
-        if tensor.weight_decay != walk.weight_decay:
-            return None, "its decay was changed during the run"
-        return expectations.of(walk), ""
-    lr = tensor.lr_scale * float(optimizer.param_groups[0]["lr"])
-    if lr * tensor.weight_decay == 0:
-        return None, "no decay or no rate, so no equilibrium: give lrs"
-    expected = steady_expectation(walk.walk, lr, tensor.weight_decay, tensor.steps)
-    early = "too early for the equilibrium at the present rate: give lrs"
-    return expected, "" if expected.settling >= SETTLED else early
-
-
-def read_tensor(
-    tensor: Trained,
-    expected: Expectation | None,
-    starts: Mapping[tuple[str, str], float] | None,
-    note: str,
-) -> TensorReading:
-    """Measure a tensor and compare it with what was expected, given the rms of all at the start."""
-    matrix, size = tensor.matrix, tensor.value.numel()
-    measured = tensor.value.double().square().mean().sqrt().item() if size else 0.0
-    indicator = indicator_of(tensor.first, tensor.second, tensor.beta1, tensor.beta2, tensor.steps)
-    predicted = error = None
-    settling = None if expected is None else expected.settling
-    if expected is not None and not note:
-        start_rms = tensor.start_rms
-        if starts is not None:
-            start_rms = starts[tensor.key]
-        elif start_rms is None and expected.settling >= SETTLED:
-            start_rms = 0.0
-        if start_rms is None:
-            note = "its start is not forgotten: give start"
-        else:
-            predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
-    return TensorReading(
-        name=tensor.name,
-        part=tensor.part,
-        kind=tensor.kind,
-        role="/".join(dict.fromkeys(block.role for block in matrix.blocks))
-        if matrix
-        else tensor.kind,
-        size=size,
-        steps=tensor.steps,
-        measured=measured,
-        predicted=predicted,
-        error=error,
-        settling=settling,
-        indicator=indicator,
-        verdict=verdict_of(log_ratio(measured, predicted), error, settling, indicator, size),
-        note=note,
-    )
 
 
 def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) -> str:
@@ -264,14 +142,14 @@ def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) ->
                 shown = name if part == "weight" else f"{name} {part}"
                 numbers = _medians(alike, _COLUMNS)
                 table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
-    text = _aligned(table)
+    text = aligned(table, (0, len(table[0]) - 1))
     columns = {field: heading for field, heading in _COLUMNS.items() if field != "settling"}
     for name, found in rows.items():
         bands = [("rows by frequency", "n", *columns.values(), "verdict")]
         for band in found.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
             bands.append((label, str(band.num_rows), *_medians([band], columns), band.verdict))
-        text += ["", name, *_aligned(bands)]
+        text += ["", name, *aligned(bands, (0, len(bands[0]) - 1))]
     return "\n".join(text)
 
 
@@ -305,12 +183,13 @@ def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) ->
         yield f"{statistics.median(known):{digits}}" if known else "-"
 
 
-def _aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in (0, len(row) - 1) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; columns align to the right, but for those at these places."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for i in left:
+            cells[i] = row[i].ljust(widths[i])
+        lines.append("  ".join(cells).rstrip())
+    return lines

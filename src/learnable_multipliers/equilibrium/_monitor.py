@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._multiplier import multiplier
-from learnable_multipliers.equilibrium._diagnosis import (
-    PLURAL,
-    TensorReading,
-    count_verdicts,
-    expectation_of,
-    read_tensor,
-    summarize,
-)
+from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
 from learnable_multipliers.equilibrium._prediction import (
     Expectations,
     Part,
-    TensorWalk,
     Trained,
-    check_optimizer,
-    tensor_walk,
     trained_tensors,
 )
+from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
@@ -86,14 +77,11 @@ class Health:
         if self.drifts:
             found["drift/largest"] = max(d.largest for ds in self.drifts.values() for d in ds)
         for kind, counts in count_verdicts(self.readings).items():
-            found[f"trapped/{PLURAL[kind]}"] = counts["trapped"] / sum(counts.values())
-            found[f"free/{PLURAL[kind]}"] = counts["free"] / sum(counts.values())
-        for kind, plural in PLURAL.items():
-            known = [
-                r.indicator for r in self.readings if r.kind == kind and r.indicator is not None
-            ]
-            if known:
-                found[f"noise/{plural}"] = statistics.median(known)
+            for verdict in ("trapped", "free"):
+                found[f"{verdict}/{PLURAL[kind]}"] = counts[verdict] / sum(counts.values())
+            indicators = (r.indicator for r in self.readings if r.kind == kind)
+            if known := [indicator for indicator in indicators if indicator is not None]:
+                found[f"noise/{PLURAL[kind]}"] = statistics.median(known)
         return found
 
     def __str__(self) -> str:
@@ -140,27 +128,26 @@ class Monitor:
         *,
         drift_bound: float = 10.0,
     ):
-        check_optimizer("a monitor", optimizer)
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
         self._optimizer, self._bound = optimizer, drift_bound
-        self._alike = {} if symmetries is None else symmetries.alike()
-        self._positions = {
-            words: symmetry_positions(optimizer, alike) for words, alike in self._alike.items()
-        }
         self._signs: dict[tuple[str, str], Tensor] = {}
-        self._walks: dict[tuple[str, str], TensorWalk | None] = {}
         self._starts: dict[tuple[str, str], float] = {}
         self._before = 0
+        walks = {}
         for tensor in trained_tensors(optimizer):
-            self._walks[tensor.key] = tensor_walk(optimizer, tensor)
-            self._starts[tensor.key] = read_tensor(tensor, None, None, "").measured
+            walks[tensor.key] = tensor.walk
+            self._starts[tensor.key] = rms(tensor.value)
             # A run may be joined late.
             self._before = max(self._before, tensor.steps)
             if tensor.kind == "multiplier" and tensor.value.numel():
                 self._signs[tensor.key] = _values(tensor).sign()
+        self._expectations = Expectations(walks)
+        self._alike = {} if symmetries is None else symmetries.alike()
+        self._positions = {
+            words: symmetry_positions(optimizer, alike) for words, alike in self._alike.items()
+        }
         self._skipped_before = optimizer.num_skipped
-        self._expectations = Expectations(self._walks.values())
         self._hook = optimizer.register_step_post_hook(
             lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
         )
@@ -182,9 +169,7 @@ class Monitor:
             lrs: The learning rate of every step behind it.
             num_skipped: Steps among them that changed nothing.
         """
-        self._expectations = Expectations(self._walks.values())
-        for lr in lrs:
-            self.follow(lr)
+        self._expectations = Expectations(self._expectations.walks, lrs)
         self._skipped_before = self._optimizer.num_skipped - num_skipped
 
     def close(self) -> None:
@@ -196,29 +181,24 @@ class Monitor:
         """Return what the run shows now."""
         skipped = self._optimizer.num_skipped - self._skipped_before
         taken = self._before + self._expectations.steps - skipped
-        readings: list[TensorReading] = []
-        carried: list[Trained] = []
+        readings, ranges = [], []
         for tensor in trained_tensors(self._optimizer):
-            walk = self._walks[tensor.key]
-            expected, note = expectation_of(
-                self._optimizer, tensor, walk, self._expectations, taken
-            )
-            readings.append(read_tensor(tensor, expected, self._starts, note))
-            carried += [tensor] if tensor.key in self._signs else []
-        ranges = _ranges(carried, self._signs)
+            expected, note = self._expectations.of(tensor, taken)
+            readings.append(read_tensor(tensor, expected, note, self._starts))
+            if tensor.key in self._signs:
+                ranges.append(_range(tensor, self._signs[tensor.key]))
         drifts = {
             words: drift(self._optimizer, alike, since=self._positions[words])
             for words, alike in self._alike.items()
         }
         alarms = (*_crossings(ranges), *_drifted(drifts, self._bound))
-        return Health(ranges, drifts, tuple(readings), alarms)
+        return Health(tuple(ranges), drifts, tuple(readings), alarms)
 
 
-def rms_of(drifts: Iterable[Drift]) -> float:
+def rms_of(drifts: Sequence[Drift]) -> float:
     """Return the drift in log units over all members of symmetries that are alike."""
-    found = list(drifts)
-    members = sum(each.symmetry.num_members for each in found)
-    squares = sum(each.rms**2 * each.symmetry.num_members for each in found)
+    members = sum(each.symmetry.num_members for each in drifts)
+    squares = sum(each.rms**2 * each.symmetry.num_members for each in drifts)
     return math.sqrt(squares / members)
 
 
@@ -228,21 +208,13 @@ def _values(tensor: Trained) -> Tensor:
     return multiplier(tensor.matrix, tensor.value)
 
 
-def _ranges(
-    carried: Sequence[Trained], signs: Mapping[tuple[str, str], Tensor]
-) -> tuple[Range, ...]:
-    numbers = []
-    for tensor in carried:
-        values, sign = _values(tensor), signs[tensor.key]
-        # What was 0 at the start has nothing to cross.
-        crossed = ((values * sign <= 0) & (sign != 0)).sum()
-        numbers.append(torch.stack((values.abs().min(), values.abs().max(), crossed)).double())
-    # One way to the host for all.
-    found = torch.stack(numbers).tolist() if numbers else []
-    return tuple(
-        Range(tensor.name, tensor.part, low, high, int(count), tensor.value.numel())
-        for tensor, (low, high, count) in zip(carried, found, strict=True)
-    )
+def _range(tensor: Trained, signs: Tensor) -> Range:
+    values = _values(tensor)
+    # What was 0 at the start has nothing to cross.
+    crossed = (values * signs <= 0) & (signs != 0)
+    low, high = values.abs().aminmax()
+    size = values.numel()
+    return Range(tensor.name, tensor.part, low.item(), high.item(), int(crossed.sum()), size)
 
 
 def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:

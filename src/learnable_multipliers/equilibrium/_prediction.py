@@ -6,8 +6,9 @@ Tensors come with their moments, rate and decay, and are read only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,26 +16,34 @@ from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix, carried_rows, initial_values
 from learnable_multipliers.equilibrium._random_walk import (
+    SETTLED,
     BrownianState,
     RandomWalk,
     adamw_walk,
     brownian_step,
     mixed_walk,
     muon_walk,
-    walk_equilibrium,
 )
 from learnable_multipliers.kernels._parameter import ParameterState
 from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
+from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full
 from learnable_multipliers.optim._wrapper import LearnableMultipliers
 
 Part = Literal["weight", "row", "col", "scalar"]
-UpdateRule = Literal["adamw", "muon", "unknown"]
 
-_SPARSE = {"embedding", "tied-embedding", "position-embedding"}
+
+class TensorWalk(NamedTuple):
+    """The random walk of a tensor relative to its run; tensors with equal ones share it."""
+
+    walk: RandomWalk
+    lr_scale: float
+    """Learning rate over that of the first parameter group."""
+    weight_decay: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,38 +61,37 @@ class Trained:
     """As trained: the stored value of a multiplier, its logarithm on the log scale."""
     start_rms: float | None
     """RMS before the first step, where that can be known now: of multipliers."""
-    rule: UpdateRule
-    lr_scale: float
-    """The tensor's learning rate over that of the first parameter group."""
-    weight_decay: float
+    walk: TensorWalk | None
+    """On noise; None for an optimizer whose walk is not known."""
     steps: int
     """Steps in which it had a gradient."""
     first: Tensor | None
     """Average of the gradient with beta1; None where the optimizer keeps none that is known."""
     second: Tensor | None
     """Average of the squared gradient with beta2: number by number, or one for all."""
-    beta1: float
-    beta2: float
-    """0 where the average needs no correction for its start."""
+    betas: tuple[float, float]
+    """beta2 is 0 where the average needs no correction for its start."""
 
     @property
     def key(self) -> tuple[str, str]:
         """Name and part: unique in an optimizer."""
         return self.name, self.part
 
-
-def check_optimizer(what: str, optimizer: object) -> None:
-    """Raise if an optimizer is none whose tensors can be read."""
-    if not isinstance(optimizer, MultiplierOptimizer):
-        raise TypeError(
-            f"{what} reads lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
-        )
+    @property
+    def is_embedding(self) -> bool:
+        """Whether rows get gradients only when their tokens occur."""
+        blocks = self.matrix.blocks if self.matrix and self.part == "weight" else ()
+        return any(block.role.endswith("embedding") for block in blocks)
 
 
 @torch.no_grad()
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
+    if not isinstance(optimizer, MultiplierOptimizer):
+        raise TypeError(
+            "tensors are read from lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
+            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
+        )
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
@@ -96,16 +104,11 @@ def _tensors_of(
 ) -> Iterator[Trained]:
     group, matrix = parameter.group, parameter.matrix
     state = optimizer.state[parameter.parameter]
-    adamw_betas = optimizer.adamw_settings(group)[:2]
-    rule = _rule(optimizer, group, matrix)
+    names, betas, walk = _raw_moments(optimizer, group, matrix)
     moments = optimizer.moments_of(parameter)
-    if isinstance(optimizer, Muon) and rule == "muon":
-        names, betas = ("momentum_buffer", MEAN_SQUARE), (float(group["momentum"]), 0.0)
-    else:
-        wrapped = isinstance(optimizer, LearnableMultipliers)
-        names = ("exp_avg", "exp_avg_sq")
-        betas = group.get("betas", adamw_betas) if wrapped else adamw_betas
-    first, second = (full(moments[key]) if key in moments else None for key in names)
+    first, second = (full(moments[name]) if name in moments else None for name in names)
+    lr_scale = share * optimizer.raw_lr({**group, "lr": 1.0}, matrix)
+    weight_decay = float(group.get("weight_decay", 0.0))
     is_matrix = matrix is not None or group["kind"] == "matrix"
     shared: dict[str, Any] = {"name": parameter.name, "matrix": matrix, "steps": int(state["step"])}
     yield Trained(
@@ -113,18 +116,17 @@ def _tensors_of(
         kind="matrix" if is_matrix else "vector",
         value=full(state.get("raw", parameter.parameter.detach())),
         start_rms=None,
-        rule=rule,
-        lr_scale=share * optimizer.raw_lr({**group, "lr": 1.0}, matrix),
-        weight_decay=float(group.get("weight_decay", 0.0)),
+        walk=walk and TensorWalk(walk, lr_scale, weight_decay),
         first=first,
         second=second,
-        beta1=float(betas[0]),
-        beta2=float(betas[1]),
+        betas=betas,
         **shared,
     )
     if matrix is None or not matrix.carries:
         return
-    start = initial_values(matrix)
+    start, betas = initial_values(matrix), optimizer.adamw_settings(group)[:2]
+    lr_scale = share * group["multiplier_lr_scale"]
+    weight_decay = float(group["multiplier_weight_decay"])
     for part in NAMES:
         if part not in state:
             continue
@@ -137,70 +139,54 @@ def _tensors_of(
             kind="multiplier",
             value=carried(state[part]),
             start_rms=carried(start[part]).square().mean().sqrt().item(),
-            rule="adamw",
-            lr_scale=share * group["multiplier_lr_scale"],
-            weight_decay=float(group["multiplier_weight_decay"]),
+            walk=TensorWalk(adamw_walk(betas[0]), lr_scale, weight_decay),
             first=carried(state[f"{part}_exp_avg"]),
             second=carried(state[f"{part}_exp_avg_sq"]),
-            beta1=adamw_betas[0],
-            beta2=adamw_betas[1],
+            betas=betas,
             **shared,
         )
 
 
-def _rule(
+def _raw_moments(
     optimizer: MultiplierOptimizer, group: dict[str, Any], matrix: Matrix | None
-) -> UpdateRule:
-    """Return how a raw weight is updated."""
-    if isinstance(optimizer, Muon):
-        return "muon" if is_hidden(matrix) else "adamw"
-    if not isinstance(optimizer, LearnableMultipliers):
-        return "adamw"
-    inner = optimizer.inner
-    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        return "unknown"
-    # Adam's own decay goes through the second moment, and is another thing.
-    apart = isinstance(inner, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
-    return "adamw" if apart or not group.get("weight_decay") else "unknown"
+) -> tuple[tuple[str, str], tuple[float, float], RandomWalk | None]:
+    """Return names and betas of a raw weight's moments, and its walk on noise where known."""
+    if isinstance(optimizer, Muon) and matrix is not None and is_hidden(matrix):
+        momentum, adjust_lr = float(group["momentum"]), optimizer.adjust_lr
+        walk = _muon_walk(matrix, momentum, optimizer.nesterov, adjust_lr, optimizer.coefficients)
+        return ("momentum_buffer", MEAN_SQUARE), (momentum, 0.0), walk
+    betas, known = optimizer.adamw_settings(group)[:2], True
+    if isinstance(optimizer, LearnableMultipliers):
+        beta1, beta2 = group.get("betas", betas)
+        betas, inner = (float(beta1), float(beta2)), optimizer.inner
+        # Adam's own decay goes through the second moment, and is another thing.
+        apart = isinstance(inner, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+        known = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+        known = known and (apart or not group.get("weight_decay"))
+    return ("exp_avg", "exp_avg_sq"), betas, adamw_walk(betas[0]) if known else None
 
 
-def has_sparse_rows(matrix: Matrix | None) -> bool:
-    """Return whether this is an embedding, whose rows get gradients when their tokens occur."""
-    return matrix is not None and any(block.role in _SPARSE for block in matrix.blocks)
-
-
-class TensorWalk(NamedTuple):
-    """The random walk of a tensor relative to its run; tensors with equal ones share it."""
-
-    walk: RandomWalk
-    lr_scale: float
-    """Learning rate over that of the run."""
-    weight_decay: float
-
-
-def tensor_walk(optimizer: MultiplierOptimizer, tensor: Trained) -> TensorWalk | None:
-    """Return a tensor's random walk; None for an optimizer whose walk is not known."""
-    if tensor.rule == "adamw":
-        walk = adamw_walk(tensor.beta1)
-    elif tensor.rule == "muon" and isinstance(optimizer, Muon):
-        matrix = tensor.matrix
-        assert matrix is not None
-        sizes = [block.size * matrix.repeats for block in matrix.blocks]
-        # Muon orthogonalizes block by block.
-        walks = [
-            muon_walk(
-                tensor.beta1,
-                optimizer.nesterov,
-                adjust_lr=optimizer.adjust_lr,
-                shape=(size, matrix.num_in),
-                coefficients=optimizer.coefficients,
-            )
-            for size in sizes
-        ]
-        walk = mixed_walk(walks, sizes)
-    else:
-        return None
-    return TensorWalk(walk, tensor.lr_scale, tensor.weight_decay)
+@lru_cache(maxsize=256)
+def _muon_walk(
+    matrix: Matrix,
+    momentum: float,
+    nesterov: bool,
+    adjust_lr: AdjustLr,
+    coefficients: Coefficients,
+) -> RandomWalk:
+    """Return the walk of a matrix that Muon orthogonalizes block by block."""
+    sizes = [block.size * matrix.repeats for block in matrix.blocks]
+    walks = [
+        muon_walk(
+            momentum,
+            nesterov,
+            adjust_lr=adjust_lr,
+            shape=(size, matrix.num_in),
+            coefficients=coefficients,
+        )
+        for size in sizes
+    ]
+    return mixed_walk(walks, sizes)
 
 
 @dataclass(frozen=True)
@@ -237,10 +223,15 @@ class Expectation:
 class Expectations:
     """Expected random walks of the tensors of a run, step by step; equal ones are computed once."""
 
-    def __init__(self, walks: Iterable[TensorWalk | None]):
-        known = (walk for walk in walks if walk is not None)
+    def __init__(
+        self, walks: Mapping[tuple[str, str], TensorWalk | None], lrs: Iterable[float] = ()
+    ):
+        self.walks = walks
+        known = (walk for walk in walks.values() if walk is not None)
         self._states = dict.fromkeys(known, (BrownianState(0.0), 1.0))
         self.steps = 0
+        for lr in lrs:
+            self.step(lr)
 
     def step(self, lr: float) -> None:
         """Follow one step of a run, at its learning rate."""
@@ -250,13 +241,39 @@ class Expectations:
             state = brownian_step(state, own, decay, walk.walk)
             self._states[walk] = state, kept * abs(1 - own * decay)
 
-    def of(self, walk: TensorWalk) -> Expectation:
-        """Return what is expected by now of one of the walks."""
+    def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
+        """Return what is expected of a tensor after the steps taken, or None and the reason."""
+        walk = self.walks[tensor.key]
+        reason = _unpredictable(tensor, walk)
+        if walk is None or reason:
+            return None, reason
+        if tensor.steps < taken:
+            return None, f"had a gradient in {tensor.steps} of {taken} steps"
+        if tensor.walk is None or tensor.walk.weight_decay != walk.weight_decay:
+            return None, "its decay was changed during the run"
         state, kept = self._states[walk]
-        return Expectation(state.rms, kept)
+        return Expectation(state.rms, kept), ""
 
 
-def steady_expectation(walk: RandomWalk, lr: float, weight_decay: float, steps: int) -> Expectation:
-    """Return what is expected if the rate has always been this one."""
-    kept = abs(1 - lr * weight_decay) ** steps
-    return Expectation(walk_equilibrium(lr, weight_decay, walk) * math.sqrt(1 - kept**2), kept)
+def steady_expectation(tensor: Trained, base_lr: float) -> tuple[Expectation | None, str]:
+    """Return what is expected if the rate has always been this one, and what speaks against it."""
+    reason = _unpredictable(tensor, tensor.walk)
+    if tensor.walk is None or reason:
+        return None, reason
+    walk, lr_scale, weight_decay = tensor.walk
+    lr = lr_scale * base_lr
+    if lr * weight_decay == 0:
+        return None, "no decay or no rate, so no equilibrium: give lrs"
+    kept = abs(1 - lr * weight_decay) ** tensor.steps
+    expected = Expectation(walk.equilibrium(lr, weight_decay) * math.sqrt(1 - kept**2), kept)
+    early = "too early for the equilibrium at the present rate: give lrs"
+    return expected, "" if expected.settling >= SETTLED else early
+
+
+def _unpredictable(tensor: Trained, walk: TensorWalk | None) -> str:
+    """Return why noise predicts nothing of a tensor; empty where it does."""
+    if walk is None:
+        return "its optimizer's random walk on noise is not known"
+    if tensor.steps == 0:
+        return "no step yet"
+    return "row by row: see the rows" if tensor.is_embedding else ""

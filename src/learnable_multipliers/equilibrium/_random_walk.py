@@ -70,13 +70,20 @@ class RandomWalk:
             return 1.0
         return 1 / (1 - forgotten if self.onset == "corrected" else math.sqrt(1 - forgotten**2))
 
-    def diffusion(self, shrink: float) -> float:
-        """Return d of the balance (1 - a^2) rms^2 = lr^2 d, for shrink = lr * wd = 1 - a.
+    def equilibrium(self, lr: float, weight_decay: float) -> float:
+        """Return the rms at which noise and decay balance: (1 - a^2) rms^2 = lr^2 d.
 
         d = E[u_t (u_t + 2 sum_k a^k u_{t-k})] = rms^2 (1 + 2 overlap a mu / (1 - a mu)).
         """
+        shrink = shrink_per_step(lr, weight_decay)
+        if lr == 0:
+            return 0.0
+        if shrink == 0:
+            return math.inf
         persistence = (1 - shrink) * self.momentum
-        return self.rms**2 * (1 + 2 * self.overlap * persistence / (1 - persistence))
+        diffusion = self.rms**2 * (1 + 2 * self.overlap * persistence / (1 - persistence))
+        # 1 - a^2, without the cancellation.
+        return lr * math.sqrt(diffusion / (shrink * (2 - shrink)))
 
 
 class BrownianState(NamedTuple):
@@ -107,8 +114,7 @@ def sgdm_walk(momentum: float = 0.9, nesterov: bool = False) -> RandomWalk:
     Gradients of another rms scale the walk with them, unlike all others here.
     """
     check_momentum("momentum", momentum)
-    power = _nesterov_power(momentum) if nesterov else 1 / (1 - momentum**2)
-    overlap = _nesterov_overlap(momentum) if nesterov else 1.0
+    power, overlap = _nesterov(momentum) if nesterov else (1 / (1 - momentum**2), 1.0)
     return RandomWalk(rms=math.sqrt(power), momentum=momentum, overlap=overlap, onset="growing")
 
 
@@ -144,7 +150,7 @@ def muon_walk(
     Without `coefficients` the walk is Wen's: as if orthogonalizing only rescaled an update. It
     also makes updates forget each other faster, most so for square matrices; with `coefficients`
     (and a shape) both the rms and the overlap are those of orthogonalized noise
-    (`overlap_after`). The first ten Nesterov steps are less alike than the later ones: 6% in
+    (`orthogonalized_noise`). The first ten Nesterov steps are less alike than the later ones: 6% in
     rms, measured.
     """
     check_momentum("momentum", momentum)
@@ -155,15 +161,13 @@ def muon_walk(
         )
     num_out, num_in = shape or (1, 1)
     rms = lr_factor(adjust_lr, num_out, num_in) / math.sqrt(max(num_out, num_in))
-    overlap = _nesterov_overlap(momentum) if nesterov else 1.0
-    if coefficients is not None and momentum > 0:
-        alike = _sum_over_lags(
-            momentum,
-            lambda k: overlap_after(overlap * momentum**k, num_out, num_in, coefficients),
-        )
-        overlap = alike * (1 - momentum) / momentum
+    overlap = _nesterov(momentum)[1] if nesterov else 1.0
     if coefficients is not None:
-        rms *= rms_after(num_out, num_in, coefficients)
+        noise = orthogonalized_noise(num_out, num_in, coefficients)
+        rms *= noise.rms
+        if momentum > 0:
+            alike = _sum_over_lags(momentum, lambda k: noise.overlap_after(overlap * momentum**k))
+            overlap = alike * (1 - momentum) / momentum
     return RandomWalk(rms=rms, momentum=momentum, overlap=overlap, onset="full")
 
 
@@ -175,12 +179,11 @@ def mixed_walk(walks: Sequence[RandomWalk], sizes: Sequence[int]) -> RandomWalk:
     first = walks[0]
     if any((walk.momentum, walk.onset) != (first.momentum, first.onset) for walk in walks):
         raise ValueError("only random walks of one optimizer and momentum can be mixed")
-    shares = [size / sum(sizes) for size in sizes]
-    power = sum(share * walk.rms**2 for share, walk in zip(shares, walks, strict=True))
-    alike = sum(
-        share * walk.rms**2 * walk.overlap for share, walk in zip(shares, walks, strict=True)
-    )
-    return RandomWalk(math.sqrt(power), first.momentum, alike / power, first.onset)
+    total = sum(sizes)
+    powers = [size / total * walk.rms**2 for size, walk in zip(sizes, walks, strict=True)]
+    alike = sum(power * walk.overlap for power, walk in zip(powers, walks, strict=True))
+    rms, overlap = math.sqrt(sum(powers)), alike / sum(powers)
+    return RandomWalk(rms, first.momentum, overlap, first.onset)
 
 
 def random_walk(
@@ -242,18 +245,7 @@ def equilibrium_rms(
         adjust_lr: Muon's, as in `lrm.Muon`; so are `coefficients`.
         shape: Of the matrix, (out, in); only Muon's walk depends on it.
     """
-    return walk_equilibrium(lr, weight_decay, random_walk(optimizer, shape=shape, **settings))
-
-
-def walk_equilibrium(lr: float, weight_decay: float, walk: RandomWalk) -> float:
-    """Return the rms at which a walk's noise and decay balance: lr sqrt(d / (1 - a^2))."""
-    shrink = shrink_per_step(lr, weight_decay)
-    if lr == 0:
-        return 0.0
-    if shrink == 0:
-        return math.inf
-    # 1 - a^2, without the cancellation.
-    return lr * math.sqrt(walk.diffusion(shrink) / (shrink * (2 - shrink)))
+    return random_walk(optimizer, shape=shape, **settings).equilibrium(lr, weight_decay)
 
 
 def relaxation_steps(lr: float, weight_decay: float) -> float:
@@ -313,16 +305,11 @@ def check_momentum(name: str, value: float) -> None:
         raise ValueError(f"{name} must lie in [0, 1), got {value}")
 
 
-# Nesterov's update is sum_k c_k g_{t-k} with c_0 = 1 + mu, c_k = mu^(k+1).
-
-
-def _nesterov_power(momentum: float) -> float:
-    return (1 + momentum) ** 2 + momentum**4 / (1 - momentum**2)
-
-
-def _nesterov_overlap(momentum: float) -> float:
+def _nesterov(momentum: float) -> tuple[float, float]:
+    """Return mean square and overlap of sum_k c_k g_{t-k}: c_0 = 1 + mu, c_k = mu^(k+1)."""
+    power = (1 + momentum) ** 2 + momentum**4 / (1 - momentum**2)
     tail = momentum**3 / (1 - momentum**2)
-    return momentum * (1 + momentum + tail) / _nesterov_power(momentum)
+    return power, momentum * (1 + momentum + tail) / power
 
 
 def _sum_over_lags(momentum: float, correlation: Callable[[int], float]) -> float:
@@ -346,37 +333,32 @@ _NUMBERS = 1 << 16
 _GRID = tuple(1 - (1 - i / 16) ** 2 for i in range(17))
 
 
-def rms_after(num_out: int, num_in: int, coefficients: Coefficients) -> float:
-    """Return the rms of orthogonalized noise over that of a semi-orthogonal matrix."""
-    return _measured(*_proxy(num_out, num_in), coefficients)[0]
+class OrthogonalizedNoise(NamedTuple):
+    """What orthogonalizing does to noise."""
 
+    rms: float
+    """Over that of a semi-orthogonal matrix."""
+    ratios: tuple[float, ...]
+    """Correlation after over correlation before, along the grid."""
 
-def overlap_after(
-    correlation: float, num_out: int, num_in: int, coefficients: Coefficients
-) -> float:
-    """Return the correlation that two noises of a given one have once orthogonalized."""
-    ratios = _measured(*_proxy(num_out, num_in), coefficients)[1]
-    place = 16 * (1 - (1 - correlation) ** 0.5)
-    below = min(int(place), 15)
-    # The ratio of the two correlations is smooth; the line between two of its points will do.
-    ratio = ratios[below] + (place - below) * (ratios[below + 1] - ratios[below])
-    return ratio * correlation
-
-
-def _proxy(num_out: int, num_in: int) -> tuple[int, int, int]:
-    """Return the sides of a small matrix of the same aspect, and the short side it stands for."""
-    short, long = sorted((max(num_out, 1), max(num_in, 1)))
-    aspect = min(long / short, _LONGEST_ASPECT)
-    drawn = min(short, _SHORT_SIDE)
-    return drawn, round(drawn * aspect), short
+    def overlap_after(self, correlation: float) -> float:
+        """Return the correlation that two noises of a given one have once orthogonalized."""
+        place = 16 * (1 - (1 - correlation) ** 0.5)
+        below = min(int(place), 15)
+        # The ratio of the two correlations is smooth; the line between two of its points will do.
+        low, high = self.ratios[below : below + 2]
+        return (low + (place - below) * (high - low)) * correlation
 
 
 @lru_cache(maxsize=256)
 @torch.no_grad()
-def _measured(
-    short: int, long: int, meant: int, coefficients: Coefficients
-) -> tuple[float, tuple[float, ...]]:
-    """Return the rms, and correlation after over correlation before along the grid."""
+def orthogonalized_noise(
+    num_out: int, num_in: int, coefficients: Coefficients
+) -> OrthogonalizedNoise:
+    """Measure orthogonalized noise on a small matrix of the same aspect."""
+    meant, long = sorted((max(num_out, 1), max(num_in, 1)))
+    short = min(meant, _SHORT_SIDE)
+    long = round(short * min(long / meant, _LONGEST_ASPECT))
     count = max(2, _NUMBERS // (short * long))
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, count, short, long, generator=generator)
@@ -388,9 +370,8 @@ def _measured(
         mixed = correlation * one + (1 - correlation**2) ** 0.5 * other
         after = (first * _orthogonalized(mixed, smaller, coefficients)).mean() / square
         ratios.append(after.item() / correlation)
-    rms = (square * long).sqrt().item()
     # At no correlation the ratio is a slope; its nearest neighbour stands for it.
-    return rms, (ratios[0], *ratios, 1.0)
+    return OrthogonalizedNoise((square * long).sqrt().item(), (ratios[0], *ratios, 1.0))
 
 
 def _orthogonalized(batch: Tensor, smaller: float, coefficients: Coefficients) -> Tensor:

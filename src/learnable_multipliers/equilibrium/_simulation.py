@@ -22,7 +22,7 @@ from learnable_multipliers.equilibrium._random_walk import (
     shrink_per_step,
 )
 from learnable_multipliers.optim._batches import AdjustLr, lr_factor
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients, orthogonalize
+from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
 
 Update = Callable[[Tensor], Tensor]
 """From a gradient to the update of a step; keeps the moments."""
@@ -184,7 +184,6 @@ def _check(optimizer: str, settings: dict[str, Any], shape: tuple[int, ...]) -> 
         values = settings.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
             check_momentum(name, value)
-    if settings.get("coefficients", "quintic") not in COEFFICIENTS:
-        raise ValueError(f"unknown coefficients; choose from {', '.join(COEFFICIENTS)}")
-    if settings.get("adjust_lr", "original") not in get_args(AdjustLr):
-        raise ValueError(f"unknown adjust_lr; choose from {get_args(AdjustLr)}")
+    for name, known in (("coefficients", Coefficients), ("adjust_lr", AdjustLr)):
+        if name in settings and settings[name] not in get_args(known):
+            raise ValueError(f"unknown {name}; choose from {', '.join(get_args(known))}")

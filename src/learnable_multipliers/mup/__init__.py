@@ -1,14 +1,12 @@
 """Width: the recipes of table 1, Falcon-H1's forward multipliers, and a check by training.
 
-`_recipes` defines what changes with width, what that must do to activations, and the rules and
-`mup_*` fields that apply it; `_falcon_h1` holds the published numbers; `_coordinates` trains a
-model at several widths and compares what it measures with a recipe.
+`_recipes` defines what changes with width, what that must do to activations, the rules and
+`mup_*` fields that apply it, and the published numbers; `_coordinates` trains a model at several
+widths and compares what it measures with a recipe.
 """
 
 from learnable_multipliers.mup._coordinates import (
-    Comparison,
     Coordinates,
-    Exponent,
     Probe,
     Run,
     Training,
@@ -18,17 +16,15 @@ from learnable_multipliers.mup._coordinates import (
     fit_exponent,
     table,
 )
-from learnable_multipliers.mup._falcon_h1 import (
-    FALCON_H1_BASE,
-    FalconH1Shape,
-    falcon_h1_multipliers,
-)
 from learnable_multipliers.mup._recipes import (
+    FALCON_H1_BASE,
     RECIPES,
+    FalconH1Shape,
     Recipe,
     Scaling,
     TunedRates,
     Widths,
+    falcon_h1_multipliers,
     mup_fields,
     rules,
     scale_layer,
@@ -38,9 +34,7 @@ from learnable_multipliers.mup._recipes import (
 __all__ = [
     "FALCON_H1_BASE",
     "RECIPES",
-    "Comparison",
     "Coordinates",
-    "Exponent",
     "FalconH1Shape",
     "Probe",
     "Recipe",

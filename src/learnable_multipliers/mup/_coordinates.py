@@ -13,7 +13,9 @@ the check trains. Everything is averaged as logarithms: these products hold for 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers.equilibrium import SETTLED
+from learnable_multipliers.equilibrium._readings import rms
 from learnable_multipliers.mup._recipes import Recipe
 from learnable_multipliers.optim import multipliers, raw_weights
 from learnable_multipliers.optim._base import MultiplierOptimizer
@@ -138,16 +141,6 @@ def coordinate_check(
     return runs
 
 
-def rms(x: Tensor) -> float:
-    """Return the root of the mean square of all entries: the paper's norm."""
-    return x.detach().double().square().mean().sqrt().item()
-
-
-def alignment(output: float, multiplier: float, fan_in: int, weight: float, inputs: float) -> float:
-    """Return alpha of |y| = s d alpha |W| |x|."""
-    return output / (multiplier * fan_in * weight * inputs)
-
-
 def _train(
     model: nn.Module, training: Training, steps: int, measurements: int, width: int, seed: int
 ) -> Run:
@@ -157,7 +150,13 @@ def _train(
     losses = []
     for step in range(steps):
         if step in measured_at:
-            _start(measured, training)
+            # On a batch that is not trained on.
+            with torch.no_grad(), ExitStack() as hooks:
+                for probe in measured:
+                    hooks.enter_context(probe.listen())
+                training.loss(next(training.batches))
+            for probe in measured:
+                probe.start()
         loss = training.loss(next(training.batches))
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()} at width {width}, step {step}: lower lr")
@@ -170,28 +169,11 @@ def _train(
                 probe.finish()
         losses.append(loss.item())
     late = losses[-quarter:]
-    by_label: dict[str, list[_Measured]] = {}
-    for probe in measured:
-        by_label.setdefault(probe.probe.name, []).append(probe)
-    return Run(
-        width=width,
-        seed=seed,
-        loss=sum(late) / len(late),
-        coordinates=tuple(_averaged(label, probes) for label, probes in by_label.items()),
+    coordinates = tuple(
+        _averaged(label, [probe for probe in measured if probe.probe.name == label])
+        for label in dict.fromkeys(probe.name for probe in training.probes)
     )
-
-
-@torch.no_grad()
-def _start(measured: Sequence[_Measured], training: Training) -> None:
-    """Capture what every measured layer reads of a batch that is not trained on."""
-    handles = [probe.listen() for probe in measured]
-    try:
-        training.loss(next(training.batches))
-    finally:
-        for handle in handles:
-            handle.remove()
-    for probe in measured:
-        probe.start()
+    return Run(width=width, seed=seed, loss=sum(late) / len(late), coordinates=coordinates)
 
 
 class _Measured:
@@ -206,33 +188,21 @@ class _Measured:
                 f"a probe measures {probe.weight!r}, which is no matrix of this model; its "
                 f"matrices are {', '.join(matrices[:8])}"
             )
-        self.parameter = parameters[probe.weight]
-        self.fan_in = self.parameter.shape[1]
-        try:
-            self.module = unwrap(model).get_submodule(
-                probe.reads or probe.weight.rpartition(".")[0]
-            )
-        except AttributeError as error:
-            raise ValueError(
-                f"the probe of {probe.weight} reads {probe.reads!r}, which is no module of this "
-                f"model: {error}"
-            ) from error
-        self.group = next(
-            (g for g in optimizer.param_groups if any(p is self.parameter for p in g["params"])),
-            None,
-        )
-        if self.group is None:
+        self.parameter = parameter = parameters[probe.weight]
+        self.fan_in = parameter.shape[1]
+        self.module = unwrap(model).get_submodule(probe.reads or probe.weight.rpartition(".")[0])
+        groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+        if not groups:
             raise ValueError(f"the optimizer does not train the measured {probe.weight!r}")
+        self.group = groups[0]
         self.relaxations = 0.0
         self.logs: list[dict[str, float]] = []
         self.x: Tensor | None = None
 
     def count_step(self) -> None:
         """Add one step to 2 wd sum(lr)."""
-        group = self.group
-        assert group is not None
-        lr = float(group["lr"]) * group.get("lr_scale", 1.0)
-        self.relaxations += 2 * lr * group.get("weight_decay", 0.0)
+        lr = float(self.group["lr"]) * self.group.get("lr_scale", 1.0)
+        self.relaxations += 2 * lr * self.group.get("weight_decay", 0.0)
 
     def listen(self) -> Any:
         """Capture x at the next forward pass."""
@@ -251,7 +221,7 @@ class _Measured:
         self.x = x.detach()
 
     def start(self) -> None:
-        """Measure the layer as it is."""
+        """Keep the layer as it is before a step."""
         if self.x is None:
             raise ValueError(
                 f"{self.probe.weight} was not called: its module takes no part in the loss, or "
@@ -259,22 +229,26 @@ class _Measured:
                 "Probe(reads=...)"
             )
         raw, learned = self._raw()
-        self.before = raw.clone()
-        s = self.probe.multiplier * learned
-        output = rms(s * F.linear(self.x, raw))
-        log = {"multiplier": s, "input": rms(self.x), "weight": rms(raw), "output": output}
-        log["alignment"] = alignment(output, s, self.fan_in, log["weight"], log["input"])
-        self.logs.append(log)
+        self.before, self.multiplier = raw.clone(), self.probe.multiplier * learned
 
     def finish(self) -> None:
-        """Measure what the step did to it."""
-        assert self.x is not None
-        change = self._raw()[0] - self.before
-        log = self.logs[-1]
-        s, update = log["multiplier"], rms(change)
-        moved = rms(s * F.linear(self.x, change))
-        log |= {"update": update, "relative_update": moved / log["output"]}
-        log["update_alignment"] = alignment(moved, s, self.fan_in, update, log["input"])
+        """Measure the layer before the step, and what the step did to it."""
+        x, before, s = self.x, self.before, self.multiplier
+        assert x is not None
+        change = self._raw()[0] - before
+        inputs, weight, update = rms(x), rms(before), rms(change)
+        output, moved = rms(s * F.linear(x, before)), rms(s * F.linear(x, change))
+        log = {
+            "multiplier": s,
+            "input": inputs,
+            "weight": weight,
+            "update": update,
+            "output": output,
+            "relative_update": moved / output,
+            "alignment": output / (s * self.fan_in * weight * inputs),
+            "update_alignment": moved / (s * self.fan_in * update * inputs),
+        }
+        self.logs.append(log)
         self.x = None
 
     @torch.no_grad()
@@ -299,10 +273,8 @@ def _averaged(label: str, measured: Sequence[_Measured]) -> Coordinates:
     zero = [name for name in QUANTITIES if any(log[name] <= 0 for log in logs)]
     if zero:
         raise ValueError(f"{label}: {', '.join(zero)} is 0 or below: it has no exponent")
-    means = {
-        name: math.exp(sum(math.log(log[name]) for log in logs) / len(logs)) for name in QUANTITIES
-    }
-    fan_in = math.exp(sum(math.log(probe.fan_in) for probe in measured) / len(measured))
+    means = {name: statistics.geometric_mean(log[name] for log in logs) for name in QUANTITIES}
+    fan_in = statistics.geometric_mean(probe.fan_in for probe in measured)
     relaxations = min(probe.relaxations for probe in measured)
     return Coordinates(label=label, fan_in=fan_in, relaxations=relaxations, **means)
 
@@ -337,16 +309,10 @@ class Comparison:
 
 def fit_exponent(widths: Sequence[float], values: Sequence[float]) -> Exponent:
     """Fit values ~ width^exponent."""
-    if len(widths) != len(values) or len(set(widths)) < 2:
-        raise ValueError(
-            f"a slope needs a value for each of at least two widths, got {len(values)} values for "
-            f"widths {list(widths)}"
-        )
     x, y = ([math.log(number) for number in numbers] for numbers in (widths, values))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    residual = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    slope, intercept = statistics.linear_regression(x, y)
+    residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    spread = sum((a - statistics.fmean(x)) ** 2 for a in x)
     # Two points lie on a line: there are no residuals to estimate an error from.
     error = math.sqrt(residual / (len(x) - 2) / spread) if len(x) > 2 else math.inf
     return Exponent(slope, error)
@@ -359,19 +325,17 @@ def exponents(runs: Sequence[Run]) -> dict[str, dict[str, Exponent]]:
     relative_update = update + update_alignment - weight - alignment.
     """
     widths = [run.width for run in runs]
+    measured = [row for run in runs for row in run.coordinates]
     result = {}
-    by_label: dict[str, list[Coordinates]] = {}
-    for run in runs:
-        for row in run.coordinates:
-            by_label.setdefault(row.label, []).append(row)
-    for label, rows in by_label.items():
+    for label in dict.fromkeys(row.label for row in measured):
+        rows = [row for row in measured if row.label == label]
         if len(rows) != len(runs):
             raise ValueError(
                 f"{label} was measured in {len(rows)} of {len(runs)} runs: measure it in all"
             )
-        names = ("fan_in", *QUANTITIES)
         result[label] = {
-            name: fit_exponent(widths, [getattr(row, name) for row in rows]) for name in names
+            name: fit_exponent(widths, [getattr(row, name) for row in rows])
+            for name in ("fan_in", *QUANTITIES)
         }
     return result
 

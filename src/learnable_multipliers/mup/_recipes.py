@@ -4,20 +4,20 @@ The layer is y = s W x with x in R^d. Lengths are rms. The weight sits in its eq
 |W| ~ sqrt(lr / wd) (eq. 1), an update has |dW| ~ lr, and alignments do not depend on d; everything
 here follows from these three, and `_coordinates` measures how far they hold. `scale_roles` turns a
 recipe into factors by role, `rules` and `mup_fields` turn those into rules for `lrm.plan` and
-fields of a model config.
+fields of a model config. Falcon-H1's published multipliers are last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers._rules import Rule
-from learnable_multipliers.roles import check_role
+from learnable_multipliers.roles import ROLES, UNKNOWN, check_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,12 @@ class Recipe:
         }
 
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "lr": Recipe(lr=-1.0),
-        "lr-wd": Recipe(lr=-1.0, weight_decay=1.0),
-        "multiplier": Recipe(multiplier=-1.0),
-        "none": Recipe(),
-    }
-)
+RECIPES: Mapping[str, Recipe] = {
+    "lr": Recipe(lr=-1.0),
+    "lr-wd": Recipe(lr=-1.0, weight_decay=1.0),
+    "multiplier": Recipe(multiplier=-1.0),
+    "none": Recipe(),
+}
 """Table 1 from top to bottom: standard, through LR; through LR and WD; through the multiplier.
 `none` is not in the table: nothing changes with width, the control of an experiment."""
 
@@ -94,27 +92,16 @@ class Widths:
     """Into ssm-out (d_ssm)."""
 
 
-_READS_HIDDEN = (
-    *("head", "query", "key", "value", "query-latent", "kv-latent"),
-    *("gate", "up", "ungated-up", "router", *SSM_ROLES),
-)
-_READS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(_READS_HIDDEN, "hidden"),
-        "attention-out": "attention",
-        "down": "mlp",
-        "ssm-out": "ssm",
-    }
-)
-_READS_TOKENS = ("embedding", "position-embedding", "tied-embedding")
-"""An embedding picks a row: the sum over d that the recipes make up for is not there."""
+_READS = {"attention-out": "attention", "down": "mlp", "ssm-out": "ssm"}
+"""Which of the widths a role reads, where it is not `hidden`."""
 
 
 def scale_layer(recipe: Recipe, fan_in: int, base_fan_in: int) -> Scaling:
     """Return how a layer's settings change when it reads `fan_in` features: table 1."""
-    for name, value in (("fan_in", fan_in), ("base_fan_in", base_fan_in)):
-        if value < 1:
-            raise ValueError(f"{name} counts features: it must be at least 1, got {value}")
+    if min(fan_in, base_fan_in) < 1:
+        raise ValueError(
+            f"fan_in counts features: it must be at least 1, got {fan_in} and base {base_fan_in}"
+        )
     ratio = fan_in / base_fan_in
     return Scaling(
         lr=ratio**recipe.lr,
@@ -133,8 +120,12 @@ def scale_roles(
     width, base_width = (
         Widths(hidden=sizes) if isinstance(sizes, int) else sizes for sizes in (width, base_width)
     )
-    scalings: dict[str, Scaling] = {role: Scaling() for role in _READS_TOKENS}
-    for role, read in _READS.items():
+    # An embedding picks a row: the sum over d that the recipes make up for is not there.
+    scalings = {role: Scaling() for role in ROLES if role.endswith("embedding")}
+    for role in ROLES:
+        if role == UNKNOWN or role in scalings:
+            continue
+        read = _READS.get(role, "hidden")
         fan_in, base_fan_in = getattr(width, read), getattr(base_width, read)
         if (fan_in is None) != (base_fan_in is None):
             raise ValueError(
@@ -170,19 +161,6 @@ class TunedRates:
                 if not factor > 0:
                     raise ValueError(f"{name}[{key!r}] is a factor above 0, got {factor}")
 
-    def apply(self, scalings: Mapping[str, Scaling]) -> dict[str, Scaling]:
-        """Return scalings with the factors of the matrices multiplied in."""
-        roles = dict.fromkeys((*scalings, *self.lr, *self.weight_decay))
-        result = {}
-        for role in roles:
-            scaling = scalings.get(role, Scaling())
-            result[role] = replace(
-                scaling,
-                lr=scaling.lr * self.lr.get(role, 1.0),
-                weight_decay=scaling.weight_decay * self.weight_decay.get(role, 1.0),
-            )
-        return result
-
 
 def rules(
     scalings: Mapping[str, Scaling],
@@ -204,7 +182,6 @@ def rules(
         tuned: Further factors; every pattern for vectors must match one.
     """
     tuned = tuned or TunedRates()
-    scalings = tuned.apply(scalings)
     scaled = [role for role, scaling in scalings.items() if scaling.multiplier != 1.0]
     if scaled and multipliers is None:
         raise ValueError(
@@ -213,14 +190,16 @@ def rules(
             "there with multipliers='learned'"
         )
     result = []
-    for role, scaling in scalings.items():
+    for role in dict.fromkeys((*scalings, *tuned.lr, *tuned.weight_decay)):
+        scaling = scalings.get(role, Scaling())
         starts = multipliers == "learned" and scaling.multiplier != 1.0
+        decay = scaling.weight_decay * tuned.weight_decay.get(role, 1.0)
         rule = Rule(
             "",
             kind or ("scalar" if starts else None),
             only=role,
-            lr_scale=scaling.lr,
-            weight_decay=weight_decay * scaling.weight_decay,
+            lr_scale=scaling.lr * tuned.lr.get(role, 1.0),
+            weight_decay=weight_decay * decay,
             init=scaling.multiplier if starts else None,
             init_keeps="raw" if starts else "function",
             optional=True,
@@ -250,4 +229,71 @@ def mup_fields(scalings: Mapping[str, Scaling]) -> dict[str, float]:
         "mup_ssm_out": factor["ssm-out"],
         "mup_gate": factor["gate"],
         "mup_down": factor["up"] * factor["down"],
+    }
+
+
+# Falcon-H1's technical report (arXiv 2507.22448) tuned 12 forward multipliers at one shape. Configs
+# of four sizes are public, and the width rules here give all of their values. Learning rate and
+# decay are the same at every size: this is the last recipe of table 1. Its factors on learning
+# rates and decays are not public; `TunedRates` takes your own.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Shape:
+    """The sizes that forward multipliers depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP."""
+    attention_size: int
+    """Query heads times head_dim, not always the hidden size."""
+    head_dim: int
+    ssm_size: int
+    """Width inside the mixer (d_ssm)."""
+    ssm_state_size: int
+    """States per feature (d_state)."""
+
+    def __post_init__(self) -> None:
+        for size in fields(self):
+            if getattr(self, size.name) < 1:
+                raise ValueError(f"{size.name} must be at least 1, got {getattr(self, size.name)}")
+
+
+FALCON_H1_BASE = FalconH1Shape(
+    hidden_size=1280,
+    intermediate_size=3072,
+    attention_size=768,
+    head_dim=128,
+    ssm_size=1536,
+    ssm_state_size=256,
+)
+"""Falcon-H1-1.5B-Deep, where the multipliers were tuned."""
+
+
+def falcon_h1_multipliers(shape: FalconH1Shape) -> dict[str, float]:
+    """Return the forward multipliers of a shape, as the `mup_*` fields of a model config.
+
+    Each is a power of sqrt(2) or a simple ratio at the base shape, divided by the number of
+    features that the layers it stands for read. One factor stands for two layers where their
+    outputs meet as a product: queries and keys, values and attention-out, up and down.
+    """
+    base = FALCON_H1_BASE
+    hidden = base.hidden_size / shape.hidden_size
+    # Attention divides by sqrt(head_dim); the root makes it head_dim, for aligned q and k.
+    head = math.sqrt(base.head_dim / shape.head_dim)
+    return {
+        "mup_embedding": 2**2.5,
+        "mup_head": 2**-5 * hidden,
+        "mup_attention_in": 1.0,
+        "mup_key": 1 / 2**2.5 * hidden**2 * head,
+        "mup_attention_out": 2**-1 * hidden * (base.attention_size / shape.attention_size),
+        "mup_ssm_in": hidden,
+        "mup_z": 2**-1.5,
+        "mup_x": 2**-2,
+        "mup_B": 2**-2.5 * (base.ssm_state_size / shape.ssm_state_size),
+        "mup_C": 2**-1,
+        "mup_dt": 2**-1.5,
+        "mup_ssm_out": math.sqrt(2) / 6 * (base.ssm_size / shape.ssm_size),
+        "mup_gate": 2**-0.5 * hidden,
+        "mup_down": 5 / 16 * hidden * (base.intermediate_size / shape.intermediate_size),
     }

@@ -1,0 +1,293 @@
+"""What one tensor shows of noise and decay: its rms, the noise indicator, and a verdict.
+
+A tensor is **trapped** when its rms is the one that noise and decay alone would have given it, its
+start has decayed away, and its gradients are mostly noise. It is **free** when its rms is another
+one, or its gradients are mostly signal. All else is **open**: there is no prediction, or it is too
+early for one. The paper calls matrices trapped because their norms coincide with Brownian motion,
+and multipliers free because theirs do not (sec. 3); it leaves the indicator of noise open (sec. 6).
+The bounds are ours.
+
+Embeddings are read row by row, each with gradients as rare as its token (app. B). AdamW moves a
+rare row by a fixed amount each time its token comes, and between two occurrences decay works alone:
+the rarer the token, the smaller the rms of its row on pure noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.equilibrium._prediction import Expectation, Part, Trained
+from learnable_multipliers.equilibrium._random_walk import SETTLED
+from learnable_multipliers.equilibrium._simulation import simulate_brownian
+
+Verdict = Literal["trapped", "free", "open"]
+
+WITHIN = 0.2
+"""|log(measured / predicted)| up to which an rms counts as that of noise. The walk errs by 0.03 for
+AdamW and 0.05 for Muon; the rest is what single matrices of small runs scatter by."""
+SIGNAL = 2.0
+"""Indicator from which on the momentum holds more signal than noise."""
+_SIGMAS = 3
+"""How many times its sampling error a number must pass its bound by, so that small tensors count
+as free on evidence alone."""
+_GRID, _NUMBERS = 12, 1024
+"""Frequencies that are simulated, and numbers drawn for each: 2% in rms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorReading:
+    """Measurements of one tensor, and the verdict on it."""
+
+    name: str
+    """Of the parameter."""
+    part: Part
+    """`weight` (the raw weight where there are multipliers), `row`, `col` or `scalar`."""
+    kind: Literal["matrix", "multiplier", "vector"]
+    role: str
+    size: int
+    """Numbers in it."""
+    steps: int
+    measured: float
+    """RMS now."""
+    predicted: float | None
+    """RMS that noise would have given it."""
+    log_ratio: float | None
+    """log(measured / predicted)."""
+    error: float | None
+    """Standard deviation of the log ratio on noise."""
+    settling: float | None
+    """2 wd sum(lr) so far; from 4 on the start is forgotten."""
+    indicator: float | None
+    """Noise indicator: 1 for pure noise."""
+    verdict: Verdict
+    note: str = ""
+    """Why something is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Rows of about the same frequency, together."""
+
+    low: float
+    high: float
+    """Share of the steps in which a row has a gradient, low < share <= high."""
+    num_rows: int
+    measured: float
+    """RMS over the rows."""
+    predicted: float | None
+    log_ratio: float | None
+    """log(measured / predicted)."""
+    indicator: float | None
+    """From the sums over all rows: a rare row alone shows how long ago its token came."""
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """An embedding row by row."""
+
+    rms: Tensor
+    """Of each row, (rows,)."""
+    predicted: Tensor | None
+    """RMS that noise would have given each row, (rows,)."""
+    bands: tuple[Band, ...]
+    """Rows by frequency, a band per decade; all rows in one where frequencies are not known."""
+
+
+def noise_ratio(beta1: float, beta2: float, steps: int) -> float:
+    """Return E[m^2] / E[v] on independent gradients after some steps, moments started at zero.
+
+    E[m^2] = s^2 (1-b1)/(1+b1) (1 - b1^(2t)) and E[v] = s^2 (1 - b2^t) for gradients of rms s.
+    """
+    if steps < 1:
+        raise ValueError(f"moments say nothing before the first step, got steps={steps}")
+    return (1 - beta1) / (1 + beta1) * (1 - beta1 ** (2 * steps)) / (1 - beta2**steps)
+
+
+@torch.no_grad()
+def noise_indicator(
+    first: Tensor, second: Tensor, beta1: float, beta2: float, steps: int
+) -> Tensor:
+    """Return mean(m^2) / mean(v) over that of pure noise: 1 for noise, more with a signal.
+
+    A gradient that never changes gives (1+b1)/(1-b1), 19 at b1 = 0.9; gradients that take back
+    the last step's give less than 1. On n independent numbers of noise it errs by sqrt(2/n).
+    `second` may be one average for all numbers, beta2 = 0 if it needs no correction. Where no
+    gradient has come yet the result is NaN.
+    """
+    ratio = first.double().square().mean() / second.double().mean()
+    return ratio / noise_ratio(beta1, beta2, steps)
+
+
+def verdict_of(
+    ratio: float | None,
+    error: float | None,
+    settling: float | None,
+    indicator: float | None,
+    size: int,
+) -> Verdict:
+    """Return the verdict on a tensor of `size` numbers.
+
+    Args:
+        ratio: log(measured / predicted), and `error`, its standard deviation on noise.
+        settling: 2 wd sum(lr) so far.
+        indicator: Its standard deviation on noise is sqrt(2 / size).
+    """
+    if indicator is not None and indicator > SIGNAL + _SIGMAS * math.sqrt(2 / max(size, 1)):
+        return "free"
+    if ratio is None or error is None or settling is None:
+        return "open"
+    if abs(ratio) > WITHIN + _SIGMAS * error:
+        return "free"
+    return "trapped" if settling >= SETTLED else "open"
+
+
+def rms(values: Tensor) -> float:
+    """Return the root of the mean square; 0 without any numbers."""
+    return values.double().square().mean().sqrt().item() if values.numel() else 0.0
+
+
+def read_tensor(
+    tensor: Trained,
+    expected: Expectation | None,
+    note: str,
+    starts: Mapping[tuple[str, str], float],
+) -> TensorReading:
+    """Measure a tensor and compare it with what was expected, given the rms of all at the start."""
+    matrix, size = tensor.matrix, tensor.value.numel()
+    measured, indicator = rms(tensor.value), _indicator(tensor)
+    predicted = error = None
+    settling = None if expected is None else expected.settling
+    if expected is not None and not note:
+        start_rms = starts.get(tensor.key, tensor.start_rms)
+        if start_rms is None and expected.settling >= SETTLED:
+            start_rms = 0.0
+        if start_rms is None:
+            note = "its start is not forgotten: give start"
+        else:
+            predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
+    roles = dict.fromkeys(block.role for block in matrix.blocks) if matrix else [tensor.kind]
+    ratio = _log_ratio(measured, predicted)
+    return TensorReading(
+        name=tensor.name,
+        part=tensor.part,
+        kind=tensor.kind,
+        role="/".join(roles),
+        size=size,
+        steps=tensor.steps,
+        measured=measured,
+        predicted=predicted,
+        log_ratio=ratio,
+        error=error,
+        settling=settling,
+        indicator=indicator,
+        verdict=verdict_of(ratio, error, settling, indicator, size),
+        note=note,
+    )
+
+
+def row_frequency(counts: Tensor, tokens_per_step: int) -> Tensor:
+    """Return the share of steps in which each token occurs, from its count in the data.
+
+    With c of all the n tokens: 1 - (1 - c/n)^tokens_per_step.
+    """
+    shares = counts.double() / counts.sum()
+    return -torch.expm1(tokens_per_step * torch.log1p(-shares))
+
+
+def read_rows(
+    tensor: Trained,
+    lrs: Sequence[float] | None,
+    start_rms: Tensor | None,
+    frequency: Tensor | None,
+) -> TokenRows:
+    """Read an embedding; rows are predicted where rates, start and frequencies are known."""
+    row_rms = tensor.value.double().square().mean(-1).sqrt().cpu()
+    known = frequency is not None
+    frequency = frequency.double().cpu() if known else torch.ones_like(row_rms)
+    if frequency.shape != row_rms.shape:
+        raise ValueError(
+            f"frequency has shape {tuple(frequency.shape)}, but {tensor.name} has {len(row_rms)} "
+            "rows"
+        )
+    predicted = settling = None
+    if known and lrs is not None and start_rms is not None and tensor.walk is not None:
+        rates = [lr * tensor.walk.lr_scale for lr in lrs]
+        weight_decay = tensor.walk.weight_decay
+        kept = math.prod(abs(1 - rate * weight_decay) for rate in rates)
+        spread = _spread(rates, weight_decay, tensor.betas, frequency)
+        predicted = torch.hypot(spread, kept * start_rms)
+        settling = Expectation(0.0, kept).settling
+    edges = [(0.0, 1.0)]
+    if known:
+        lowest = frequency[frequency > 0].min().item() if bool((frequency > 0).any()) else 1.0
+        decades = range(math.ceil(math.log10(lowest)) - 1, 0)
+        edges = [(-1.0, 0.0), *((10.0**d, 10.0 ** (d + 1)) for d in decades)]
+    bands = []
+    for low, high in edges:
+        rows = (frequency > low) & (frequency <= high)
+        num_rows = int(rows.sum())
+        if num_rows == 0:
+            continue
+        size = num_rows * tensor.value.shape[-1]
+        measured = rms(row_rms[rows])
+        expected = None if predicted is None else rms(predicted[rows])
+        ratio = _log_ratio(measured, expected)
+        indicator = _indicator(tensor, rows.to(tensor.value.device))
+        band = Band(
+            low=max(low, 0.0),
+            high=high,
+            num_rows=num_rows,
+            measured=measured,
+            predicted=expected,
+            log_ratio=ratio,
+            indicator=indicator,
+            verdict=verdict_of(ratio, 1 / math.sqrt(2 * size), settling, indicator, size),
+        )
+        bands.append(band)
+    return TokenRows(row_rms, predicted, tuple(bands))
+
+
+def _spread(
+    lrs: Sequence[float], weight_decay: float, betas: tuple[float, float], frequency: Tensor
+) -> Tensor:
+    """Return the rms of rows that started at zero, simulated on a grid of frequencies."""
+    occurring = frequency[frequency > 0]
+    if not len(occurring) or not lrs:
+        return torch.zeros_like(frequency)
+    lowest = math.log(occurring.min().item())
+    grid = torch.linspace(lowest, 0.0, _GRID, dtype=torch.float64).exp().clamp(max=1.0)
+    run = simulate_brownian(
+        "adamw", lrs, weight_decay, (_GRID, _NUMBERS), betas=betas, frequency=grid
+    )
+    squares = run.row_rms.double().square()
+    if lowest == 0.0:
+        return squares.mean().sqrt().expand_as(frequency).clone()
+    # Squares are smooth in the logarithm of the frequency; between two of the grid, a line.
+    place = (frequency.clamp(min=math.exp(lowest)).log() - lowest) / -lowest * (_GRID - 1)
+    below = place.long().clamp(max=_GRID - 2)
+    square = torch.lerp(squares[below], squares[below + 1], place - below)
+    return torch.where(frequency > 0, square, 0.0).sqrt()
+
+
+def _log_ratio(measured: float, predicted: float | None) -> float | None:
+    """Return log(measured / predicted); None where there is no prediction, or no logarithm."""
+    if not predicted or not measured or math.isinf(predicted):
+        return None
+    return math.log(measured / predicted)
+
+
+def _indicator(tensor: Trained, rows: Tensor | EllipsisType = ...) -> float | None:
+    """Return the noise indicator of a tensor; None without moments or gradients so far."""
+    if tensor.first is None or tensor.second is None or tensor.steps == 0:
+        return None
+    first, second = tensor.first[rows], tensor.second[rows]
+    found = noise_indicator(first, second, *tensor.betas, tensor.steps).item()
+    return None if math.isnan(found) else found
