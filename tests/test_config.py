@@ -8,8 +8,8 @@ import pytest
 
 from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

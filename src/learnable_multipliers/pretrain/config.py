@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]

@@ -21,7 +21,7 @@ from learnable_multipliers.pretrain.checkpoint.tensor_files import save
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
-from learnable_multipliers.pretrain.plain_data import from_dict
+from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import model_config
 

@@ -29,7 +29,7 @@ from learnable_multipliers.pretrain.checkpoint.atomic import (
 )
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX, Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
-from learnable_multipliers.pretrain.plain_data import (
+from learnable_multipliers.pretrain.serialization import (
     parse_object,
     read_bytes,
     read_object,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from learnable_multipliers.optim._sharding import Box, box_here, is_sharded, local, lying_like
 from learnable_multipliers.pretrain.distributed import AXES, World
-from learnable_multipliers.pretrain.plain_data import parse_object
+from learnable_multipliers.pretrain.serialization import parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"
