@@ -17,11 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learnable_multipliers.pretrain.checkpoint.atomic import (
-    check_target,
-    clear_leftovers,
-    new_folder,
-)
+from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.data.documents import Corpus, Document, DocumentError
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.shards import (
@@ -114,15 +110,13 @@ Report = Callable[[Progress], None]
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called for each document, read or encoded."""
     report = report or (lambda progress: None)
-    clear_leftovers(config.out)
-    check_target(config.out, overwrite=config.overwrite)
-    splitter = _Splitter(config)
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
-    else:
-        sample = _training_sample(config, splitter, report)
-        tokenizer = train_tokenizer(sample, config.vocab_size)
     with new_folder(config.out, overwrite=config.overwrite) as folder:
+        splitter = _Splitter(config)
+        if config.tokenizer is not None:
+            tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
+        else:
+            sample = _training_sample(config, splitter, report)
+            tokenizer = train_tokenizer(sample, config.vocab_size)
         if config.tokenizer is None or config.add_eos:
             tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE))
         else:
