@@ -144,14 +144,14 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_a_disk_that_cannot_be_read_is_damage_like_any_other(tmp_path, monkeypatch):
     saved(tmp_path, 5, 10)
-    real = checkpoints.manifest.fingerprint
+    real = checkpoints.manifest.file_sha256
 
     def failing(path):
         if "step-00000010" in str(path):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path)
 
-    monkeypatch.setattr(checkpoints.manifest, "fingerprint", failing)
+    monkeypatch.setattr(checkpoints.manifest, "file_sha256", failing)
     found, (wrong,) = checkpoints.load_newest(tmp_path)
     assert found.step == 5
     assert os.strerror(errno.EIO) in wrong

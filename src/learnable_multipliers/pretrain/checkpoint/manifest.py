@@ -30,11 +30,15 @@ def manifest_json(files: Files) -> bytes:
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
 
 
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return size and checksum of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def check_format(name: str, found: Any) -> None:
@@ -89,6 +93,6 @@ def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
         found = regular_size(path / name)
         if found != size:
             return f"{name} has {found} bytes, not {size}"
-        if fingerprint(path / name)["sha256"] != digest:
+        if file_sha256(path / name) != digest:
             return f"{name} is damaged: its SHA-256 is not the one it was written with"
     return None

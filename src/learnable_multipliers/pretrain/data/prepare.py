@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
+from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.data.documents import Corpus, Document, DocumentError
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.shards import (
@@ -27,7 +28,6 @@ from learnable_multipliers.pretrain.data.shards import (
     Manifest,
     Shard,
     ShardWriter,
-    file_sha256,
     token_dtype,
 )
 from learnable_multipliers.pretrain.data.tokenizer import (

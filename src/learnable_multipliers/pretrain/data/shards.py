@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
+from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.serialization import from_dict, parse_object, to_dict
 
 TRAIN, VALID = "train", "valid"
@@ -112,12 +113,6 @@ class Manifest:
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_sha256(path: Path, expected: str) -> None:

@@ -133,7 +133,6 @@ def default_corpus(vocab_size: int) -> Path:
     size = vocab_size or 4096
     folder = cache_folder() / f"python-{platform.python_version()}-{size}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
         except FileExistsError:
