@@ -92,7 +92,7 @@ def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
     dataset = TokenDataset(out, "train")
     dataset.verify()
     counts = tokenizer_of(out).token_bytes()
-    assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.num_bytes
+    assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.manifest.num_bytes("train")
 
 
 def test_tokens_across_shard_borders_equal_the_flat_sequence(tmp_path):

@@ -143,8 +143,8 @@ class ShardWriter:
             shard = self.shards[-1]
             room = self._shard_tokens - shard.tokens
             part, tokens = tokens[:room], tokens[room:]
-            self._file.write(part)
-            self._hash.update(part)
+            self._file.write(part.data)
+            self._hash.update(part.data)
             shard.tokens += len(part)
             if shard.tokens == self._shard_tokens:
                 self.close()
@@ -179,11 +179,6 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes of text the split has."""
-        return self.manifest.num_bytes(self.split)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Return a copy of tokens start .. stop - 1, also across the borders of files."""

@@ -113,7 +113,7 @@ class TrainingData:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of held-out text that one token stands for, on average."""
-        return self._valid.num_bytes / len(self._valid)
+        return self.manifest.num_bytes(VALID) / len(self._valid)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
