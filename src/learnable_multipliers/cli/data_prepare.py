@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -34,9 +35,7 @@ def data_prepare(arguments: Sequence[str]) -> None:
     )
     start = time.perf_counter()
     progress = _Progress()
-    # SIGTERM cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with Console().status(progress):
+    with Console().status(progress), _clean_up_on_sigterm():
         manifest = prepare(config, progress.update)
     seconds = time.perf_counter() - start
     size = sum(manifest.num_bytes(split) for split in manifest.splits)
@@ -91,3 +90,13 @@ def _left_out(source: dict[str, Any]) -> Iterator[str]:
         yield f"left out, documents without text: {empty:,}"
     if dropped := source["dropped_because_in_validation"]:
         yield f"left out, documents that are in the validation text too: {dropped:,}"
+
+
+@contextmanager
+def _clean_up_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
