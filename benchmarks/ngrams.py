@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
+from learnable_multipliers.pretrain.data.shards import TRAIN, VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.recipes import RECIPES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, fingerprint, manifest_json
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
     DataConfig,
@@ -120,6 +120,6 @@ def damage(path: Path) -> None:
 def rewritten(path: Path, name: str, content: bytes) -> None:
     """Replace a file of a checkpoint and make the manifest agree, as one with bad intent would."""
     (path / name).write_bytes(content)
-    manifest = json.loads((path / checkpoints.MANIFEST).read_text())
-    files = manifest["files"] | {name: checkpoints._fingerprint(path / name)}
-    (path / checkpoints.MANIFEST).write_bytes(checkpoints._manifest(files))
+    manifest = json.loads((path / MANIFEST).read_text())
+    files = manifest["files"] | {name: fingerprint(path / name)}
+    (path / MANIFEST).write_bytes(manifest_json(files))

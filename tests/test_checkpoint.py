@@ -74,7 +74,9 @@ def test_odd_names_are_no_checkpoints(tmp_path, name):
 
 def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
     saved(tmp_path, 5)
-    monkeypatch.setattr(checkpoints, "sync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        checkpoints.atomic, "sync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
@@ -127,7 +129,7 @@ def test_contents_that_checksums_vouch_for_are_still_looked_at(tmp_path, name, c
     ],
 )
 def test_manifests_that_make_no_sense_are_refused(tmp_path, manifest):
-    (saved(tmp_path, 5) / checkpoints.MANIFEST).write_bytes(manifest)
+    (saved(tmp_path, 5) / checkpoints.manifest.MANIFEST).write_bytes(manifest)
     with pytest.raises(CheckpointError, match="step-00000005 cannot be used"):
         checkpoints.load_newest(tmp_path)
 
@@ -142,14 +144,14 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_a_disk_that_cannot_be_read_is_damage_like_any_other(tmp_path, monkeypatch):
     saved(tmp_path, 5, 10)
-    real = checkpoints._fingerprint
+    real = checkpoints.manifest.file_sha256
 
     def failing(path):
         if "step-00000010" in str(path):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path)
 
-    monkeypatch.setattr(checkpoints, "_fingerprint", failing)
+    monkeypatch.setattr(checkpoints.manifest, "file_sha256", failing)
     found, (wrong,) = checkpoints.load_newest(tmp_path)
     assert found.step == 5
     assert os.strerror(errno.EIO) in wrong

@@ -12,9 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from learnable_multipliers.pretrain import plain_data
+from learnable_multipliers.pretrain import serialization
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.store import MANIFEST, Checkpoint
+from learnable_multipliers.pretrain.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    fingerprint,
+    manifest_json,
+    problem,
+)
+from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
 from runs import rewritten
 
 
@@ -77,7 +84,7 @@ def test_every_bit_of_a_manifest_counts(kept):
         changed = bytearray(before)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        wrong = checkpoints.problem(newest(kept))
+        wrong = problem(newest(kept))
         assert wrong is not None, bit
         assert wrong.startswith(MANIFEST), (bit, wrong)
 
@@ -113,7 +120,7 @@ def test_another_format_of_the_manifest_is_refused_in_words(kept, version):
     content = json.loads(file.read_text()) | {"format": version}
     file.write_text(json.dumps(content, indent=1) + "\n")
     assert passed_over(kept) == (
-        f"{MANIFEST} is of format {version!r}, this release reads format {checkpoints.FORMAT}"
+        f"{MANIFEST} is of format {version!r}, this release reads format {FORMAT}"
     )
 
 
@@ -122,7 +129,7 @@ def test_another_format_of_the_state_is_refused_in_words(kept, version):
     state = json.loads((newest(kept) / "state.json").read_text()) | {"format": version}
     rewritten(newest(kept), "state.json", json.dumps(state).encode())
     assert passed_over(kept) == (
-        f"state.json is of format {version!r}, this release reads format {checkpoints.FORMAT}"
+        f"state.json is of format {version!r}, this release reads format {FORMAT}"
     )
 
 
@@ -191,7 +198,7 @@ def with_files(kept: Path, **changes: object) -> None:
     """Rewrite the manifest of the newest checkpoint, its checksum included."""
     path = newest(kept) / MANIFEST
     files = json.loads(path.read_text())["files"] | changes
-    path.write_bytes(checkpoints._manifest(files))
+    path.write_bytes(manifest_json(files))
 
 
 @pytest.mark.parametrize("where", ["../secret", "{}/secret", "a/../../secret", "", ".", ".."])
@@ -206,7 +213,7 @@ def test_names_that_lead_out_of_the_folder_are_not_followed(kept, where, monkeyp
         return real(path, *arguments, **settings)
 
     monkeypatch.setattr(Path, "open", watched)
-    with_files(kept, **{f"{where.format(kept)}.safetensors": checkpoints._fingerprint(secret)})
+    with_files(kept, **{f"{where.format(kept)}.safetensors": fingerprint(secret)})
     opened.clear()
     assert "is missing" in passed_over(kept)
     assert opened
@@ -333,11 +340,11 @@ def test_absurd_claims_of_a_manifest_are_refused_and_nothing_is_allocated_for_th
 
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
 def test_a_file_of_plain_data_as_large_as_a_disk_is_not_read(kept, name, monkeypatch):
-    monkeypatch.setattr(plain_data.read_bytes, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(serialization.read_bytes, "__defaults__", (1 << 20,))
     file = newest(kept) / name
     os.truncate(file, (1 << 20) + 1)
     if name == "state.json":
-        with_files(kept, **{name: checkpoints._fingerprint(file)})
+        with_files(kept, **{name: fingerprint(file)})
     assert passed_over(kept) == f"{name} has more than 1,048,576 bytes"
 
 

@@ -254,7 +254,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, sa
         ("export nowhere out", "nowhere is neither a run nor a checkpoint"),
         ("report nowhere", "no run folder 'nowhere'"),
         ("data prepare nowhere --out data", "no file or folder 'nowhere'"),
-        ("demo --tokens 0", "at least one token"),
+        ("demo --tokens 0", "schedule.tokens must be a number of at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(ask, line, says):

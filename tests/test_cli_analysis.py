@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.checkpoint import store as checkpoints
+from learnable_multipliers.pretrain.checkpoint.manifest import problem
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -243,7 +243,7 @@ def test_a_checkpoint_of_other_settings_is_refused(ask, data):
     state = json.loads((path / "state.json").read_text())
     del state["config"]["schedule"]["tokens"]
     rewritten(path, "state.json", json.dumps(state).encode())
-    assert checkpoints.problem(path) is None
+    assert problem(path) is None
     code, out, complaints = ask("diagnose", path)
     assert (code, out) == (1, "")
     assert "step 12 is not one that this release reads: config.schedule has no: tok" in complaints

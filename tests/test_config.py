@@ -8,8 +8,8 @@ import pytest
 
 from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -82,7 +82,7 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("checkpoint", {"every": -5}, "checkpoint.every must be a number of at least 0"),
         ("checkpoint", {"keep": 1}, "keep must be at least 2"),
         ("data", {"sequence_length": 4096}, "model.max_length, which goes into exported models"),
-        ("data", {"batch_sequences": 0}, "must be at least 1"),
+        ("data", {"batch_sequences": 0}, "data.batch_sequences must be a number of at least 1"),
         ("runtime", {"num_threads": -1}, "runtime.num_threads must be a number of at least 0"),
     ],
 )

@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from learnable_multipliers.pretrain.data.documents import Corpus
-from learnable_multipliers.pretrain.data.formats import DocumentError
+from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
 
 TEXTS = ["first\r\nline\n", "na\u00efve \u4f60\u597d \U0001f600\n", "  tabs\t and \x00 nul", "last"]
 PACK = {
@@ -110,7 +109,7 @@ def test_default_corpus_is_the_standard_library_without_tests():
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' holds int"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: half of a surrogate pair at character 0"),
         ("a.jsonl", b"", r"no document in .*a\.jsonl"),
-        ("a.parquet", parquet(["x"], "body"), r"no column 'text' \(found \['n', 'body'\]\)"),
+        ("a.parquet", parquet(["x"], "body"), r"row 1: no field 'text' \(found \['body', 'n'\]\)"),
         ("a.parquet", parquet(["x", None]), "row 2: 'text' holds NoneType"),
         ("a.parquet", b"PAR1 and no more", r"a\.parquet: not a readable parquet"),
         ("a.txt.gz", b"not gzip", r"a\.txt\.gz: damaged"),
@@ -145,17 +144,10 @@ def test_unreadable_file_is_an_error_that_names_it(tmp_path, monkeypatch):
         list(Corpus([source]))
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("pyarrow", "a.parquet"), ("zstandard", "a.txt.zst"), ("datasets", "hf:some/name")],
-)
-def test_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path, monkeypatch, module, name
-):
-    source = name if name.startswith("hf:") else write(tmp_path / name, b"x")
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=f"{name} needs {module}: pip install {module}"):
-        list(Corpus([source]))
+def test_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="hf:some/name needs datasets: pip install datasets"):
+        list(Corpus(["hf:some/name"]))
 
 
 def test_hugging_face_datasets_are_streamed_by_name_config_and_split(monkeypatch):
@@ -171,9 +163,9 @@ def test_hugging_face_datasets_are_streamed_by_name_config_and_split(monkeypatch
     assert list(Corpus(["hf:good"])) == ["one", "two"]
     assert list(Corpus(["hf:good@sample:test"])) == ["one", "two"]
     assert calls == [("good", None, "train", True), ("good", "sample", "test", True)]
-    with pytest.raises(DocumentError, match=r"hf:other, row 1: no text in column 'text'"):
+    with pytest.raises(DocumentError, match=r"hf:other, row 1: no field 'text'"):
         list(Corpus(["hf:other"]))
     with pytest.raises(OSError, match=r"cannot read hf:away \(ConnectionError: no route\)"):
         list(Corpus(["hf:away"]))
     with pytest.raises(ValueError, match="names no dataset"):
-        Corpus(["hf::train"])
+        list(Corpus(["hf::train"]))

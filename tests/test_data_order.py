@@ -54,22 +54,7 @@ def test_order_is_well_mixed():
     assert abs(np.abs(np.diff(long[0])).mean() / 100_000 - 1 / 3) < 0.005
 
 
-def test_shape_of_indices_is_kept_and_empty_is_allowed():
-    assert sample_order(5, 10, 0).shape == ()
-    assert sample_order(np.zeros((2, 3), int), 10, 0).shape == (2, 3)
-    assert sample_order([], 10, 0).shape == (0,)
-
-
-def test_impossible_orders_are_errors():
-    with pytest.raises(ValueError, match="index -1 is negative"):
-        sample_order([3, -1], 10, 0)
-    with pytest.raises(ValueError, match="num_samples is 0"):
-        sample_order([0], 0, 0)
-
-
 def test_samples_share_only_their_border():
     assert [num_samples(tokens, 8) for tokens in (9, 16, 17, 24, 25)] == [1, 1, 2, 2, 3]
     with pytest.raises(ValueError, match=r"sequence of 8 tokens .* longer than the data \(8 tok"):
         num_samples(8, 8)
-    with pytest.raises(ValueError, match="sequence_length is 0"):
-        num_samples(8, 0)

@@ -2,6 +2,7 @@ import errno
 import gzip
 import json
 import lzma
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -14,12 +15,10 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from learnable_multipliers.pretrain.data import prepare as prepare_module
-from learnable_multipliers.pretrain.data import shards
-from learnable_multipliers.pretrain.data.documents import Corpus
-from learnable_multipliers.pretrain.data.formats import DocumentError
+from learnable_multipliers.pretrain.data import encoding
+from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.data.shards import Manifest, TokenDataset
+from learnable_multipliers.pretrain.data.shards import Manifest, ShardWriter, TokenDataset
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -93,7 +92,7 @@ def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
     dataset = TokenDataset(out, "train")
     dataset.verify()
     counts = tokenizer_of(out).token_bytes()
-    assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.num_bytes
+    assert counts[dataset.tokens(0, len(dataset))].sum() == dataset.manifest.num_bytes("train")
 
 
 def test_tokens_across_shard_borders_equal_the_flat_sequence(tmp_path):
@@ -217,7 +216,7 @@ def test_tokenizer_is_trained_on_no_more_than_is_encoded(tmp_path):
 
 def test_shards_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     # Many batches of unequal work, so that three threads finish out of order.
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 5000)
+    monkeypatch.setattr(encoding, "_BATCH_BYTES", 5000)
     texts = [text * (1 + 37 * n % 50) for n, text in enumerate(TEXTS)]
     source = json_lines(tmp_path / "a.jsonl", texts)
     for threads in (1, 3):
@@ -253,7 +252,10 @@ def test_progress_counts_what_is_written(tmp_path):
     steps = []
     config = PrepareConfig(sources=(source,), out=tmp_path / "out", vocab_size=300)
     manifest = prepare(config, steps.append)
-    assert [step.stage for step in steps] == ["tokenizer", "encode", "encode"]
+    assert [step.stage for step in steps] == [
+        *["tokenizer"] * len(TEXTS),
+        *["encode"] * (1 + len(TEXTS)),
+    ]
     for name, count in zip(
         ("documents", "bytes", "tokens"),
         (manifest.num_documents, manifest.num_bytes, manifest.num_tokens),
@@ -262,14 +264,13 @@ def test_progress_counts_what_is_written(tmp_path):
         assert getattr(steps[-1], name) == count("train") + count("valid")
 
 
-def test_progress_counts_what_is_read_for_the_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 250)
+def test_progress_counts_what_is_read_for_the_tokenizer(tmp_path):
     steps = []
     texts = [f"{n:0100d}" for n in range(10)]
     source = json_lines(tmp_path / "a.jsonl", texts)
     prepare(PrepareConfig(sources=(source,), out=tmp_path / "out", valid_fraction=0), steps.append)
     read = [(step.documents, step.bytes) for step in steps if step.stage == "tokenizer"]
-    assert read == [(0, 0), (3, 300), (6, 600), (9, 900)]
+    assert read == [(n, 100 * n) for n in range(1, 11)]
 
 
 def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
@@ -409,9 +410,9 @@ def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
     text = manifest.read_text()
     for bad, message in [
         ("{", "Expecting"),
-        ("[]", "list indices"),
+        ("[]", "holds no object"),
         (text.replace("lrm-tokens-1", "lrm-tokens-9"), "'lrm-tokens-9'"),
-        (text.replace('"eos_id"', '"eos"'), "unexpected keyword"),
+        (text.replace('"eos_id"', '"eos"'), "unknown keys: eos"),
     ]:
         manifest.write_text(bad)
         with pytest.raises(ValueError, match=rf"manifest\.json cannot be used \(.*{message}"):
@@ -458,19 +459,19 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
         calls.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(encoding, "_BATCH_BYTES", 500)
     given = tmp_path / "given.json"
     shutil.copyfile(dataset_folder / "tokenizer.json", given)
     match moment:
         case "write":
-            write = shards.ShardWriter._write
+            add = ShardWriter.add
             monkeypatch.setattr(
-                shards.ShardWriter,
-                "_write",
-                lambda *given: full() if len(calls) or given[0]._shards else write(*given),
+                ShardWriter,
+                "add",
+                lambda *given: full() if len(given[0].shards) > 1 else add(*given),
             )
         case "fsync":
-            monkeypatch.setattr(shards.os, "fsync", full)
+            monkeypatch.setattr(os, "fsync", full)
         case "tokenizer":
             monkeypatch.setattr(shutil, "copyfile", full)
         case "manifest":

@@ -13,7 +13,7 @@ import torch
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.plain_data import from_dict
+from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer import run_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import assert_same, killed_after, small_run, trained

@@ -153,7 +153,7 @@ def test_plan_accounts_for_every_token(full, length, stages):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": 0}, "at least one token"),
+        ({"tokens": 0}, "schedule.tokens must be a number of at least 1"),
         ({"warmup_tokens": -1}, "warmup_tokens"),
         ({"warmup_tokens": 701}, "longer than the run"),
         ({"minimum_tokens": 601}, "longer than the run"),

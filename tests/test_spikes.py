@@ -128,10 +128,10 @@ def test_checkpoints_of_a_stopped_run_do_not_displace_the_others(kept, expected)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_rollbacks": -1}, "spikes.max_rollbacks must be at least 0, got -1"),
-        ({"window": 1}, "spikes.window must be at least 2, got 1"),
-        ({"patience": 0}, "spikes.patience must be at least 1, got 0"),
-        ({"max_skipped": -1}, "spikes.max_skipped must be at least 0, got -1"),
+        ({"max_rollbacks": -1}, "spikes.max_rollbacks must be a number of at least 0, got -1"),
+        ({"window": 1}, "spikes.window must be a number of at least 2, got 1"),
+        ({"patience": 0}, "spikes.patience must be a number of at least 1, got 0"),
+        ({"max_skipped": -1}, "spikes.max_skipped must be a number of at least 0, got -1"),
         ({"deviations": 0.0}, "spikes.deviations must be a positive number, got 0"),
         ({"min_rise": math.nan}, "spikes.min_rise must be a positive number, got nan"),
     ],

@@ -186,7 +186,7 @@ def test_a_default_corpus_that_another_process_made_meanwhile_is_used(tmp_path, 
     monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
 
     def slower(config):
-        config.out.mkdir()
+        config.out.mkdir(parents=True)
         raise FileExistsError(f"{config.out} exists")
 
     monkeypatch.setattr(training_data, "prepare", slower)

@@ -16,7 +16,7 @@ from rich.console import Console
 from learnable_multipliers._formats import count
 from learnable_multipliers.cli.arguments import read
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, Progress, prepare
-from learnable_multipliers.pretrain.data.splits import VALID
+from learnable_multipliers.pretrain.data.shards import VALID
 
 
 def data_prepare(arguments: Sequence[str]) -> None:
@@ -33,19 +33,10 @@ def data_prepare(arguments: Sequence[str]) -> None:
         "parquet; also .xz, .gz, .zst), folders of them, or a Hugging Face dataset into shards to "
         "train on. Without sources: the source code of Python's standard library.",
     )
-    console = Console()
     start = time.perf_counter()
-    with console.status("reading") as status:
-
-        def report(progress: Progress) -> None:
-            read = f"{count(progress.documents)} documents, {count(progress.bytes)}B"
-            if progress.stage == "encode":
-                status.update(f"{read}, {count(progress.tokens)} tokens")
-            elif config.tokenizer is None:
-                status.update(f"training the tokenizer: {read}")
-
-        with _clean_up_on_sigterm():
-            manifest = prepare(config, report)
+    progress = _Progress()
+    with Console().status(progress), _clean_up_on_sigterm():
+        manifest = prepare(config, progress.update)
     seconds = time.perf_counter() - start
     size = sum(manifest.num_bytes(split) for split in manifest.splits)
     for split in manifest.splits:
@@ -68,10 +59,28 @@ def data_prepare(arguments: Sequence[str]) -> None:
     )
 
 
+class _Progress:
+    """The last report of a preparation, put into words when the status line is redrawn."""
+
+    def __init__(self) -> None:
+        self._last: Progress | None = None
+
+    def update(self, progress: Progress) -> None:
+        """Take a report."""
+        self._last = progress
+
+    def __rich__(self) -> str:
+        if self._last is None:
+            return "reading"
+        read = f"{count(self._last.documents)} documents, {count(self._last.bytes)}B"
+        if self._last.stage == "tokenizer":
+            return f"training the tokenizer: {read}"
+        return f"{read}, {count(self._last.tokens)} tokens"
+
+
 def _left_out(source: dict[str, Any]) -> Iterator[str]:
     """Yield what was left out of the sources."""
-    skipped = {kind: count for kind, count in source["skipped_files"].items() if count}
-    if skipped:
+    if skipped := source["skipped_files"]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items())
         yield (
             f"left out, files of other kinds in the folders: {kinds}. To have one read, name it "

@@ -16,10 +16,10 @@ from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read, wrapped
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.progress import printable
-from learnable_multipliers.pretrain.plain_data import from_dict
 from learnable_multipliers.pretrain.preflight.checks import CheckResult
 from learnable_multipliers.pretrain.preflight.doctor import run_checks, summary
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.serialization import from_dict
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _WHAT = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
@@ -92,11 +92,10 @@ class ScheduleConfig:
     """What the batch grows by at each step of the ramp, in sequences. Paper: not given."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_tokens", "decay_tokens", "minimum_tokens", "rampup_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a length in tokens, got {getattr(self, name)}")
-        if self.tokens < 1:
-            raise ValueError(f"a run needs at least one token, got tokens={self.tokens}")
+        counts = ("tokens", "rampup_start_sequences", "rampup_increment_sequences")
+        _check_at_least(1, "schedule.", self, *counts)
+        lengths = ("warmup_tokens", "decay_tokens", "minimum_tokens", "rampup_tokens")
+        _check_at_least(0, "schedule.", self, *lengths)
         if self.warmup_tokens > self.decay_start:
             raise ValueError(
                 f"warmup ({self.warmup_tokens}), decay ({self.decay_tokens}) and the stay at the "
@@ -111,9 +110,6 @@ class ScheduleConfig:
             raise ValueError(
                 f"decay_factor divides the learning rate and is at least 1, got {self.decay_factor}"
             )
-        for name in ("rampup_start_sequences", "rampup_increment_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     @property
     def decay_start(self) -> int:
@@ -140,12 +136,9 @@ class SpikeConfig:
     """Steps in a row without finite gradients after which a run ends with an error; 0 never."""
 
     def __post_init__(self) -> None:
-        least_values = {"max_rollbacks": 0, "window": 2, "patience": 1, "max_skipped": 0}
-        for name, least in least_values.items():
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"spikes.{name} must be at least {least}, got {getattr(self, name)}"
-                )
+        _check_at_least(0, "spikes.", self, "max_rollbacks", "max_skipped")
+        _check_at_least(1, "spikes.", self, "patience")
+        _check_at_least(2, "spikes.", self, "window")
         for name in ("deviations", "min_rise"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
@@ -258,8 +251,7 @@ class TrainConfig:
         # The command line knows the types; a config made in Python may hold anything.
         from_dict(TrainConfig, to_dict(self))
         self.model.check()
-        if self.data.sequence_length < 1 or self.data.batch_sequences < 1:
-            raise ValueError("data.sequence_length and data.batch_sequences must be at least 1")
+        _check_at_least(1, "data.", self.data, "sequence_length", "batch_sequences")
         if self.data.sequence_length > self.model.max_length:
             raise ValueError(
                 f"data.sequence_length is {self.data.sequence_length}, but model.max_length, which "
@@ -270,10 +262,9 @@ class TrainConfig:
             raise ValueError(
                 f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
             )
-        if min(self.parallel.shard, self.parallel.tensor) < 1 or not self.parallel.timeout > 0:
-            raise ValueError(
-                "parallel.shard and parallel.tensor must be at least 1, parallel.timeout positive"
-            )
+        _check_at_least(1, "parallel.", self.parallel, "shard", "tensor")
+        if not self.parallel.timeout > 0:
+            raise ValueError(f"parallel.timeout must be positive, got {self.parallel.timeout:g}")
         if self.checkpoint.keep < 2:
             raise ValueError(
                 "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
@@ -285,12 +276,14 @@ class TrainConfig:
             )
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
-        _check_not_negative("z_loss", self.z_loss)
+        _check_at_least(0, "", self, "z_loss")
         for section in ("data", "optimizer", "log", "checkpoint", "parallel", "runtime"):
-            for name, value in vars(getattr(self, section)).items():
-                # An infinite drift bound never warns.
-                if isinstance(value, int | float) and name != "drift_bound":
-                    _check_not_negative(f"{section}.{name}", value)
+            config = getattr(self, section)
+            numbers = {
+                name for name, value in vars(config).items() if isinstance(value, int | float)
+            }
+            # An infinite drift bound never warns.
+            _check_at_least(0, f"{section}.", config, *sorted(numbers - {"drift_bound"}))
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
@@ -313,6 +306,8 @@ class TrainConfig:
             )
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number of at least 0, got {value:g}")
+def _check_at_least(least: int, prefix: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not least <= value < math.inf:
+            raise ValueError(f"{prefix}{name} must be a number of at least {least}, got {value:g}")

@@ -12,16 +12,12 @@ import torch
 
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import (
-    check_can_be_made,
-    clear_leftovers,
-    new_folder,
-)
+from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
-from learnable_multipliers.pretrain.plain_data import from_dict
+from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import model_config
 
@@ -57,34 +53,15 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     The weights are the effective ones, with multipliers merged. The multipliers are also written to
     multipliers.safetensors, for inspection.
     """
-    clear_leftovers(out)
-    if out.exists():
-        raise FileExistsError(f"{out} exists; choose another folder")
-    check_can_be_made(out)
-    checkpoint, notes = load_checkpoint(source)
-    model = load_model(checkpoint)
-    eos_token: str = from_dict(str, checkpoint.state.get("eos_token"), "state.json.eos_token")
-    tokenizer, eos = _tokenizer_of(source), None
-    if tokenizer is not None:
-        eos = load_tokenizer(tokenizer, eos_token).eos_id
-    else:
-        notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
-    config = hugging_face.to_config(model.config, eos_token_id=eos) | {"dtype": dtype}
-    weights = {
-        name: value.to(getattr(torch, dtype)).contiguous()
-        for name, value in hugging_face.to_state_dict(model).items()
-    }
-    # By matrix and kind: `model.layers.0.mlp.up_proj.weight/row`.
-    state = checkpoint.tensors.get("optimizer", {})
-    multipliers = {key: value for key, value in state.items() if key.rpartition("/")[2] in NAMES}
-    with new_folder(out, overwrite=False) as folder:
-        _write(folder / "config.json", config)
-        _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
-        # Loaders look for this mark.
-        save(weights, folder / "model.safetensors", {"format": "pt"})
-        if multipliers:
-            save(multipliers, folder / "multipliers.safetensors")
-        if tokenizer is not None:
+    with new_folder(out) as folder:
+        checkpoint, notes = load_checkpoint(source)
+        model = load_model(checkpoint)
+        eos_token: str = from_dict(str, checkpoint.state.get("eos_token"), "state.json.eos_token")
+        tokenizer, eos = _tokenizer_of(source), None
+        if tokenizer is None:
+            notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
+        else:
+            eos = load_tokenizer(tokenizer, eos_token).eos_id
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -92,6 +69,20 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
                 "model_max_length": model.config.max_length,
             }
             _write(folder / "tokenizer_config.json", described)
+        config = hugging_face.to_config(model.config, eos_token_id=eos) | {"dtype": dtype}
+        _write(folder / "config.json", config)
+        _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
+        weights = {
+            name: value.to(getattr(torch, dtype)).contiguous()
+            for name, value in hugging_face.to_state_dict(model).items()
+        }
+        # Loaders look for this mark.
+        save(weights, folder / "model.safetensors", {"format": "pt"})
+        # By matrix and kind: `model.layers.0.mlp.up_proj.weight/row`.
+        state = checkpoint.tensors.get("optimizer", {})
+        multipliers = {key: t for key, t in state.items() if key.rpartition("/")[2] in NAMES}
+        if multipliers:
+            save(multipliers, folder / "multipliers.safetensors")
     architecture = config["architectures"][0]
     return Exported(out, checkpoint.step, architecture, model.num_parameters, tuple(notes))
 

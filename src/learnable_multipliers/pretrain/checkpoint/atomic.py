@@ -115,17 +115,23 @@ def remove(folder: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder to write to; it becomes `target` at the end, or is removed on any error."""
-    check_target(target, overwrite=overwrite)
+def new_folder(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]:
+    """Yield a folder to write to; it becomes `target` at the end, or is removed on any error.
+
+    Entered before any work is done, it fails at once where it cannot be made.
+
+    Args:
+        overwrite: Whether a dataset may be replaced; None if there is no such option to name.
+    """
+    clear_leftovers(target)
+    _check_target(target, overwrite)
     new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial, old = hidden(target), hidden(target, "old")
-    partial.mkdir()
+    partial.mkdir(parents=True)
     descriptor = lock(partial)
     try:
         yield partial
-        check_target(target, overwrite=overwrite)
+        _check_target(target, overwrite)
         if target.exists():
             target.rename(old)
         try:
@@ -168,26 +174,15 @@ def clear_leftovers(target: Path) -> None:
             old.rename(target)
 
 
-def check_target(target: Path, *, overwrite: bool) -> None:
+def _check_target(target: Path, overwrite: bool | None) -> None:
     """Raise unless `target` is free, or a dataset that may be overwritten."""
     if not target.exists() and not target.is_symlink():
-        check_can_be_made(target)
         return
     if not overwrite:
-        raise FileExistsError(f"{target} exists; choose another folder or give --overwrite")
-    is_dataset = (target / MANIFEST_FILE).is_file() or (
-        target.is_dir() and not any(target.iterdir())
-    )
-    if target.is_symlink() or not is_dataset:
+        option = "" if overwrite is None else " or give --overwrite"
+        raise FileExistsError(f"{target} exists; choose another folder{option}")
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if target.is_symlink() or not (is_empty or (target / MANIFEST_FILE).is_file()):
         raise FileExistsError(
             f"{target} is not a token dataset, so it is not overwritten; choose another folder"
         )
-
-
-def check_can_be_made(target: Path) -> None:
-    """Raise if a folder cannot be made at `target`, before any work is done for it."""
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise NotADirectoryError(f"{above} is a file, so {target} cannot be made in it")
-    if not os.access(above, os.W_OK):
-        raise PermissionError(f"{target} cannot be made: {above} may not be written to")

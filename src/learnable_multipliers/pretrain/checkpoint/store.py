@@ -7,7 +7,6 @@ ones are complete. Loading verifies, and falls back to the newest good checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -19,32 +18,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from learnable_multipliers.pretrain.checkpoint import tensor_files
-from learnable_multipliers.pretrain.checkpoint.atomic import (
-    hidden,
-    make_folder,
-    publish,
-    remove,
-    sync,
-)
-from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX, Tensors
+from learnable_multipliers.pretrain.checkpoint import atomic, manifest, tensor_files
+from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
+from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
-from learnable_multipliers.pretrain.plain_data import (
-    parse_object,
-    read_bytes,
-    read_object,
-    regular_size,
-)
+from learnable_multipliers.pretrain.serialization import read_object
 
-FORMAT = 2
-"""Version of manifest.json and state.json."""
-MANIFEST = "manifest.json"
-_STATE = "state.json"
 _NAME = re.compile(r"step-([0-9]{8,18})")
-_MANIFEST_KEYS = {"format", "files", "sha256"}
-
-Files = dict[str, dict[str, Any]]
-"""Size and checksum, by file name."""
 
 
 class CheckpointError(OSError):
@@ -72,13 +52,15 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     """
     target = folder / _name(checkpoint.step)
     (mark,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
-    partial = hidden(target, mark=f"{mark:08x}")
+    partial = atomic.hidden(target, mark=f"{mark:08x}")
     try:
         exists = world.together(lambda: world.is_first and _prepare(folder, target, partial))
         if world.tell([exists])[0]:
             return target
         files = world.together(lambda: _write_tensors(partial, checkpoint.tensors, world))
-        files = _gather_files(files, world)
+        # Padded: every rank gathers the same number of bytes.
+        gathered = world.gather(json.dumps(files).encode().ljust(1024))
+        files = {name: entry for own in gathered for name, entry in json.loads(own).items()}
         world.together(lambda: world.is_first and _publish(partial, target, checkpoint, files))
     except BaseException as error:
         if world.is_first:
@@ -104,11 +86,11 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
 
 def _prepare(folder: Path, target: Path, partial: Path) -> bool:
     """Make the folder to write to; return whether the checkpoint exists already."""
-    make_folder(folder)
+    atomic.make_folder(folder)
     if target.exists():
-        if problem(target) is None:
+        if manifest.problem(target) is None:
             # The process that renamed it may have been killed before the name was on disk.
-            sync(folder)
+            atomic.sync(folder)
             return True
         set_aside(target)
     _clear_leftovers(folder)
@@ -120,26 +102,20 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
     """Write and sync this rank's tensors; return size and checksum of each file."""
     files = {}
     for group, named in tensors.items():
-        path = partial / tensor_files.file_name(group, world)
-        tensor_files.write(path, named, world)
-        sync(path)
-        files[path.name] = _fingerprint(path)
+        path = tensor_files.write(partial, group, named, world)
+        atomic.sync(path)
+        files[path.name] = manifest.fingerprint(path)
     return files
 
 
-def _gather_files(files: Files, world: World) -> Files:
-    """Return the sizes and checksums of all ranks' files."""
-    # Padded: every rank gathers the same number of bytes.
-    gathered = world.gather(json.dumps(files).encode().ljust(1024))
-    return {name: entry for content in gathered for name, entry in json.loads(content).items()}
-
-
 def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
-    state = {"format": FORMAT, "step": checkpoint.step, **checkpoint.state}
-    (partial / _STATE).write_bytes(_to_json(state))
-    files = {**files, _STATE: _fingerprint(partial / _STATE)}
-    (partial / MANIFEST).write_bytes(_manifest(dict(sorted(files.items()))))
-    publish(partial, target, (partial / _STATE, partial / MANIFEST))
+    state, listing = partial / STATE, partial / manifest.MANIFEST
+    state.write_bytes(
+        manifest.to_json({"format": manifest.FORMAT, "step": checkpoint.step, **checkpoint.state})
+    )
+    files = {**files, STATE: manifest.fingerprint(state)}
+    listing.write_bytes(manifest.manifest_json(dict(sorted(files.items()))))
+    atomic.publish(partial, target, (state, listing))
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -151,16 +127,16 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
     Args:
         like: Tensors as this rank holds them; only this rank's part is read.
     """
-    wrong = None if verified else problem(path)
+    wrong = None if verified else manifest.problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
     # The files match the manifest, but the manifest may have been written by anyone.
     try:
-        state = read_object(path / _STATE)
-        _check_format(_STATE, state.pop("format", None))
+        state = read_object(path / STATE)
+        manifest.check_format(STATE, state.pop("format", None))
         step = state.pop("step", None)
         if type(step) is not int:
-            raise ValueError(f"{_STATE} has no step")
+            raise ValueError(f"{STATE} has no step")
         tensors = tensor_files.read(path, like)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
@@ -222,74 +198,6 @@ def _newest_good(
     return None, list(wrong.values())
 
 
-# -- verification ------------------------------------------------------------------------------
-
-
-def problem(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if every file is as it was written."""
-    try:
-        return _mismatch(path, _read_manifest(path / MANIFEST))
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except ValueError as error:
-        return str(error)
-    # A read error of the disk is damage like any other.
-    except OSError as error:
-        return f"it cannot be read: {error}"
-
-
-def _check_format(name: str, found: Any) -> None:
-    if type(found) is not int or found != FORMAT:
-        raise ValueError(f"{name} is of format {found!r}, this release reads format {FORMAT}")
-
-
-def _manifest(files: Files) -> bytes:
-    """Return a manifest with a checksum of itself, so that damage to it blames no other file."""
-    content = {"format": FORMAT, "files": files}
-    return _to_json(content | {"sha256": hashlib.sha256(_to_json(content)).hexdigest()})
-
-
-def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Return sizes and checksums by file name; a ValueError says what is wrong."""
-    content = read_bytes(path)
-    manifest = parse_object(content, MANIFEST)
-    _check_format(MANIFEST, manifest.get("format"))
-    try:
-        files: Files = manifest["files"]
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} does not list files with bytes and sha256") from error
-    # Compared as bytes: any other spelling or extra key is not what was written.
-    if set(manifest) != _MANIFEST_KEYS or content != _manifest(files):
-        raise ValueError(f"{MANIFEST} is damaged: it is not as it was written")
-    if _STATE not in expected:
-        raise ValueError(f"{MANIFEST} does not name {_STATE}")
-    odd = [name for name in expected if name != _STATE and not name.endswith(SUFFIX)]
-    if odd:
-        raise ValueError(f"{MANIFEST} names {odd[0]!r}, which is no file of a checkpoint")
-    return expected
-
-
-def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
-    """Return where the files of a checkpoint differ from the manifest."""
-    # Names are compared with the folder's entries and never followed out of it.
-    present = {file.name for file in path.iterdir()} - {MANIFEST}
-    for what, names in (
-        ("is missing", set(expected) - present),
-        (f"is not in {MANIFEST}", present - set(expected)),
-    ):
-        if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            return f"{min(names)!r} {what}{more}"
-    for name, (size, digest) in expected.items():
-        found = regular_size(path / name)
-        if found != size:
-            return f"{name} has {found} bytes, not {size}"
-        if _fingerprint(path / name)["sha256"] != digest:
-            return f"{name} is damaged: its SHA-256 is not the one it was written with"
-    return None
-
-
 # -- retention ---------------------------------------------------------------------------------
 
 
@@ -329,7 +237,7 @@ def tidy(folder: Path, newest: int, keep: int) -> None:
 
 def _prune(folder: Path, newest: int, keep: int) -> None:
     for step in [step for step in steps(folder) if step <= newest][:-keep]:
-        remove(folder / _name(step))
+        atomic.remove(folder / _name(step))
 
 
 def _clear_leftovers(folder: Path) -> None:
@@ -340,13 +248,3 @@ def _clear_leftovers(folder: Path) -> None:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _to_json(data: dict[str, Any]) -> bytes:
-    return (json.dumps(data, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from learnable_multipliers.optim._sharding import Box, box_here, is_sharded, local, lying_like
 from learnable_multipliers.pretrain.distributed import AXES, World
-from learnable_multipliers.pretrain.plain_data import parse_object
+from learnable_multipliers.pretrain.serialization import parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"
@@ -43,11 +43,6 @@ class _Piece:
     box: Box
 
 
-def file_name(group: str, world: World) -> str:
-    """Return the name of the file that a rank writes its part of a group of tensors to."""
-    return f"{group}{SUFFIX}" if world.size == 1 else f"{group}-{world.rank:05d}{SUFFIX}"
-
-
 def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file that others may read as they may read any new file.
 
@@ -59,19 +54,22 @@ def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None
     path.chmod(mode)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write this rank's pieces; of replicated pieces one rank writes a copy."""
+def write(folder: Path, group: str, tensors: Mapping[str, Tensor], world: World) -> Path:
+    """Write this rank's pieces to a file; of replicated pieces one rank writes a copy."""
     # By name: the same tensors give the same bytes.
     mine = {name: tensors[name] for name in sorted(tensors) if _writes(world, tensors[name])}
     parts = {name: local(tensor).contiguous() for name, tensor in mine.items()}
     if world.size == 1:
-        save(parts, path)
-        return
-    boxes = {
-        name: {"shape": list(tensor.shape), "start": [r.start for r in box_here(tensor)]}
-        for name, tensor in mine.items()
-    }
-    save(parts, path, {_PIECES: json.dumps(boxes)})
+        path, metadata = folder / f"{group}{SUFFIX}", None
+    else:
+        boxes = {
+            name: {"shape": list(tensor.shape), "start": [r.start for r in box_here(tensor)]}
+            for name, tensor in mine.items()
+        }
+        path = folder / f"{group}-{world.rank:05d}{SUFFIX}"
+        metadata = {_PIECES: json.dumps(boxes)}
+    save(parts, path, metadata)
+    return path
 
 
 def read(folder: Path, like: Tensors | None = None) -> Tensors:

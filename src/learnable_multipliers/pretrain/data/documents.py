@@ -2,39 +2,57 @@
 
 The order is fixed by the sources as given and by relative paths inside a folder, so that a corpus
 reads the same on every machine. Nothing is shuffled here: the sample order does that.
+
+Files are text, JSON Lines or parquet, plain or compressed. Text is UTF-8 and nothing else; what
+cannot be read is an error that names the file and the place.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
+import lzma
 import os
 import platform
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from learnable_multipliers.pretrain.data.formats import (
-    JSON_LINES,
-    PLAIN_TEXT,
-    DocumentError,
-    optional_module,
-    read_documents,
-    suffix_of,
-)
+import zstandard
 
-HUGGING_FACE = "hf:"
-_IN_FOLDERS = JSON_LINES | PLAIN_TEXT | {".parquet"}
+_HUGGING_FACE = "hf:"
+_COMPRESSED = (".gz", ".xz", ".zst")
+_JSON_LINES = {".jsonl", ".ndjson"}
+# One document per file. Data files (.csv, .json) are not prose; a directory skips and counts them.
+_PLAIN_TEXT = """
+.txt .text .md .markdown .rst .tex .html .htm .xml .py .pyi .c .h .cc .cpp .cxx .hpp .cu .cuh .java
+.js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .scala .swift .kt .cs .sh .sql .css .toml
+.yaml .yml .ini .cfg
+"""
+_IN_FOLDERS = {*_JSON_LINES, *_PLAIN_TEXT.split(), ".parquet"}
 # Of the standard library: tests, other people's packages, build products, and the code pages,
 # which are near-copies of each other and would stand on both sides of a split.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
+_CHUNK = 1 << 20
 
 
-# Reads the documents of one file or dataset.
-_Reader = Callable[[], Iterator[str]]
+class DocumentError(ValueError):
+    """Text that cannot be used as it is: the message names the file and the place."""
+
+
+class Document(NamedTuple):
+    """A text with its split and its size in bytes of UTF-8."""
+
+    text: str
+    split: str
+    num_bytes: int
 
 
 class Corpus:
@@ -51,51 +69,51 @@ class Corpus:
         self.separator = separator
         self.skipped: Counter[str] = Counter()
         """Files of folders left out, by suffix; "hidden" counts names with a leading dot."""
+        self._sources: list[Path | str]
         if sources:
             self.names = tuple(sources)
-            self._readers = [reader for source in sources for reader in self._expand(source)]
+            self._sources = [found for source in sources for found in self._expand(source)]
         else:
             self.names = (f"Python {platform.python_version()} standard library",)
-            self._readers = [self._file_reader(path) for path in _standard_library()]
-        if not self._readers:
+            self._sources = [*_standard_library()]
+        if not self._sources:
             raise DocumentError(self._nothing("no file to read"))
 
     def __iter__(self) -> Iterator[str]:
         empty = True
-        for read in self._readers:
-            for text in read():
+        for source in self._sources:
+            for text in self._read(source):
                 empty = False
                 yield text
         if empty:
             raise DocumentError(self._nothing("no document"))
 
-    def _expand(self, source: str) -> list[_Reader]:
-        if source.startswith(HUGGING_FACE):
-            return [_hugging_face_reader(source, self.text_field)]
+    def _expand(self, source: str) -> list[Path] | list[str]:
+        if source.startswith(_HUGGING_FACE):
+            return [source]
         path = Path(source)
-        if path.is_dir():
-            return [self._file_reader(file) for file in self._files_of(path)]
         if not path.exists():
             raise FileNotFoundError(
                 f"no file or folder {source!r}; a Hugging Face dataset is written hf:NAME[:SPLIT]"
             )
-        return [self._file_reader(path)]
-
-    def _file_reader(self, path: Path) -> _Reader:
-        return partial(read_documents, path, self.text_field, self.separator)
-
-    def _files_of(self, folder: Path) -> Iterator[Path]:
-        for path in _walk(folder, leave_out=self._is_hidden):
-            suffix = suffix_of(path)
-            if suffix in _IN_FOLDERS:
-                yield path
-            else:
-                self.skipped[suffix or "no suffix"] += 1
+        if not path.is_dir():
+            return [path]
+        files = _files_below(path, leave_out=self._is_hidden)
+        suffixes = [_suffix(file) for file in files]
+        self.skipped.update(
+            suffix or "no suffix" for suffix in suffixes if suffix not in _IN_FOLDERS
+        )
+        return [file for file in files if _suffix(file) in _IN_FOLDERS]
 
     def _is_hidden(self, name: str) -> bool:
         hidden = name.startswith(".")
         self.skipped["hidden"] += hidden
         return hidden
+
+    def _read(self, source: Path | str) -> Iterator[str]:
+        if isinstance(source, str):
+            return _read_hugging_face(source, self.text_field)
+        return _read_file(source, self.text_field, self.separator)
 
     def _nothing(self, what: str) -> str:
         text = f"{what} in {', '.join(self.names)}"
@@ -105,11 +123,11 @@ class Corpus:
         return f"{text}; give another source"
 
 
-def _walk(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
+def _files_below(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     """Return the files below a folder by relative path, without the names to leave out."""
 
     def fail(error: OSError) -> None:
-        raise OSError(error.errno or 0, "cannot list this folder", error.filename) from error
+        raise error
 
     found: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=fail):
@@ -119,38 +137,94 @@ def _walk(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _standard_library() -> list[Path]:
+def _standard_library() -> Iterator[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    return [
-        path
-        for path in _walk(folder, leave_out=_NOT_LIBRARY.__contains__)
-        # Written by the build of this interpreter: it has the paths of that machine.
-        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
-    ]
+    for path in _files_below(folder, leave_out=_NOT_LIBRARY.__contains__):
+        # The build of this interpreter wrote _sysconfigdata: it has the paths of that machine.
+        if path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+            yield path
 
 
-def _hugging_face_reader(source: str, text_field: str) -> _Reader:
-    name, _, split = source.removeprefix(HUGGING_FACE).partition(":")
+def _suffix(path: Path) -> str:
+    """Return the suffix that tells the format, in lower case: ".jsonl" for "a.JSONL.gz"."""
+    name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    return name.suffix.lower()
+
+
+# -- readers of one source ---------------------------------------------------------------------
+
+
+def _read_file(path: Path, text_field: str, separator: str | None) -> Iterator[str]:
+    """Yield the documents of one file; a suffix that is not known is read as plain text."""
+    suffix = _suffix(path)
+    with _errors_with_place(path):
+        # A .json file named by the user is taken for JSON Lines, as the large corpora use it.
+        if suffix in _JSON_LINES or suffix == ".json":
+            yield from _read_json_lines(path, text_field)
+        elif suffix == ".parquet":
+            yield from _read_parquet(path, text_field)
+        else:
+            with _open(path) as file:
+                text = _decode(file.read(), path, offset=0)
+            yield from text.split(separator) if separator else (text,)
+
+
+def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
+    offset = 0
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            text = _decode(line, path, offset)
+            offset += len(line)
+            if not text.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = json.loads(text)
+            except ValueError as error:
+                raise DocumentError(
+                    f"{place}: not JSON ({error}); JSON Lines needs one object per line"
+                ) from error
+            yield _text_of(record, place, text_field)
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    # Slow to import, and few corpora need it.
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    try:
+        if path.suffix.lower() in _COMPRESSED:
+            with _open(path) as stream:
+                source = io.BytesIO(stream.read())
+        else:
+            source = path
+        with parquet.ParquetFile(source) as file:
+            columns = file.schema_arrow.names
+            # A missing column would be read as no column at all.
+            chosen = [text_field] if text_field in columns else columns
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=chosen):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield _text_of(record, f"{path}, row {row}", text_field)
+    except arrow.ArrowException as error:
+        raise DocumentError(f"{path}: not a readable parquet file ({error})") from error
+
+
+def _read_hugging_face(source: str, text_field: str) -> Iterator[str]:
+    name, _, split = source.removeprefix(_HUGGING_FACE).partition(":")
     name, _, config = name.partition("@")
     if not name:
         raise ValueError(f"{source!r} names no dataset; write hf:NAME[@CONFIG][:SPLIT]")
-    return partial(_read_hugging_face, source, name, config or None, split or "train", text_field)
-
-
-def _read_hugging_face(
-    source: str, name: str, config: str | None, split: str, text_field: str
-) -> Iterator[str]:
-    datasets: Any = optional_module("datasets", source)
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"reading {source} needs datasets: pip install datasets") from error
     try:
         # Streaming: nothing is stored, and a limit on the text ends the download too.
-        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
-            if not isinstance(row.get(text_field), str):
-                raise DocumentError(
-                    f"{source}, row {number}: no text in column {text_field!r} "
-                    f"(found {sorted(row)}); name another one as text_field"
-                )
-            yield row[text_field]
+            yield _text_of(row, f"{source}, row {number}", text_field)
     except DocumentError:
         raise
     # Whatever the library and its transports raise: they share no base class.
@@ -159,3 +233,105 @@ def _read_hugging_face(
             f"cannot read {source} ({type(error).__name__}: {error}); check the name, the "
             "split and the network, or give files"
         ) from error
+
+
+def _text_of(record: Any, place: str, text_field: str) -> str:
+    """Return the text in a record of JSON Lines or a row of a table."""
+    if not isinstance(record, dict) or text_field not in record:
+        found = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise DocumentError(
+            f"{place}: no field {text_field!r} (found {found}); name another one with --text-field"
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise DocumentError(
+            f"{place}: {text_field!r} holds {type(text).__name__}, not text; "
+            "remove the record or name another --text-field"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(
+            f"{place}: half of a surrogate pair at character {error.start}, which UTF-8 cannot "
+            "hold; repair or remove the record"
+        ) from error
+    return text
+
+
+# -- bytes -------------------------------------------------------------------------------------
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for reading, decompressed by its suffix."""
+    match path.suffix.lower():
+        case ".gz":
+            return cast(BinaryIO, gzip.open(path, "rb"))
+        case ".xz":
+            return cast(BinaryIO, lzma.open(path, "rb"))
+        case ".zst":
+            return cast(BinaryIO, io.BufferedReader(_ChunkStream(_zstd_chunks(path)), _CHUNK))
+        case _:
+            return path.open("rb")
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        text = data.decode("utf-8")
+        # Some editors put a byte order mark at the start of a file; it is no text.
+        return text if offset else text.removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        unpacked = " of the decompressed text" if path.suffix.lower() in _COMPRESSED else ""
+        raise DocumentError(
+            f"{path}: not UTF-8 at byte {offset + error.start}{unpacked} "
+            f"(0x{data[error.start]:02x}, {error.reason}); convert the file or leave it out"
+        ) from error
+
+
+@contextmanager
+def _errors_with_place(path: Path) -> Iterator[None]:
+    damage = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+    try:
+        yield
+    except damage as error:
+        raise DocumentError(
+            f"{path}: damaged or cut short ({error}); fetch or compress it again"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        text = f"cannot read ({reason}); check that it exists and that you may read it"
+        raise OSError(error.errno or 0, text, str(path)) from error
+
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    """Decompress frame after frame; unlike zstandard's own reader this notices a cut file."""
+    # Files made with --long use windows beyond the library's own limit.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    with path.open("rb") as file:
+        data = file.read(_CHUNK)
+        while data:
+            frame = decompressor.decompressobj()
+            while not frame.eof:
+                if not data:
+                    raise EOFError("the last zstd frame has no end")
+                yield frame.decompress(data)
+                data = frame.unused_data or file.read(_CHUNK)
+
+
+class _ChunkStream(io.RawIOBase):
+    """Chunks of bytes as a stream to read from."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = filter(None, chunks)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer; return how many bytes it got, 0 at the end."""
+        self._rest = self._rest or memoryview(next(self._chunks, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count

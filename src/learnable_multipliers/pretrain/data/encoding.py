@@ -24,8 +24,8 @@ import numpy as np
 import tiktoken
 from tokenizers import pre_tokenizers
 
-from learnable_multipliers.pretrain.data.shards import token_dtype
-from learnable_multipliers.pretrain.data.splits import Document
+from learnable_multipliers.pretrain.data.documents import Document
+from learnable_multipliers.pretrain.data.shards import Tokens, token_dtype
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,15 +42,17 @@ _BORDER = re.compile(r"(?<=[!-~])(?= )")
 # so long goes through `tokenizers`.
 _PIECE = 1 << 18
 _LONGEST_PIECE = 1 << 19
+# Text handed to a thread at once.
+_BATCH_BYTES = 1 << 19
 
 
 class DocumentEncoder:
-    """Encodes a text to little-endian bytes of ids, closed by the end-of-document id."""
+    """Encodes a text to its ids, closed by the end-of-document id."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes()
+        self._eos = np.array([tokenizer.eos_id], self._dtype)
         settings = json.loads(self._tokenizer.to_str())
         self._is_nfc = settings["normalizer"] is not None
         added = [one["content"] for one in settings["added_tokens"] if not one["special"]]
@@ -67,13 +69,11 @@ class DocumentEncoder:
                 "tokenizer.json", pat_str=split, mergeable_ranks=in_bytes, special_tokens={}
             )
 
-    def __call__(self, text: str) -> bytes:
+    def __call__(self, text: str) -> Tokens:
         """Return the tokens of a document."""
-        if not self.uses_tiktoken or not self._is_plain(text):
-            return self._slow(text) + self._eos
-        fast, slow = self._fast, self._slow
-        parts = [(fast if len(one) <= _LONGEST_PIECE else slow)(one) for one in _pieces(text)]
-        return b"".join([*parts, self._eos])
+        pieces = _pieces(text) if self.uses_tiktoken and self._is_plain(text) else ()
+        parts = [self._fast(one) for one in pieces] or [self._slow(text)]
+        return np.concatenate([*parts, self._eos])
 
     def _is_plain(self, text: str) -> bool:
         """Return whether neither normalization nor tokens added to the model change the text."""
@@ -81,32 +81,31 @@ class DocumentEncoder:
             return False
         return not self._is_nfc or unicodedata.is_normalized("NFC", text)
 
-    def _fast(self, text: str) -> bytes:
-        return self._ids[np.array(self._tiktoken.encode_ordinary(text), np.intp)].tobytes()
+    def _fast(self, text: str) -> Tokens:
+        if len(text) > _LONGEST_PIECE:
+            return self._slow(text)
+        return self._ids[np.array(self._tiktoken.encode_ordinary(text), np.intp)]
 
-    def _slow(self, text: str) -> bytes:
+    def _slow(self, text: str) -> Tokens:
         # Unlike `encode`, this lets other threads run.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(found.ids, self._dtype).tobytes()
+        return np.array(found.ids, self._dtype)
 
 
 def encode_documents(
-    documents: Iterable[Document],
-    tokenizer: TextTokenizer,
-    num_threads: int | None = None,
-    batch_bytes: int = 1 << 19,
-) -> Iterator[tuple[Document, bytes]]:
+    documents: Iterable[Document], tokenizer: TextTokenizer, num_threads: int | None = None
+) -> Iterator[tuple[Document, Tokens]]:
     """Yield every document and its tokens in order; a thread (None: one a core) takes a batch."""
     num_threads = num_threads or _num_cores()
     encoder = DocumentEncoder(tokenizer)
 
-    def encode(batch: list[Document]) -> list[tuple[Document, bytes]]:
+    def encode(batch: list[Document]) -> list[tuple[Document, Tokens]]:
         return [(document, encoder(document.text)) for document in batch]
 
-    waiting: deque[Future[list[tuple[Document, bytes]]]] = deque()
+    waiting: deque[Future[list[tuple[Document, Tokens]]]] = deque()
     threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
     try:
-        for batch in _batches(documents, batch_bytes):
+        for batch in _batches(documents):
             waiting.append(threads.submit(encode, batch))
             # Bounded: a corpus larger than memory is read only as fast as it is encoded.
             if len(waiting) > 2 * num_threads:
@@ -117,13 +116,13 @@ def encode_documents(
         threads.shutdown(cancel_futures=True)
 
 
-def _batches(documents: Iterable[Document], num_bytes: int) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     waiting = 0
     for document in documents:
         batch.append(document)
         waiting += document.num_bytes
-        if waiting >= num_bytes:
+        if waiting >= _BATCH_BYTES:
             yield batch
             batch, waiting = [], 0
     yield batch

@@ -10,7 +10,7 @@ it the same on every machine.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 _UINT64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -20,8 +20,6 @@ _NUM_ROUNDS = 8
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
     """Return how many samples of `sequence_length` inputs and targets fit into the tokens."""
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length is {sequence_length}; it must be at least 1")
     count = (num_tokens - 1) // sequence_length
     if count < 1:
         raise ValueError(
@@ -31,30 +29,18 @@ def num_samples(num_tokens: int, sequence_length: int) -> int:
     return count
 
 
-def sample_order(indices: ArrayLike, num_samples: int, seed: int) -> NDArray[np.int64]:
+def sample_order(indices: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
     """Return the sample at each global index: a fresh permutation of the samples every epoch."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
-    index = np.atleast_1d(np.asarray(indices, dtype=np.int64))
-    if index.size and index.min() < 0:
-        raise ValueError(f"global sample index {index.min()} is negative")
-    epoch, position = np.divmod(index.ravel(), num_samples)
-    keys = _mix(epoch.astype(np.uint64) + np.uint64(_mix_int(seed & _UINT64)))
-    found = _permute(position.astype(np.uint64), keys, num_samples)
-    return found.astype(np.int64).reshape(np.shape(indices))
-
-
-def _permute(
-    position: NDArray[np.uint64], keys: NDArray[np.uint64], size: int
-) -> NDArray[np.uint64]:
-    bits = (size - 1).bit_length()
+    epoch, position = (part.astype(np.uint64) for part in np.divmod(indices, num_samples))
+    keys = _mix(epoch + _mix(np.array([(seed + _GOLDEN) & _UINT64], np.uint64)))
+    bits = (num_samples - 1).bit_length()
     found = _feistel(position, keys, bits)
     # Cycle walking: outside is less than half of the domain, so this takes a few short turns.
-    outside = np.flatnonzero(found >= size)
+    outside = np.flatnonzero(found >= num_samples)
     while outside.size:
         found[outside] = _feistel(found[outside], keys[outside], bits)
-        outside = outside[found[outside] >= size]
-    return found
+        outside = outside[found[outside] >= num_samples]
+    return found.astype(np.int64)
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
@@ -77,7 +63,3 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
-
-
-def _mix_int(value: int) -> int:
-    return int(_mix(np.array([(value + _GOLDEN) & _UINT64], dtype=np.uint64))[0])

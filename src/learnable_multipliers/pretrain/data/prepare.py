@@ -8,31 +8,28 @@ never on both sides.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from learnable_multipliers.pretrain.checkpoint.atomic import (
-    check_target,
-    clear_leftovers,
-    new_folder,
-)
-from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
+from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers.pretrain.data.documents import Corpus, Document, DocumentError
 from learnable_multipliers.pretrain.data.encoding import encode_documents
-from learnable_multipliers.pretrain.data.formats import DocumentError
 from learnable_multipliers.pretrain.data.shards import (
     TOKENIZER_FILE,
+    TRAIN,
+    VALID,
     Manifest,
     Shard,
     ShardWriter,
-    file_sha256,
     token_dtype,
 )
-from learnable_multipliers.pretrain.data.splits import TRAIN, VALID, Splitter
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextSample,
     TextTokenizer,
@@ -40,8 +37,6 @@ from learnable_multipliers.pretrain.data.tokenizer import (
     train_tokenizer,
 )
 
-# Text handed to a thread at once.
-_BATCH_BYTES = 1 << 19
 # Enough to rank the merges of a small vocabulary, and training stays a fraction of the whole.
 _SAMPLE_PER_TOKEN = 1000
 
@@ -113,19 +108,15 @@ Report = Callable[[Progress], None]
 
 
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
-    """Make the dataset of a config; `report` is called as a stage begins and after each batch."""
+    """Make the dataset of a config; `report` is called for each document, read or encoded."""
     report = report or (lambda progress: None)
-    clear_leftovers(config.out)
-    check_target(config.out, overwrite=config.overwrite)
-    splitter = _splitter(config)
-    report(Progress("tokenizer", 0, 0, 0))
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
-    else:
-        sample = _training_sample(config, splitter, report)
-        tokenizer = train_tokenizer(sample, config.vocab_size)
-    dtype = token_dtype(tokenizer.vocab_size)
     with new_folder(config.out, overwrite=config.overwrite) as folder:
+        splitter = _Splitter(config)
+        if config.tokenizer is not None:
+            tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
+        else:
+            sample = _training_sample(config, splitter, report)
+            tokenizer = train_tokenizer(sample, config.vocab_size)
         if config.tokenizer is None or config.add_eos:
             tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE))
         else:
@@ -133,7 +124,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
         splits = _write_shards(config, splitter, tokenizer, folder, report)
         splitter.check(splits)
         manifest = Manifest(
-            dtype=dtype.str,
+            dtype=token_dtype(tokenizer.vocab_size).str,
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             eos_token=tokenizer.eos_token,
@@ -146,54 +137,35 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     return manifest
 
 
-def _splitter(config: PrepareConfig) -> Splitter:
-    def corpus(sources: tuple[str, ...]) -> Corpus:
-        return Corpus(sources, text_field=config.text_field, separator=config.text_separator)
-
-    return Splitter(
-        corpus(config.sources),
-        fraction=config.valid_fraction,
-        held_out=corpus(config.valid_sources) if config.valid_sources else None,
-        seed=config.seed,
-    )
-
-
-def _training_sample(config: PrepareConfig, splitter: Splitter, report: Report) -> Iterator[str]:
+def _training_sample(config: PrepareConfig, splitter: _Splitter, report: Report) -> Iterator[str]:
     """Yield text to train a tokenizer on, from all over the training documents.
 
     All of them are read for it, as they are again to be encoded, which takes many times as long.
     """
     sample = TextSample(config.tokenizer_sample or _SAMPLE_PER_TOKEN * config.vocab_size)
-    num_bytes = reported = 0
-    read = splitter.corpus_documents(config.max_bytes)
-    for documents, (text, split, size) in enumerate(read, start=1):
-        if split == TRAIN:
-            sample.add(text)
-        num_bytes += size
-        if num_bytes - reported >= _BATCH_BYTES:
-            reported = num_bytes
-            report(Progress("tokenizer", documents, num_bytes, 0))
+    num_bytes = 0
+    for number, document in enumerate(splitter.corpus_documents(), start=1):
+        if document.split == TRAIN:
+            sample.add(document.text)
+        num_bytes += document.num_bytes
+        report(Progress("tokenizer", number, num_bytes, 0))
     yield from sample
 
 
 def _write_shards(
     config: PrepareConfig,
-    splitter: Splitter,
+    splitter: _Splitter,
     tokenizer: TextTokenizer,
     folder: Path,
     report: Report,
-) -> dict[str, tuple[Shard, ...]]:
-    dtype = token_dtype(tokenizer.vocab_size)
-    writers = {
-        split: ShardWriter(folder, split, dtype, config.shard_tokens) for split in (TRAIN, VALID)
-    }
-    num_bytes = num_tokens = number = reported = 0
+) -> dict[str, list[Shard]]:
+    writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in (TRAIN, VALID)}
+    num_bytes = num_tokens = 0
     report(Progress("encode", 0, 0, 0))
-    documents = splitter.documents(config.max_bytes)
-    encoded = encode_documents(documents, tokenizer, config.num_threads, _BATCH_BYTES)
+    encoded = encode_documents(splitter.documents(), tokenizer, config.num_threads)
     try:
         for number, (document, tokens) in enumerate(encoded, start=1):
-            if (np.frombuffer(tokens, dtype)[:-1] == tokenizer.eos_id).any():
+            if tokenizer.eos_id in tokens[:-1]:
                 raise DocumentError(
                     f"document {number:,} has text that the tokenizer encodes as its "
                     f"end-of-document token {tokenizer.eos_token!r}, so it would end there; name a "
@@ -201,12 +173,101 @@ def _write_shards(
                 )
             writers[document.split].add(tokens, document.num_bytes)
             num_bytes += document.num_bytes
-            num_tokens += len(tokens) // dtype.itemsize
-            if num_bytes - reported >= _BATCH_BYTES:
-                reported = num_bytes
-                report(Progress("encode", number, num_bytes, num_tokens))
-        report(Progress("encode", number, num_bytes, num_tokens))
-        return {split: shards for split, one in writers.items() if (shards := one.close())}
-    finally:
+            num_tokens += len(tokens)
+            report(Progress("encode", number, num_bytes, num_tokens))
         for writer in writers.values():
-            writer.abandon()
+            writer.close()
+        return {split: writer.shards for split, writer in writers.items() if writer.shards}
+    finally:
+        # Of several errors the first one counts.
+        for writer in writers.values():
+            with suppress(OSError):
+                writer.close()
+
+
+class _Splitter:
+    """Gives every document of a corpus its split, by a keyed hash of its text and nothing else.
+
+    Either a fraction of the documents is held out, or a second corpus is; then the documents of the
+    first that are in the second as well are dropped.
+    """
+
+    def __init__(self, config: PrepareConfig) -> None:
+        def corpus(sources: tuple[str, ...]) -> Corpus:
+            return Corpus(sources, text_field=config.text_field, separator=config.text_separator)
+
+        self._corpus = corpus(config.sources)
+        self._held_out = corpus(config.valid_sources) if config.valid_sources else None
+        self._fraction = 0.0 if self._held_out else config.valid_fraction
+        self._seed, self._max_bytes = config.seed, config.max_bytes
+        self._num_empty = self._num_dropped = 0
+        self._held_out_digests = {
+            self._digest(text.encode()) for text in self._held_out or () if text
+        }
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents in order, and count what is left out."""
+        yield from self.corpus_documents()
+        for text in self._held_out or ():
+            if text:
+                yield Document(text, VALID, len(text.encode()))
+            else:
+                self._num_empty += 1
+
+    def corpus_documents(self) -> Iterator[Document]:
+        """Yield the documents but those of a second corpus.
+
+        The document that brings the corpus to `max_bytes` is its last.
+        """
+        self._num_empty = self._num_dropped = 0
+        total = 0
+        for text in self._corpus:
+            data = text.encode()
+            digest = self._digest(data)
+            if not text:
+                self._num_empty += 1
+            elif digest in self._held_out_digests:
+                self._num_dropped += 1
+            else:
+                # 53 bits: exact as a float.
+                place = (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)
+                yield Document(text, VALID if place < self._fraction else TRAIN, len(data))
+                total += len(data)
+            if self._max_bytes is not None and total >= self._max_bytes:
+                break
+
+    def _digest(self, data: bytes) -> bytes:
+        key = (self._seed & ((1 << 64) - 1)).to_bytes(8, "little")
+        return hashlib.blake2b(data, digest_size=16, key=key).digest()
+
+    def check(self, splits: dict[str, list[Shard]]) -> None:
+        """Raise if a split that was asked for came out empty."""
+        count = sum(shard.documents for shards in splits.values() for shard in shards)
+        names = ", ".join(self._corpus.names)
+        if not splits:
+            raise DocumentError(f"no document with any text in {names}; give another source")
+        if TRAIN not in splits:
+            raise DocumentError(
+                f"none of the {count} documents of {names} is left to train on; lower "
+                "--valid-fraction, change --seed, or give --valid-sources that are other documents"
+            )
+        if VALID not in splits and self._fraction:
+            raise DocumentError(
+                f"none of the {count} documents of {names} fell into validation "
+                f"(--valid-fraction {self._fraction:g}); raise it, give --valid-sources, cut files "
+                "into documents with --text-separator, or set it to 0 for no validation"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest says about the source."""
+        held_out = self._held_out
+        skipped = self._corpus.skipped + (held_out.skipped if held_out else Counter())
+        return {
+            "sources": list(self._corpus.names),
+            "valid_sources": list(held_out.names) if held_out else [],
+            "valid_fraction": self._fraction,
+            "seed": self._seed,
+            "skipped_files": dict(sorted(skipped.items())),
+            "empty_documents": self._num_empty,
+            "dropped_because_in_validation": self._num_dropped,
+        }

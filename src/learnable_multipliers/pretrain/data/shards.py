@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,20 +17,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
+from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers.pretrain.serialization import from_dict, parse_object, to_dict
 
+TRAIN, VALID = "train", "valid"
 FORMAT = "lrm-tokens-1"
 TOKENIZER_FILE = "tokenizer.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+Tokens = NDArray[np.unsignedinteger]
+
+
+@dataclass(kw_only=True)
 class Shard:
     """One file of raw tokens. A document and its bytes count where its last token stands."""
 
     file: str
-    tokens: int
-    documents: int
-    bytes: int
-    sha256: str
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    sha256: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class Manifest:
     eos_token: str
     tokenizer_file: str
     tokenizer_sha256: str
-    splits: dict[str, tuple[Shard, ...]]
+    splits: dict[str, list[Shard]]
     source: dict[str, Any]
     """Where the text came from, as it was named: for people, and no part of the fingerprint."""
 
@@ -82,10 +86,8 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write the manifest of a folder."""
-        with (folder / MANIFEST_FILE).open("w", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(asdict(self), indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        text = json.dumps(to_dict(self), indent=1) + "\n"
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8", newline="\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -97,15 +99,12 @@ class Manifest:
                 "make one with `lrm data prepare`"
             )
         try:
-            fields = json.loads(path.read_text("utf-8"))
-            if fields["format"] != FORMAT:
-                raise ValueError(f"its format is {fields['format']!r}, this version reads {FORMAT}")
-            fields["splits"] = {
-                name: tuple(Shard(**shard) for shard in shards)
-                for name, shards in fields["splits"].items()
-            }
-            return cls(**fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fields = parse_object(path.read_bytes(), MANIFEST_FILE)
+            found = fields.get("format")
+            if found != FORMAT:
+                raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
+            return from_dict(cls, fields, MANIFEST_FILE)
+        except ValueError as error:
             raise ValueError(
                 f"{path} cannot be used ({error}); prepare the dataset again"
             ) from error
@@ -114,12 +113,6 @@ class Manifest:
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_sha256(path: Path, expected: str) -> None:
@@ -134,72 +127,36 @@ def verify_sha256(path: Path, expected: str) -> None:
 class ShardWriter:
     """Writes the documents of one split to files of `shard_tokens` tokens, the last one shorter."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
-        self._folder = folder
-        self._split = split
-        self._item = dtype.itemsize
-        self._room_in_full = shard_tokens * dtype.itemsize
+    def __init__(self, folder: Path, split: str, shard_tokens: int) -> None:
+        self.shards: list[Shard] = []
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
         self._file: BinaryIO | None = None
-        self._shards: list[Shard] = []
 
-    def add(self, document: bytes, num_bytes: int) -> None:
-        """Append the token bytes of a document that had `num_bytes` bytes of text."""
-        rest = memoryview(document)
-        while rest:
+    def add(self, tokens: Tokens, num_bytes: int) -> None:
+        """Append the tokens, one at least, of a document that had `num_bytes` bytes of text."""
+        while len(tokens):
             if self._file is None:
-                self._begin()
-            part = rest[: self._room]
-            self._write(part)
-            rest = rest[len(part) :]
-            self._room -= len(part)
-            if not rest:
-                self._documents += 1
-                self._bytes += num_bytes
-            if not self._room:
-                self._end()
+                shard = Shard(file=f"{self._split}-{len(self.shards):05d}.bin")
+                self._file = (self._folder / shard.file).open("wb")
+                self._hash = hashlib.sha256()
+                self.shards.append(shard)
+            shard = self.shards[-1]
+            room = self._shard_tokens - shard.tokens
+            part, tokens = tokens[:room], tokens[room:]
+            self._file.write(part.data)
+            self._hash.update(part.data)
+            shard.tokens += len(part)
+            if shard.tokens == self._shard_tokens:
+                self.close()
+        self.shards[-1].documents += 1
+        self.shards[-1].bytes += num_bytes
 
-    def close(self) -> tuple[Shard, ...]:
-        """Finish the last file and return all of them."""
+    def close(self) -> None:
+        """Finish the last file."""
         if self._file is not None:
-            self._end()
-        return tuple(self._shards)
-
-    def abandon(self) -> None:
-        """Close the open file of a writer that will not be finished."""
-        if self._file is not None:
-            # What is still buffered may fail to be written once more; the first error counts.
-            with suppress(OSError):
-                self._file.close()
+            self._file.close()
             self._file = None
-
-    def _begin(self) -> None:
-        self._name = f"{self._split}-{len(self._shards):05d}.bin"
-        self._file = (self._folder / self._name).open("wb")
-        self._room = self._room_in_full
-        self._documents = self._bytes = 0
-        self._hash = hashlib.sha256()
-
-    def _write(self, part: memoryview) -> None:
-        assert self._file is not None
-        self._hash.update(part)
-        self._file.write(part)
-
-    def _end(self) -> None:
-        assert self._file is not None
-        self._file.flush()
-        # On disk before the folder takes its final name.
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
-        self._shards.append(
-            Shard(
-                file=self._name,
-                tokens=(self._room_in_full - self._room) // self._item,
-                documents=self._documents,
-                bytes=self._bytes,
-                sha256=self._hash.hexdigest(),
-            )
-        )
+            self.shards[-1].sha256 = self._hash.hexdigest()
 
 
 class TokenDataset:
@@ -223,24 +180,15 @@ class TokenDataset:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes of text the split has."""
-        return self.manifest.num_bytes(self.split)
-
-    def tokens(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """Return tokens start .. stop - 1, also across the borders of files."""
+    def tokens(self, start: int, stop: int) -> Tokens:
+        """Return a copy of tokens start .. stop - 1, also across the borders of files."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start}:{stop} are outside the {len(self)} of {self.split}")
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
-        for begin, tokens in zip(self._starts[first:], self._maps[first:], strict=False):
-            if begin >= stop:
-                break
-            parts.append(tokens[max(start - begin, 0) : stop - begin])
-        if len(parts) == 1:
-            return np.asarray(parts[0])
-        return np.concatenate(parts) if parts else np.empty(0, self.manifest.dtype)
+        first = np.searchsorted(self._starts, start, side="right") - 1
+        last = np.searchsorted(self._starts, stop)
+        files = zip(self._starts[first:last], self._maps[first:last], strict=True)
+        parts = [tokens[max(start - begin, 0) : stop - begin] for begin, tokens in files]
+        return np.concatenate([np.empty(0, self.manifest.dtype), *parts])
 
     def samples(self, indices: NDArray[np.integer], length: int) -> Tensor:
         """Return samples as int64 rows of `length` inputs and the last target."""
@@ -254,7 +202,7 @@ class TokenDataset:
         for shard in self.manifest.splits[self.split]:
             verify_sha256(self.folder / shard.file, shard.sha256)
 
-    def _map(self, shard: Shard) -> NDArray[np.unsignedinteger]:
+    def _map(self, shard: Shard) -> Tokens:
         path = self.folder / shard.file
         dtype = np.dtype(self.manifest.dtype)
         size = path.stat().st_size if path.is_file() else 0

@@ -9,7 +9,6 @@ ever written (`prepare`).
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -147,35 +146,30 @@ class TextSample:
     def __init__(self, num_characters: int) -> None:
         self._num_characters = num_characters
         self._by_hash: dict[int, str] = {}
-        # A heap gives its smallest: with the signs turned, the largest hash, the first to go.
-        self._largest: list[int] = []
-        self._kept = 0
-        # Hashes from here on are out for good. If a small piece could slip in where a large one
-        # had to go, the sample would depend on the order.
-        self._bound = 1 << 128
+        self._num_added = 0
 
     def add(self, text: str) -> None:
         """Let the pieces of a text into the sample if their hashes are small enough."""
         for piece in _pieces(text):
-            found = _hash(piece)
-            if found < self._bound and found not in self._by_hash:
-                self._keep(found, piece)
+            self._by_hash.setdefault(_hash(piece), piece)
+            self._num_added += len(piece)
+            # Now and then, so that memory is bounded and sorting is rare.
+            if self._num_added >= self._num_characters:
+                self._by_hash = dict(self._smallest())
+                self._num_added = 0
 
     def __iter__(self) -> Iterator[str]:
         """Yield the pieces by their hashes; the last one is cut where the sample is full."""
+        return (piece for _, piece in self._smallest())
+
+    def _smallest(self) -> Iterator[tuple[int, str]]:
         left = self._num_characters
         for found in sorted(self._by_hash):
+            if left <= 0:
+                break
             piece = self._by_hash[found][:left]
             left -= len(piece)
-            yield piece
-
-    def _keep(self, found: int, piece: str) -> None:
-        self._by_hash[found] = piece
-        heapq.heappush(self._largest, -found)
-        self._kept += len(piece)
-        while self._kept - len(self._by_hash[-self._largest[0]]) >= self._num_characters:
-            self._bound = -heapq.heappop(self._largest)
-            self._kept -= len(self._by_hash.pop(self._bound))
+            yield found, piece
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -13,15 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.data.shards import TokenDataset, verify_sha256
-from learnable_multipliers.pretrain.data.splits import TRAIN, VALID
+from learnable_multipliers.pretrain.data.shards import (
+    TRAIN,
+    VALID,
+    TokenDataset,
+    Tokens,
+    verify_sha256,
+)
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
 
@@ -96,7 +100,7 @@ class TrainingData:
         # The very first token is read, never asked for.
         return float(self._token_bytes[self._valid.tokens(1, num_tokens + 1)].sum())
 
-    def tokens(self, split: str) -> NDArray[np.unsignedinteger]:
+    def tokens(self, split: str) -> Tokens:
         """Return all tokens of a split."""
         dataset = TokenDataset(self.folder, split)
         return dataset.tokens(0, len(dataset))
@@ -109,7 +113,7 @@ class TrainingData:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of held-out text that one token stands for, on average."""
-        return self._valid.num_bytes / len(self._valid)
+        return self.manifest.num_bytes(VALID) / len(self._valid)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -129,7 +133,6 @@ def default_corpus(vocab_size: int) -> Path:
     size = vocab_size or 4096
     folder = cache_folder() / f"python-{platform.python_version()}-{size}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
         except FileExistsError:

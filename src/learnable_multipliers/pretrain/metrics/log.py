@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
-from learnable_multipliers.pretrain.plain_data import NOT_FINITE, to_dict
+from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
 Metrics = Mapping[str, Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 KINDS = ("cuda", "mps", "cpu")
 PEAK_TFLOPS = {"H200": 790.0, "H100 80GB HBM3": 790.0}

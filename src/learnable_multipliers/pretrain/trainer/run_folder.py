@@ -18,12 +18,13 @@ import torch
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
+from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.plain_data import to_dict
+from learnable_multipliers.pretrain.serialization import to_dict
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that describe a run, written when it begins."""
@@ -198,7 +199,7 @@ def check_unused(path: Path) -> None:
 
 def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
     """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
-    if (source / checkpoints.MANIFEST).is_file():
+    if (source / MANIFEST).is_file():
         return checkpoints.load(source), []
     if not (source / METRICS).is_file() and not (checkpoint_folder(source)).is_dir():
         raise ValueError(

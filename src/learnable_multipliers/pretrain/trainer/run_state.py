@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.plain_data import from_dict, to_dict
+from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 

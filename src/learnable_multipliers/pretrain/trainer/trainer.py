@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.distributed import join, take_own_device
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
-from learnable_multipliers.pretrain.plain_data import to_dict
+from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text

@@ -13,7 +13,7 @@ import stat
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 _WORDS: dict[type, str] = {int: "a whole number", str: "a text", bool: "true or false"}
 # JSON has no numbers for these, so they are written as strings.
@@ -49,26 +49,34 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
         (given,) = (arg for arg in args if arg is not type(None))
         return None if values is None else from_dict(given, values, where)
     if origin is Literal:
-        if values not in args:
-            _raise(where, values, f"one of {', '.join(map(str, args))}")
+        _expect(values in args, where, values, f"one of {', '.join(map(str, args))}")
         return values
     if origin is tuple:
-        if not isinstance(values, list | tuple) or len(values) != len(args):
-            _raise(where, values, f"a list of {len(args)}")
+        fits = isinstance(values, list | tuple) and len(values) == len(args)
+        _expect(fits, where, values, f"a list of {len(args)}")
         parts = enumerate(zip(args, values, strict=True))
         return tuple(from_dict(arg, value, f"{where}[{i}]") for i, (arg, value) in parts)
     if origin is list:
-        if not isinstance(values, list):
-            _raise(where, values, "a list")
+        _expect(isinstance(values, list), where, values, "a list")
         return [from_dict(args[0], value, f"{where}[{i}]") for i, value in enumerate(values)]
     if origin is dict:
-        _check_mapping(values, where)
+        _expect(isinstance(values, dict), where, values, "a mapping")
         return {key: from_dict(args[1], value, f"{where}.{key}") for key, value in values.items()}
-    return _leaf_from(kind, values, where)
+    if kind is Path:
+        _expect(isinstance(values, str), where, values, "a path")
+        return Path(values)
+    if kind is float:
+        # JSON writes whole numbers without a point, and a bool is an int.
+        is_number = isinstance(values, int | float) and not isinstance(values, bool)
+        _expect(is_number or values in NOT_FINITE, where, values, "a number")
+        return float(values)
+    # Not isinstance: a bool is an int, and neither stands for the other.
+    _expect(type(values) is kind, where, values, _WORDS[kind])
+    return values
 
 
 def _dataclass_from(kind: Any, values: Any, where: str) -> Any:
-    _check_mapping(values, where)
+    _expect(isinstance(values, dict), where, values, "a mapping")
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     for what, keys in (("unknown keys", set(values) - known), ("no", known - set(values))):
@@ -79,32 +87,10 @@ def _dataclass_from(kind: Any, values: Any, where: str) -> Any:
     )
 
 
-def _leaf_from(kind: Any, value: Any, where: str) -> Any:
-    if kind is Path:
-        if not isinstance(value, str):
-            _raise(where, value, "a path")
-        return Path(value)
-    if kind is float:
-        if value in NOT_FINITE:
-            return float(value)
-        # JSON writes whole numbers without a point.
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            _raise(where, value, "a number")
-        return float(value)
-    # Not isinstance: a bool is an int, and neither stands for the other.
-    if type(value) is not kind:
-        _raise(where, value, _WORDS[kind])
-    return value
-
-
-def _check_mapping(values: Any, where: str) -> None:
-    if not isinstance(values, dict):
-        _raise(where, values, "a mapping")
-
-
-def _raise(where: str, value: Any, wanted: str) -> NoReturn:
-    shown = repr(value)
-    raise ValueError(f"{where} is {shown[:60]}{'...' * (len(shown) > 60)}, not {wanted}")
+def _expect(fits: bool, where: str, value: Any, wanted: str) -> None:
+    if not fits:
+        shown = repr(value)
+        raise ValueError(f"{where} is {shown[:60]}{'...' * (len(shown) > 60)}, not {wanted}")
 
 
 # -- JSON --------------------------------------------------------------------------------------
@@ -140,7 +126,7 @@ def parse_object(content: bytes, name: str) -> dict[str, Any]:
         found = json.loads(
             content.decode("utf8"),
             object_pairs_hook=_unique_keys,
-            parse_constant=_reject_constant,
+            parse_constant=_finite,
             parse_float=_finite,
         )
     except RecursionError as error:
@@ -159,12 +145,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is too large a number")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return number
