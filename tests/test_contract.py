@@ -1,0 +1,246 @@
+"""What an optimizer cannot honour is refused; nothing trains without multipliers unasked."""
+
+import pytest
+import torch
+from torch import nn
+
+import learnable_multipliers as lrm
+from learnable_multipliers import Rule
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.down = nn.Linear(10, 6)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        return hidden + self.down(torch.relu(self.norm(self.up(hidden))))
+
+
+IDS = torch.arange(11)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(IDS).square().mean().backward()
+        optimizer.step()
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# -- a plan, or an error ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_parameters_without_a_plan_are_refused_and_from_model_is_named(cls):
+    model = net()
+    for params in (model.parameters(), model.named_parameters(), [{"params": model.parameters()}]):
+        with pytest.raises(ValueError, match=rf"lrm\.{cls.__name__}\.from_model\(model\)"):
+            cls(params, lr=1e-2)
+
+
+def test_zero_redundancy_optimizer_is_refused():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="without a plan"):
+            ZeroRedundancyOptimizer(net().parameters(), optimizer_class=lrm.AdamW, lr=1e-2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_plan_without_multipliers_is_torch_adamw():
+    ours, theirs = net(torch.float64), net(torch.float64)
+    optimizer = lrm.AdamW.from_model(ours, "none", lr=1e-2, weight_decay=0.0)
+    assert lrm.multipliers(optimizer) == {}
+    train(ours, optimizer, 5)
+    train(theirs, torch.optim.AdamW(theirs.parameters(), 1e-2, (0.9, 0.95), weight_decay=0.0), 5)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+# -- one call -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_from_model_is_plan_and_groups_in_one_call(cls):
+    one, other = net(), net()
+    settings = {"lr": 1e-2, "multiplier_lr_scale": 4.0, "max_grad_norm": 0.5}
+    rules = [Rule("up", "row")]
+    train(one, cls.from_model(one, "full", rules=rules, weight_decay=0.3, **settings), 4)
+    groups = lrm.param_groups(other, lrm.plan(other, "full", rules), weight_decay=0.3)
+    train(other, cls(groups, **settings), 4)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_from_model_takes_a_plan_but_no_rules_beside_it():
+    model = net()
+    plan = lrm.plan(model, "scalar")
+    assert lrm.AdamW.from_model(model, plan).plan is plan
+    with pytest.raises(ValueError, match=r"give them to lrm\.plan"):
+        lrm.AdamW.from_model(model, plan, rules=[Rule("up", "row")])
+    lrm.reparametrize(model, plan)
+    with pytest.raises(ValueError, match=r"lrm\.merge"):
+        lrm.AdamW.from_model(model)
+
+
+def test_wrapped_optimizers_have_one_call_too():
+    one, other = net(torch.float64), net(torch.float64)
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    train(one, lrm.LearnableMultipliers.from_model(torch.optim.SGD, one, "full", **sgd), 4)
+    plan = lrm.plan(other, "full")
+    matrices = [p for p in other.parameters() if p.dim() == 2]
+    vectors = [p for p in other.parameters() if p.dim() == 1]
+    inner = torch.optim.SGD([{"params": matrices}, {"params": vectors, "weight_decay": 0}], **sgd)
+    train(other, lrm.LearnableMultipliers(inner, other, plan), 4)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-13)
+
+
+# -- arguments reach their target or raise --------------------------------------------------------
+
+
+def test_multiplier_settings_given_to_param_groups_reach_the_optimizer():
+    one, other = net(), net()
+    settings = {"multiplier_lr_scale": 7.0, "multiplier_weight_decay": 0.5}
+    train(one, lrm.AdamW(lrm.param_groups(one, lrm.plan(one), **settings), lr=1e-2), 3)
+    train(other, lrm.AdamW(lrm.param_groups(other, lrm.plan(other)), lr=1e-2, **settings), 3)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"weight_decay": 0.7}, {"lr": 0.7}, {"multiplier_lr_scale": 0.7}]
+)
+def test_an_argument_that_no_group_takes_is_refused(setting):
+    model = net()
+    (name,) = setting
+    groups = lrm.param_groups(model, lrm.plan(model), **{name: 0.1})
+    with pytest.raises(ValueError, match=f"{name}=0.7 has no effect"):
+        lrm.AdamW(groups, **setting)
+    optimizer = lrm.AdamW(lrm.param_groups(model, lrm.plan(model)), **setting)
+    assert optimizer.param_groups[0][name] == 0.7
+
+
+def test_a_rule_for_a_frozen_weight_is_refused():
+    model = net()
+    model.up.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"finds 'up\.weight', which is frozen"):
+        lrm.plan(model, "full", [Rule("up.weight", "row+col")])
+    lrm.plan(model, "full", [Rule(r"(up|down)\.weight", "row+col")])
+    lrm.plan(model, "full", [Rule("up.weight", "row+col", optional=True)])
+
+
+def test_momentum_set_in_the_groups_of_muon_is_used():
+    scheduled, fixed = net(), net()
+    optimizer = lrm.Muon.from_model(scheduled, lr=1e-2, momentum=0.95)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.5
+    train(scheduled, optimizer, 3)
+    train(fixed, lrm.Muon.from_model(fixed, lr=1e-2, momentum=0.5), 3)
+    assert all(
+        torch.equal(p, q) for p, q in zip(scheduled.parameters(), fixed.parameters(), strict=True)
+    )
+
+
+def test_different_momentum_of_hidden_matrices_is_refused():
+    model = net()
+    rules = [Rule("up", weight_decay=0.0)]
+    optimizer = lrm.Muon.from_model(model, rules=rules)
+    matrix_groups = [g for g in optimizer.param_groups if g["kind"] == "matrix"]
+    assert len(matrix_groups) == 2
+    matrix_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match="different momentum"):
+        train(model, optimizer, 1)
+
+
+class Kinds(torch.optim.SGD):
+    """Reads `kind` and `lr_scale` from its groups, as optimizers of several parts do."""
+
+    def step(self, closure=None):
+        assert [(g["kind"], g["lr_scale"]) for g in self.param_groups] == [("mine", 3.0)]
+        return super().step(closure)
+
+
+def test_the_wrapper_leaves_the_settings_of_the_wrapped_optimizer_alone():
+    model = net()
+    inner = Kinds([{"params": model.parameters(), "kind": "mine", "lr_scale": 3.0}], lr=0.1)
+    optimizer = lrm.LearnableMultipliers(inner, model, lrm.plan(model))
+    assert optimizer.param_groups[0]["kind"] == "mine"
+    train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("setting", [{"fused": True}, {"foreach": True}, {"fused": False}])
+def test_fused_and_foreach_are_taken_and_change_nothing(setting):
+    one, other = net(), net()
+    train(one, lrm.AdamW.from_model(one, lr=1e-2, **setting), 2)
+    train(other, lrm.AdamW.from_model(other, lr=1e-2), 2)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ValueError, match="cannot both be True"):
+        lrm.AdamW.from_model(one, fused=True, foreach=True)
+
+
+# -- frameworks that wrap or swap -----------------------------------------------------------------
+
+
+def test_the_wrapper_trains_parameters_that_a_framework_swapped():
+    model, straight = net(), net()
+    optimizer = lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for place, held in enumerate(group["params"]):
+                name = next(n for n, p in model.named_parameters() if p is held)
+                owner, _, leaf = name.rpartition(".")
+                new = nn.Parameter(held.detach().clone())
+                setattr(model.get_submodule(owner), leaf, new)
+                group["params"][place] = new
+    train(model, optimizer, 3)
+    inner = lrm.LearnableMultipliers.from_model(torch.optim.SGD, straight, lr=0.1, momentum=0.9)
+    train(straight, inner, 3)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(p, q)
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == len(list(model.parameters()))
+
+
+class Around:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class Container:
+    def __init__(self, *optimizers):
+        self.optimizers = list(optimizers)
+
+
+def test_helpers_find_the_optimizer_inside_a_framework():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, 2)
+    for around in (Around(optimizer), Container(optimizer), Around(Container(optimizer))):
+        assert lrm.unwrap(around) is optimizer
+        assert lrm.multipliers(around).keys() == lrm.multipliers(optimizer).keys()
+    with pytest.raises(ValueError, match="holds 2 optimizers"):
+        lrm.unwrap(Container(optimizer, optimizer))
+    with pytest.raises(TypeError, match=r"lrm\.AdamW\.from_model"):
+        lrm.unwrap(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_multipliers_around_multipliers_are_refused():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    with pytest.raises(ValueError, match="trains multipliers already"):
+        lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
