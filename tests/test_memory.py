@@ -11,6 +11,7 @@ from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.pretrain.config import ParallelConfig, RuntimeConfig
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.preflight import checks, doctor
+from learnable_multipliers.pretrain.preflight.checks import run_check
 from learnable_multipliers.pretrain.preflight.dry_run import describe
 from learnable_multipliers.pretrain.preflight.memory import (
     _peak_with_layers,
@@ -241,6 +242,6 @@ def test_a_model_that_fits_only_when_sharded_is_not_tried_whole(data, tmp_path, 
 def test_what_is_near_is_a_warning_where_it_can_be_tried(where, free, verdict, monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda device: free)
     device = replace(CPU, device=torch.device(where))
-    result = checks.check_memory(device, 100, "estimated")
+    result = run_check("memory", lambda: checks.check_memory(device, 100, "estimated"), "")
     assert result.verdict == verdict
     assert ("--data.micro-batch-sequences" in result.advice) == (verdict != "ok")

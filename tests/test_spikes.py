@@ -1,6 +1,7 @@
 """A loss that leaves its course: when it is noticed, and where the run goes on from."""
 
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,6 @@ from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig,
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
-from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.spikes import (
     LossPoint,
     SpikeState,
@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.trainer.spikes import (
     observe,
     rollback_steps,
 )
-from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 from learnable_multipliers.report.records import Run
 from learnable_multipliers.report.summary import summarize
 from runs import (
@@ -249,7 +249,7 @@ def test_a_run_that_was_stopped_goes_back_to_where_another_would(data, tmp_path,
     stopped, interrupt = Trainer(config), Interrupt()
     for step in stopped.steps():
         if step == stop:
-            interrupt.received = "SIGINT"
+            interrupt.received = signal.SIGINT
             assert stopped.train(interrupt) == "interrupted"
             break
     # The step after it, which `train` takes before it looks.

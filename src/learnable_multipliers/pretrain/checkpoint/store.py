@@ -71,15 +71,14 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    (mark,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
-    partial = hidden(target, mark=f"{mark:08x}")
+    partial = world.broadcast(hidden(target))
     try:
-        exists = world.together(lambda: world.is_first and _prepare(folder, target, partial))
-        if world.tell([exists])[0]:
+        exists = world.run_on_all(lambda: world.is_first and _prepare(folder, target, partial))
+        if world.broadcast(exists):
             return target
-        files = world.together(lambda: _write_tensors(partial, checkpoint.tensors, world))
-        files = _gather_files(files, world)
-        world.together(lambda: world.is_first and _publish(partial, target, checkpoint, files))
+        own = world.run_on_all(lambda: _write_tensors(partial, checkpoint.tensors, world))
+        files = {name: entry for files in world.all_gather(own) for name, entry in files.items()}
+        world.run_on_all(lambda: world.is_first and _publish(partial, target, checkpoint, files))
     except BaseException as error:
         if world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -93,7 +92,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             "then go on with --resume"
         ) from error
     try:
-        world.together(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
+        world.run_on_all(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is saved, but an older one could not be "
@@ -125,13 +124,6 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
         sync(path)
         files[path.name] = _fingerprint(path)
     return files
-
-
-def _gather_files(files: Files, world: World) -> Files:
-    """Return the sizes and checksums of all ranks' files."""
-    # Padded: every rank gathers the same number of bytes.
-    gathered = world.gather(json.dumps(files).encode().ljust(1024))
-    return {name: entry for content in gathered for name, entry in json.loads(content).items()}
 
 
 def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) -> None:
@@ -196,11 +188,11 @@ def load_newest_of(
         if world.is_first:
             found, wrong = _newest_good(candidates, folder, like)
     finally:
-        (step,) = world.tell([-1 if found is None else found.step])
-    if step < 0:
+        step = world.broadcast(found and found.step)
+    if step is None:
         return None, wrong
     path = folder / _name(step)
-    return world.together(lambda: found or load(path, like, verified=True)), wrong
+    return world.run_on_all(lambda: found or load(path, like, verified=True)), wrong
 
 
 def _newest_good(
