@@ -332,7 +332,7 @@ def test_what_it_cannot_look_at_is_said(ask):
 def test_without_a_name_it_looks_at_the_smallest_recipe(ask, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "learnable_multipliers.cli.doctor.run_checks", lambda config: seen.append(config) or []
+        "learnable_multipliers.cli.preflight.run_checks", lambda config: seen.append(config) or []
     )
     assert ask("doctor")[:2] == (0, "0 checks: 0 ok, in 0s\n")
     assert ask("doctor", "--optimizer.lr", "0.5")[0] == 0
