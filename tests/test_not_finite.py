@@ -9,7 +9,7 @@ import torch
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.metrics.meters import NOTHING, LossMeter, LossReading
+from learnable_multipliers.pretrain.metrics.meters import LossMeter, LossReading
 from learnable_multipliers.pretrain.model.loss import Losses
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -238,5 +238,5 @@ def test_a_new_reading_begins_empty_but_for_the_streak():
     meter = LossMeter(CPU)
     meter.add(torch.tensor(1.0), torch.tensor(math.nan))
     meter.reset()
-    assert meter.read() == replace(NOTHING, skipped_in_a_row=1)
+    assert meter.read() == LossReading(skipped_in_a_row=1)
     assert meter.read().mean is None

@@ -225,7 +225,7 @@ class Trainer:
         if evaluation:
             self._record("eval", **evaluate(self.model, self.data, self.config, self.device))
         if sample:
-            text = sample_text(self.model, self.data, self.config, self.device, self.world)
+            text = sample_text(self.model, self.data, self.config, self.device)
             self._record("sample", prompt=log.prompt, text=text)
         if checkpoint:
             self.save()
