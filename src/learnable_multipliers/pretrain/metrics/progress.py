@@ -59,7 +59,7 @@ class Display:
             disable=not self._is_live,
         )
         # Rich reads a description as markup.
-        empty = dict.fromkeys(_SHOWN, "")
+        empty: dict[str, Any] = dict.fromkeys(_SHOWN, "")
         self._tasks = {
             name: self._progress.add_task(
                 "", total=tokens[-1], name=name[:_LONGEST_NAME], step=self._step(0), **empty
@@ -92,7 +92,7 @@ class Display:
         kind, step = record["kind"], record["step"]
         if kind not in ("train", "eval"):
             return
-        shown = {}
+        shown: dict[str, Any] = {}
         if kind == "train":
             self._trained_at[name] = step
         elif self._trained_at[name] == 1 < step:

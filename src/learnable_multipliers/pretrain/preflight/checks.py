@@ -95,7 +95,7 @@ def check_packages() -> str:
     """Check that the packages are installed."""
     missing = [name for name in (*_NEEDED, *_SHOWING) if importlib.util.find_spec(name) is None]
     if missing:
-        worst = "failed" if set(missing) & set(_NEEDED) else "warning"
+        worst: Verdict = "failed" if set(missing) & set(_NEEDED) else "warning"
         raise CheckError(f"not installed: {', '.join(missing)}", verdict=worst)
     return ", ".join((*_NEEDED, *_SHOWING))
 

@@ -9,6 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,12 +31,7 @@ from learnable_multipliers.pretrain.preflight.checks import (
     run_check,
     skipped,
 )
-from learnable_multipliers.pretrain.preflight.memory import (
-    estimate,
-    measure,
-    micro_batch,
-    state_bytes,
-)
+from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
@@ -163,9 +159,7 @@ class _Preflight:
         return "tokens are as the manifest says"
 
     def check_settings(self) -> str:
-        config = resolved(self.config, self.data)
-        config.check()
-        self.config = self.valid = config
+        self.config = self.valid = resolved(self.config, self.data)
         return "valid"
 
     def check_plan(self) -> str:
@@ -202,7 +196,7 @@ class _Preflight:
         on_gpu = self.device.device.type == "cuda" and ranks == 1
         if not on_gpu or run_check("", estimated, "").verdict == "failed":
             return estimated()
-        needed = measure(self.config, self.device)
+        needed = measure(self.config, self.device, self.data)
         return checks.check_memory(self.device, needed, "measured with 1 and 2 layers")
 
     def check_disk(self) -> str:
@@ -242,9 +236,10 @@ class ShortRun:
         self.sequences = micro_batch(config, dp_degree)
         self._tokens = data.batch(0, self.sequences, device.device)
 
-    def gradients(self) -> float:
-        """Compute the gradients of the micro-batch and return its loss."""
-        loss = self._train_step.gradients([self._tokens], self.sequences)
+    def gradients(self, repeats: int = 1) -> float:
+        """Compute the gradients of the micro-batch, added up over repeats; return its loss."""
+        batches = [self._tokens] * repeats
+        loss = self._train_step.gradients(batches, self.sequences * repeats)
         self.optimizer.found_inf = ~loss.isfinite()
         return loss.item()
 
@@ -270,6 +265,29 @@ class ShortRun:
         what()
         self.device.synchronize()
         return time.perf_counter() - began
+
+
+def measure(config: TrainConfig, device: Device, data: TrainingData) -> int:
+    """Return the peak of a run in one process on a CUDA device, in bytes.
+
+    Measured on models of one and of two layers with the widths of the run, and extrapolated to its
+    number of layers.
+    """
+    one, two = (_peak_with_layers(config, device, data, layers) for layers in (1, 2))
+    return one + (config.model.num_layers - 1) * (two - one)
+
+
+def _peak_with_layers(config: TrainConfig, device: Device, data: TrainingData, layers: int) -> int:
+    before = torch.cuda.memory_allocated(device.device)
+    config = replace(config, model=replace(config.model, num_layers=layers))
+    # A captured graph needs the memory of the pass it captures.
+    run = ShortRun(config, replace(device, captured=False), data)
+    for _ in range(2):
+        # The first step compiles, which takes memory of its own.
+        torch.cuda.reset_peak_memory_stats(device.device)
+        run.gradients(repeats=1 if run.sequences == config.data.batch_sequences else 2)
+        run.step(config.optimizer.lr)
+    return torch.cuda.max_memory_allocated(device.device) - before
 
 
 def check_zero_step(run: ShortRun) -> str:

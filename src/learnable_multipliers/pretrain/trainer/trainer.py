@@ -80,7 +80,6 @@ class Trainer:
         self.device = choose_device(config.runtime)
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolved(config, self.data)
-        config.check()
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
@@ -266,10 +265,12 @@ class Trainer:
         for alarm in health.alarms:
             self._folder.warn(self.step, alarm.text, alarm.about)
 
-    def _record(self, kind: str, *, step: int | None = None, **values: Any) -> None:
+    def _record(self, kind: str, **values: Any) -> None:
         if self._folder.log is not None:
-            record = {"kind": kind, "tokens": self.tokens, **values}
-            self._folder.log.log(self.step if step is None else step, record)
+            # A rollback is a record of the first step that is repeated: a resume from the
+            # checkpoint drops it, and writes it again.
+            step = self.step + (kind == "rollback")
+            self._folder.log.log(step, {"kind": kind, "tokens": self.tokens, **values})
 
     def _warn(self, text: str) -> None:
         self._folder.warn(self.step, text)
@@ -376,11 +377,8 @@ class Trainer:
         self._restore(loaded, state_of(loaded))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        # Recorded at the first step that is repeated: a resume from the checkpoint drops it, and
-        # will write it again.
         self._record(
             "rollback",
-            step=self.step + 1,
             checkpoint=self.step,
             num_rollbacks=self._spikes.num_rollbacks,
             passed_over=self.passed_over,
@@ -397,8 +395,10 @@ class Trainer:
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size and name filled in."""
+    """Return a config with vocabulary size and name filled in, checked."""
     if config.model.vocab_size == 0:
         model = replace(config.model, vocab_size=data.manifest.vocab_size)
         config = replace(config, model=model)
-    return replace(config, name=config.name or config.out.resolve().name)
+    config = replace(config, name=config.name or config.out.resolve().name)
+    config.check()
+    return config
