@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -98,6 +99,7 @@ def verify_resume(arguments: Sequence[str]) -> None:
     """Check a recipe, print a table, and fail if the runs differ."""
     name, settings = _name_and_settings(arguments)
     what, default = recipe("verify-resume", name)
+    defaults: dict[str, Any] = vars(default) | {"out": VerifyConfig.out}
     config = read(
         VerifyConfig,
         f"verify-resume {name}",
@@ -105,7 +107,7 @@ def verify_resume(arguments: Sequence[str]) -> None:
         description=f"Train the first steps of a {what} twice: once without a stop, once killed "
         "and resumed. Compare weights, optimizer, counters and metrics bit for bit. Exit code 1 if "
         "anything differs. The options are those of lrm train.",
-        default=VerifyConfig(**(vars(default) | {"out": VerifyConfig.out})),
+        default=VerifyConfig(**defaults),
     )
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})
     if config.out.exists():

@@ -52,7 +52,8 @@ class CheckError(Exception):
 
     def __init__(self, text: str, advice: str = "", verdict: Verdict = "failed"):
         super().__init__(text)
-        self.advice, self.verdict = advice, verdict
+        self.advice = advice
+        self.verdict: Verdict = verdict
 
 
 def skipped(reason: str) -> CheckError:
