@@ -167,7 +167,7 @@ def _say(console: Console, text: str) -> None:
 
 
 class _SteadyOutput:
-    """A stream that discards output once its reader or terminal is gone; the run goes on."""
+    """A stream that discards output once its reader or terminal is gone; the run continues."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -131,7 +131,7 @@ class World:
             if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise RankLostError(
-                f"rank {self.rank} of {self.size} waited for the others in vain "
+                f"rank {self.rank} of {self.size} lost a rank or waited too long "
                 f"({self.timeout:g} s at most): one of them has died or hangs, and its own "
                 "messages say why. Start all of them again with --resume; ranks that are slow "
                 "rather than dead need a larger --parallel.timeout. "

@@ -173,7 +173,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 int(record["step"])
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ValueError(
-                    f"line {number} of {path} is not a record of metrics: mend or remove it"
+                    f"line {number} of {path} is not a record of metrics: fix or remove it"
                 ) from error
             yield line, record
 

@@ -62,7 +62,7 @@ class LossMeter:
         return LossReading(self._total.item(), self._steps, left_out, skipped)
 
     def reset(self) -> None:
-        """Start a new mean; the count of skipped steps in a row goes on."""
+        """Start a new mean; the count of skipped steps in a row continues."""
         self._total = torch.zeros_like(self._total)
         self._left_out = torch.zeros_like(self._left_out)
         self._steps = 0

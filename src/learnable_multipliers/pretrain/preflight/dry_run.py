@@ -67,7 +67,7 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     lines = [
         f"Memory{each} on {device.name} ({str(device.dtype).removeprefix('torch.')}"
         f"{', compiled' if device.compiled else ''}), estimated from shapes:",
-        *(f"  {name:<{width}}  {size(held):>10}" for name, held in rows.items()),
+        *(f"  {name:<{width}}  {size(used):>10}" for name, used in rows.items()),
     ]
     if not estimated.accumulates:
         lines.append("  Gradients are written while activations are freed: the larger one counts.")

@@ -145,7 +145,7 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
                 "were: a run can be made longer or shorter before its decay begins"
             )
         raise ValueError(
-            "a run goes on with the settings it began with; these differ: "
+            "a resumed run keeps the settings it started with; these differ: "
             + "; ".join(changed)
             + hint
         )

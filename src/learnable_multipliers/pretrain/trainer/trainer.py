@@ -316,8 +316,8 @@ class Trainer:
         check_same_settings(self.config, state.config, loaded.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
-                f"the data at {self.data.folder} are not those the run began with: their tokens "
-                "or their tokenizer are others; name those with --data.path, or begin a new run"
+                f"the data at {self.data.folder} are not those the run started with: their "
+                "tokens or their tokenizer differ; give those with --data.path, or start a new run"
             )
         self._restore(loaded, state)
         self._stopwatch = Stopwatch(state.seconds)
@@ -371,7 +371,7 @@ class Trainer:
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
         if loaded is None:
-            self._warn("no checkpoint is from before the loss left its course: none to go back to")
+            self._warn("no checkpoint is from before the loss spike: cannot roll back")
             return False
         self._folder.go_back_to(loaded.step)
         self._restore(loaded, state_of(loaded))
@@ -386,9 +386,9 @@ class Trainer:
             high=[[point.step, point.loss] for point in spike.high],
         )
         self._warn(
-            f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
-            f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "
-            f"{self.config.spikes.max_rollbacks})"
+            f"{spikes.in_words(spike, skipped)}: rolled back to the checkpoint of step "
+            f"{self.step}, continuing with the data after the spike (rollback "
+            f"{self._spikes.num_rollbacks} of {self.config.spikes.max_rollbacks})"
         )
         self._restart_clock()
         return True
