@@ -207,7 +207,9 @@ def test_a_run_that_may_goes_back_instead(data, tmp_path):
     trainer.data.batch, trainer.optimizer.step = watched, step
     assert trainer.train() == "finished"
     (told,) = (r["text"] for r in seen if r["kind"] == "warning")
-    assert told.startswith("the last 5 steps had no finite gradients and were skipped: rolled back to")
+    assert told.startswith(
+        "the last 5 steps had no finite gradients and were skipped: rolled back to"
+    )
     assert "checkpoint of step 10" in told
     # Steps 12 to 16 were lost; of the two bad ones that were left, both are skipped after all.
     assert trainer.passed_over == 6 * 4
