@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
 
 
 def test_a_log_is_on_disk_with_its_name_and_after_it_is_cut_back(tmp_path, done):
-    with MetricLog(tmp_path / "run", tensorboard=False) as log:
+    with closing(MetricLog(tmp_path / "run", tensorboard=False)) as log:
         assert ("sync", "run") in done
         for step in (1, 2):
             log.log(step, {"loss": 1.0})

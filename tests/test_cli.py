@@ -485,11 +485,11 @@ def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, numb
     assert 1 < step < 40
     kept = sorted(path.name for path in Path("a part/checkpoints").iterdir())
     assert kept[-1] == f"step-{step:08d}"
-    again = shlex.split(re.search(r"^Go on with: lrm (.*)$", out, re.M)[1])
+    again = shlex.split(re.search(r"^Resume with: lrm (.*)$", out, re.M)[1])
     assert again[-1] == "--resume"
     code, out, complaints = ask(*again)
     assert (code, complaints) == (0, "")
-    assert f"going on from step {step}" in out
+    assert f"resumed from step {step}" in out
     for file in ("model.safetensors", "optimizer.safetensors"):
         last = Path("checkpoints/step-00000040") / file
         assert ("a part" / last).read_bytes() == ("whole" / last).read_bytes()

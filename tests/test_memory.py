@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,9 @@ from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.pretrain.config import ParallelConfig, RuntimeConfig
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.preflight import checks, doctor
+from learnable_multipliers.pretrain.preflight.checks import run_check
 from learnable_multipliers.pretrain.preflight.dry_run import describe
-from learnable_multipliers.pretrain.preflight.memory import (
-    _peak_with_layers,
-    estimate,
-    measure,
-    micro_batch,
-)
+from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -96,8 +93,14 @@ def test_memory_grows_with_layers_tokens_and_vocabulary():
 def test_two_layers_foretell_the_peak_of_all(name):
     config = benchmarked(name)
     device = replace(choose_device(RuntimeConfig(device="cuda")), captured=False)
-    expected = _peak_with_layers(config, device, config.model.num_layers)
-    assert measure(config, device) == pytest.approx(expected, rel=0.05)
+    length, vocab_size = config.data.sequence_length, config.model.vocab_size
+    data = SimpleNamespace(
+        batch=lambda start, size, device: torch.randint(
+            vocab_size, (size, length + 1), device=device
+        )
+    )
+    expected = doctor._peak_with_layers(config, device, data, config.model.num_layers)
+    assert doctor.measure(config, device, data) == pytest.approx(expected, rel=0.05)
     assert estimate(config, device).peak == pytest.approx(expected, rel=0.15)
 
 
@@ -241,6 +244,6 @@ def test_a_model_that_fits_only_when_sharded_is_not_tried_whole(data, tmp_path, 
 def test_what_is_near_is_a_warning_where_it_can_be_tried(where, free, verdict, monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda device: free)
     device = replace(CPU, device=torch.device(where))
-    result = checks.check_memory(device, 100, "estimated")
+    result = run_check("memory", lambda: checks.check_memory(device, 100, "estimated"), "")
     assert result.verdict == verdict
     assert ("--data.micro-batch-sequences" in result.advice) == (verdict != "ok")

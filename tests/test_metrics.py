@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ def metrics_of(step):
 
 
 def write(folder, steps, **settings):
-    with MetricLog(folder, **{"tensorboard": False, **settings}) as log:
+    with closing(MetricLog(folder, **{"tensorboard": False, **settings})) as log:
         for step in steps:
             log.log(step, metrics_of(step))
 
@@ -66,14 +67,14 @@ def test_a_line_is_a_step(tmp_path):
 
 
 def test_a_line_is_on_disk_before_the_next_step(tmp_path):
-    with MetricLog(tmp_path, tensorboard=False) as log:
+    with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         log.log(0, {"loss": 1.0})
         assert (tmp_path / FILE_NAME).read_text() == '{"step": 0, "loss": 1.0}\n'
 
 
 def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
     values = {"nan": math.nan, "high": math.inf, "low": {"x": -math.inf}, "list": [1, math.nan]}
-    with MetricLog(tmp_path, tensorboard=False) as log:
+    with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         log.log(0, values)
 
     def refuse(constant):
@@ -88,7 +89,10 @@ def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
 
 
 def test_what_is_not_a_metric_is_refused_and_nothing_is_written(tmp_path):
-    with MetricLog(tmp_path, tensorboard=False) as log, pytest.raises(TypeError, match="object"):
+    with (
+        closing(MetricLog(tmp_path, tensorboard=False)) as log,
+        pytest.raises(TypeError, match="object"),
+    ):
         log.log(0, {"a": {"b": object()}})
     assert read_metrics(tmp_path) == []
 
@@ -99,7 +103,7 @@ def test_resumed_log_equals_the_uninterrupted_one(tmp_path, torn):
     write(tmp_path / "parts", range(6), tensorboard=True)
     with (tmp_path / "parts" / FILE_NAME).open("ab") as file:
         file.write(torn)
-    with MetricLog(tmp_path / "parts", tensorboard=True) as log:
+    with closing(MetricLog(tmp_path / "parts", tensorboard=True)) as log:
         log.truncate_after(3)
         for step in range(4, 9):
             log.log(step, metrics_of(step))
@@ -110,7 +114,7 @@ def test_resumed_log_equals_the_uninterrupted_one(tmp_path, torn):
 
 
 def test_truncation_in_the_middle_of_a_run(tmp_path):
-    with MetricLog(tmp_path, tensorboard=True) as log:
+    with closing(MetricLog(tmp_path, tensorboard=True)) as log:
         for step in (0, 1, 2):
             log.log(step, {"loss": float(step)})
         log.truncate_after(0)
@@ -122,7 +126,7 @@ def test_truncation_in_the_middle_of_a_run(tmp_path):
 def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     write(tmp_path, range(4))
     before = (tmp_path / FILE_NAME).read_bytes()
-    with MetricLog(tmp_path, tensorboard=False) as log:
+    with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             log.truncate_after(1)
@@ -137,7 +141,9 @@ def test_torn_line_is_not_glued_to_the_next(tmp_path):
     with (tmp_path / FILE_NAME).open("ab") as file:
         file.write(b'{"step": 2')
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
-    write(tmp_path, [2])
+    with closing(MetricLog(tmp_path, tensorboard=False)) as log:
+        log.truncate_after(1)
+        log.log(2, metrics_of(2))
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
 
 
@@ -145,7 +151,10 @@ def test_broken_line_is_named(tmp_path):
     (tmp_path / FILE_NAME).write_text('{"step": 0}\n{"loss": 1}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(tmp_path)
-    with MetricLog(tmp_path, tensorboard=False) as log, pytest.raises(ValueError, match="line 2"):
+    with (
+        closing(MetricLog(tmp_path, tensorboard=False)) as log,
+        pytest.raises(ValueError, match="line 2"),
+    ):
         log.truncate_after(0)
 
 
@@ -189,7 +198,7 @@ def test_tracker_gets_the_numbers_of_each_step_and_one_run(tmp_path, monkeypatch
 
 
 def test_truncation_tells_what_it_left(tmp_path):
-    with MetricLog(tmp_path, tensorboard=False) as log:
+    with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         assert log.truncate_after(5) is None
         for step in (0, 1, 2):
             log.log(step, {"kind": "train", "loss": float(step)})

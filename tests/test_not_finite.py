@@ -9,7 +9,7 @@ import torch
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.metrics.meters import NOTHING, LossMeter, LossReading
+from learnable_multipliers.pretrain.metrics.meters import LossMeter, LossReading
 from learnable_multipliers.pretrain.model.loss import Losses
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -207,7 +207,9 @@ def test_a_run_that_may_goes_back_instead(data, tmp_path):
     trainer.data.batch, trainer.optimizer.step = watched, step
     assert trainer.train() == "finished"
     (told,) = (r["text"] for r in seen if r["kind"] == "warning")
-    assert told.startswith("the last 5 steps had no finite gradients and were skipped: back to")
+    assert told.startswith(
+        "the last 5 steps had no finite gradients and were skipped: rolled back to"
+    )
     assert "checkpoint of step 10" in told
     # Steps 12 to 16 were lost; of the two bad ones that were left, both are skipped after all.
     assert trainer.passed_over == 6 * 4
@@ -238,5 +240,5 @@ def test_a_new_reading_begins_empty_but_for_the_streak():
     meter = LossMeter(CPU)
     meter.add(torch.tensor(1.0), torch.tensor(math.nan))
     meter.reset()
-    assert meter.read() == replace(NOTHING, skipped_in_a_row=1)
+    assert meter.read() == LossReading(skipped_in_a_row=1)
     assert meter.read().mean is None

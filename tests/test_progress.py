@@ -32,8 +32,12 @@ class Screen:
         tokens = [1000 * step for step in range(total + 1)] if isinstance(total, int) else total
         self.display = Display(names, tokens, self.console, lambda: self.now)
 
+    def table(self):
+        progress = self.display._progress
+        return progress.make_tasks_table(progress.tasks)
+
     def lines(self) -> list[str]:
-        self.console.print(self.display.frame())
+        self.console.print(self.table())
         return self.console.export_text().splitlines()
 
 
@@ -85,7 +89,7 @@ def test_the_bar_is_as_long_as_the_part_of_the_tokens_that_is_done():
     screen = Screen(["run"], [0, 10, 50, 200], 140)
     screen.display.advance("run", 2)
     with screen.console.capture() as captured:
-        screen.console.print(screen.display.frame())
+        screen.console.print(screen.table())
     # The first colour of the bar is that of what is done.
     pieces = re.findall(r"\x1b\[([\d;]+)m([\u2501\u2578\u257a]+)\x1b\[0m", captured.get())
     done = len(pieces[0][1]) - 0.5 * pieces[0][1].count("\u2578")
@@ -201,7 +205,7 @@ def test_a_live_table_is_drawn_in_place_and_words_go_above_it():
     with screen.display as display:
         display.advance("run", 4)
         display.record("run", {**TRAIN, "step": 4})
-        display.say("said in between")
+        screen.console.print("said in between")
     text = screen.console.file.getvalue()
     assert text.index("said in between") < text.rindex("3.457")
     # The line is erased and drawn again.
@@ -217,7 +221,7 @@ def test_a_file_gets_some_forty_whole_lines_of_a_long_run():
             if step % 10 == 0:
                 display.record("run", {**TRAIN, "step": step})
         display.record("run", {**EVAL, "step": 10_000})
-        display.say("done")
+        screen.console.print("done")
     *lines, last = screen.console.file.getvalue().splitlines()
     assert last == "done"
     assert 40 <= len(lines) <= 43

@@ -342,7 +342,7 @@ def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
     other = tmp_path / "other"
     held_out = (str(data.parent / "text"),)
     prepare(PrepareConfig(sources=(str(text),), out=other, vocab_size=257, valid_sources=held_out))
-    with pytest.raises(ValueError, match="not those the run began with"):
+    with pytest.raises(ValueError, match="not those the run started with"):
         Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
 
 
@@ -377,7 +377,7 @@ def test_data_with_another_checksum_or_end_are_refused(data, tmp_path, change):
         case "eos":
             manifest["eos_id"] = 1
     (other / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="not those the run began with"):
+    with pytest.raises(ValueError, match="not those the run started with"):
         Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
 
 

@@ -90,7 +90,7 @@ def test_a_folder_with_a_run_is_not_overwritten(data, tmp_path):
     trained(config)
     # Without its metrics it is a run all the same: its checkpoints would pass for the new run's.
     metrics.unlink()
-    with pytest.raises(ValueError, match="holds a run already: go on with it"):
+    with pytest.raises(ValueError, match="holds a run already: resume it"):
         Trainer(replace(config, seed=5))
 
 

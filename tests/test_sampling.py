@@ -18,14 +18,14 @@ def model():
     return build(SHAPE)
 
 
-def by_hand(model, tokens, count, context, temperature, top_k, seed):
+def by_hand(model, tokens, count, context, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = tokens.tolist()
     for _ in range(count):
         with torch.no_grad():
             logits = model(torch.tensor([tokens[-context:]]))[0, -1]
-        order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[:top_k]
-        weights = (logits[order] / temperature).softmax(-1)
+        order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[:50]
+        weights = (logits[order] / 0.8).softmax(-1)
         tokens.append(order[torch.multinomial(weights, 1, generator=generator).item()])
     return tokens
 
@@ -33,36 +33,23 @@ def by_hand(model, tokens, count, context, temperature, top_k, seed):
 # A context of 5 is left behind after two tokens, one of 100 never.
 @pytest.mark.parametrize("context", [5, 100])
 def test_samples_are_those_of_a_loop_by_hand(model, context):
-    found = generate(model, PROMPT, 12, temperature=0.7, top_k=9, context=context, seed=4)
-    assert found.tolist() == by_hand(model, PROMPT, 12, context, 0.7, 9, 4)
+    found = generate(model, PROMPT, 12, context, seed=4)
+    assert found.tolist() == by_hand(model, PROMPT, 12, context, 4)
 
 
-def test_temperature_zero_takes_the_best(model):
-    found = generate(model, PROMPT, 6, temperature=0.0, context=64)
-    for end in range(len(PROMPT), len(found)):
-        assert found[end] == model(found[None, :end])[0, -1].argmax()
-    assert torch.equal(found, generate(model, PROMPT, 6, temperature=0.0, context=64, seed=9))
-
-
-def test_a_sample_ends_before_the_stop_token(model):
-    whole = generate(model, PROMPT, 12, seed=1)
-    stop = whole[7].item()
-    first = whole.tolist().index(stop, len(PROMPT))
-    assert torch.equal(generate(model, PROMPT, 12, seed=1, stop=stop), whole[:first])
-
-
-def test_a_vocabulary_smaller_than_top_k_is_fine(model):
-    assert len(generate(model, PROMPT, 3, top_k=1000)) == 6
+def test_a_vocabulary_smaller_than_top_k_is_fine():
+    model = build(replace(SHAPE, vocab_size=20))
+    assert len(generate(model, PROMPT, 3, 64, seed=0)) == 6
 
 
 def test_nothing_but_the_seed_decides_and_nothing_else_is_disturbed(model):
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    first = generate(model, PROMPT, 8, seed=2)
+    first = generate(model, PROMPT, 8, 64, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(8)
-    assert torch.equal(first, generate(model, PROMPT, 8, seed=2))
-    assert not torch.equal(first, generate(model, PROMPT, 8, seed=3))
+    assert torch.equal(first, generate(model, PROMPT, 8, 64, seed=2))
+    assert not torch.equal(first, generate(model, PROMPT, 8, 64, seed=3))
     assert model.training
 
 
@@ -76,10 +63,5 @@ def test_nothing_is_compiled_for_a_sample():
 
     for layer in model.model.layers:
         layer.compile(backend=backend)
-    generate(model, PROMPT, 3)
+    generate(model, PROMPT, 3, 64, seed=0)
     assert compiled == []
-
-
-def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="a prompt of one token or more"):
-        generate(model, PROMPT[:0], 3)

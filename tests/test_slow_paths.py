@@ -10,8 +10,9 @@ from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.model import attention, mamba, ssd
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import doctor, dry_run
+from learnable_multipliers.pretrain.preflight.checks import CheckError
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.trainer import slow_paths
+from learnable_multipliers.pretrain.trainer import device as devices
 from learnable_multipliers.pretrain.trainer import trainer as train
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
 from runs import HYBRID, small_run
@@ -32,7 +33,7 @@ MODELS = {
 
 
 def told(config, device=GPU):
-    return [path.in_words for path in slow_paths.slow_paths(config, device)]
+    return [path.in_words for path in devices.slow_paths(config, device)]
 
 
 @pytest.mark.parametrize("causes", MODELS)
@@ -72,7 +73,7 @@ def test_elsewhere_there_is_nothing_to_miss(data, tmp_path):
 
 
 def test_without_triton_one_line_says_so(monkeypatch):
-    monkeypatch.setattr(slow_paths, "HAS_TRITON", False)
+    monkeypatch.setattr(devices, "HAS_TRITON", False)
     (text,) = told(RECIPES["falcon-h1-0.5b"][1])
     assert "pip install triton" in text
 
@@ -106,7 +107,7 @@ def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
 
 
 def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
-    path = slow_paths.SlowPath("it is slow", "make it fast")
+    path = devices.SlowPath("it is slow", "make it fast")
     config = small_run(data, tmp_path / "run", steps=6)
     for module in (train, dry_run, doctor):
         monkeypatch.setattr(module, "slow_paths", lambda config, device: [path])
@@ -120,8 +121,8 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
     run = doctor._Preflight(config)
     run.check_device(), run.check_data(), run.check_settings()
-    assert run.check_fast_paths().verdict == "ok"
+    assert run.check_fast_paths() == "only CUDA devices have kernels and CUDA graphs"
     run.device = GPU
-    result = run.check_fast_paths()
-    assert (result.verdict, result.text) == ("warning", path.text)
-    assert result.advice == path.advice
+    with pytest.raises(CheckError, match=path.text) as found:
+        run.check_fast_paths()
+    assert (found.value.verdict, found.value.advice) == ("warning", path.advice)

@@ -1,6 +1,7 @@
 """A loss that leaves its course: when it is noticed, and where the run goes on from."""
 
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,6 @@ from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig,
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
-from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.spikes import (
     LossPoint,
     SpikeState,
@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.trainer.spikes import (
     observe,
     rollback_steps,
 )
-from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 from learnable_multipliers.report import Run, write_page
 from runs import (
     BATCH,
@@ -248,7 +248,7 @@ def test_a_run_that_was_stopped_goes_back_to_where_another_would(data, tmp_path,
     stopped, interrupt = Trainer(config), Interrupt()
     for step in stopped.steps():
         if step == stop:
-            interrupt.received = "SIGINT"
+            interrupt.received = signal.SIGINT
             assert stopped.train(interrupt) == "interrupted"
             break
     # The step after it, which `train` takes before it looks.
@@ -265,7 +265,7 @@ def test_when_the_budget_is_spent_a_run_goes_on(data, tmp_path, poisoned):
     assert [r["kind"] for r in read_metrics(tmp_path / "run")].count("rollback") == 1
     assert trainer.step == 26
     assert "rollback 1 of 1" in told[1]
-    assert "the run goes on with it (spikes.max_rollbacks=1)" in told[2]
+    assert "the run continues (spikes.max_rollbacks=1)" in told[2]
     assert len(told) == 3
 
 
@@ -283,8 +283,8 @@ def test_without_a_budget_a_spike_is_told_and_changes_nothing(data, tmp_path, po
 def test_a_spike_before_any_checkpoint_is_told(data, tmp_path, poisoned):
     late = CheckpointConfig(every=20)
     trainer, told = observed(watched(data, tmp_path / "run", checkpoint=late))
-    assert "no checkpoint is from before the loss left its course" in told[0]
-    assert "the run goes on with it" in told[1]
+    assert "no checkpoint is from before the loss spike" in told[0]
+    assert "the run continues" in told[1]
     assert trainer.step == 26
 
 
@@ -302,7 +302,7 @@ def test_no_checkpoint_is_written_while_the_loss_is_high(data, tmp_path, poisone
 
 
 def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(data, tmp_path, poisoned):
-    for keep, ending in ((3, "back to the checkpoint of step 5"), (2, "none to go back to")):
+    for keep, ending in ((3, "rolled back to the checkpoint of step 5"), (2, "cannot roll back")):
         config = watched(
             data, tmp_path / str(keep), checkpoint=CheckpointConfig(every=5, keep=keep)
         )
@@ -332,7 +332,7 @@ def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):
 def test_a_spike_is_told_in_words():
     spike = SpikeState([3.0, 3.2, 3.1], [LossPoint(1010, 4.5), LossPoint(1020, 5.25)], 1000)
     assert in_words(spike, 0) == (
-        "the loss left its course: 5.250 at step 1,020, high since step 1,010, 3.100 before"
+        "loss spike: 5.250 at step 1,020, high since step 1,010, 3.100 before"
     )
     lost = SpikeState([], [LossPoint(10, None)])
     assert in_words(lost, 10) == "the last 10 steps had no finite gradients and were skipped"

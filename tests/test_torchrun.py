@@ -105,7 +105,7 @@ def test_a_run_is_stopped_and_goes_on_and_is_the_same(data, tmp_path):
     ("number", "told"),
     [
         (signal.SIGKILL, "Signal 9 (SIGKILL)"),
-        (signal.SIGSTOP, "waited for the others in vain (5 s"),
+        (signal.SIGSTOP, "waited too long (5 s"),
     ],
     ids=["dead", "hung"],
 )

@@ -16,8 +16,7 @@ from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.device import choose_device
-from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
-from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained
 
 OPTIMIZERS = {
@@ -146,7 +145,7 @@ def test_a_signal_saves_and_ends(data, tmp_path):
         going = trainer.steps()
         next(going)
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.received == "SIGINT"
+        assert interrupt.received == signal.SIGINT
         assert trainer.train(interrupt) == "interrupted"
     assert checkpoints.steps(tmp_path / "run" / "checkpoints") == [trainer.step]
     resumed = Trainer(small_run(data, tmp_path / "run", resume=True))
@@ -165,7 +164,7 @@ def test_a_signal_in_the_middle_of_a_save_lets_it_finish(data, tmp_path, monkeyp
     monkeypatch.setattr(tensor_files, "save_file", signalled)
     with Interrupt() as interrupt:
         assert trainer.train(interrupt) == "interrupted"
-    assert (interrupt.received, trainer.step) == ("SIGTERM", 5)
+    assert (interrupt.received, trainer.step) == (signal.SIGTERM, 5)
     assert checkpoints.load(tmp_path / "run" / "checkpoints" / "step-00000005").step == 5
 
 

@@ -21,9 +21,9 @@ from learnable_multipliers import __version__
 COMMANDS = {
     "demo": ("demo", "compare a tiny model trained without and with multipliers"),
     "data prepare": ("data_prepare", "tokenize text into shards to train on"),
-    "doctor": ("doctor", "check machine, data and model before a run"),
+    "doctor": ("preflight", "check machine, data and model before a run"),
     "train": ("train", "train a language model: lrm train 20m --data.path DATA"),
-    "verify-resume": ("verify_resume", "check that a killed and resumed run is bit-identical"),
+    "verify-resume": ("preflight", "check that a killed and resumed run is bit-identical"),
     "plan": ("models", "show which multipliers each matrix would carry, and why"),
     "symmetries": ("models", "find redundant scales (symmetries) of a model"),
     "simulate": ("simulate", "predict the scale that noise and decay give a matrix"),

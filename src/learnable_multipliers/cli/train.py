@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,13 +16,12 @@ from rich.markup import escape
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.cli.arguments import closest, read, usage_error, wrapped
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.distributed import AXES, own_rank
+from learnable_multipliers.pretrain.distributed import AXES
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
-from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -33,7 +31,7 @@ def train(arguments: Sequence[str]) -> None:
         print(dry_run.describe(config))
         return
     # One rank prints for all.
-    console = Console(file=_SteadyOutput(sys.stdout), quiet=own_rank() > 0)  # pyright: ignore[reportArgumentType]
+    console = Console(file=_SteadyOutput(sys.stdout), quiet=int(os.environ.get("RANK", "0")) > 0)  # pyright: ignore[reportArgumentType]
     _train(config, console, arguments)
 
 
@@ -105,7 +103,6 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
         trainer = Trainer(config, observe)
     name = trainer.config.name
     _announce(trainer, console)
-    stopped_by = None
     with (
         closing(trainer),
         Interrupt() as interrupt,
@@ -113,18 +110,13 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
         _memory_advice(),
     ):
         shown.append(display)
-        for step in trainer.steps():
+        for step in trainer.steps(interrupt):
             display.advance(name, step)
-            stopped_by = trainer.stopped_by(interrupt)
-            if stopped_by is not None:
-                _say(console, f"{stopped_by}: saving step {step:,}")
-                trainer.save()
-                break
-    if stopped_by is not None:
-        trainer.world.leave()
+    if trainer.stopped_by is not None:
         more = [] if config.resume else ["--resume"]
-        _say(console, f"Go on with: {escape(shlex.join(['lrm', 'train', *arguments, *more]))}")
-        sys.exit(128 + signal.Signals[stopped_by])
+        command = shlex.join(["lrm", "train", *arguments, *more])
+        _say(console, f"Resume with: {escape(command)}")
+        sys.exit(128 + trainer.stopped_by)
     out = escape(str(config.out))
     _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
     exports = hugging_face.obstacle(trainer.config.model) is None
@@ -144,8 +136,8 @@ def _memory_advice() -> Iterator[None]:
         if not isinstance(error, kinds) and "allocate memory" not in text:
             raise
         raise ValueError(
-            f"{text} Give --data.micro-batch-sequences a smaller number, also to a run that goes "
-            "on with --resume; --dry-run shows what takes how much"
+            f"{text} Give --data.micro-batch-sequences a smaller number, also "
+            "with --resume; --dry-run shows what takes how much"
         ) from error
 
 
@@ -158,14 +150,14 @@ def _announce(trainer: Trainer, console: Console) -> None:
         else "no multipliers"
     )
     world = trainer.world
-    axes = ", ".join(f"{axis} {world.axis(axis)}" for axis in AXES if world.axis(axis) > 1)
+    axes = ", ".join(f"{axis} {n}" for axis, n in zip(AXES, world.axes, strict=True) if n > 1)
     ranks = f"{world.size} ranks ({axes}) of " if axes else ""
     _say(
         console,
         f"{escape(config.name)}: {count(trainer.model.num_parameters)} parameters, {carried}, "
         f"{config.optimizer.kind}, on {ranks}{device.name} in {precision}"
         f"{', compiled' if device.compiled else ''}"
-        f"{f', going on from step {trainer.step:,}' if trainer.step else ''}",
+        f"{f', resumed from step {trainer.step:,}' if trainer.step else ''}",
     )
 
 
@@ -175,7 +167,7 @@ def _say(console: Console, text: str) -> None:
 
 
 class _SteadyOutput:
-    """A stream that discards output once its reader or terminal is gone; the run goes on."""
+    """A stream that discards output once its reader or terminal is gone; the run continues."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -7,8 +7,9 @@ all others different parts of each batch.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,14 +28,9 @@ AXES = ("data", "shard", "tensor")
 class Axes(NamedTuple):
     """The number of ranks along each axis."""
 
-    data: int
-    shard: int
-    tensor: int
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.data * self.shard * self.tensor
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
 
     @property
     def dp_degree(self) -> int:
@@ -52,10 +48,11 @@ class World:
 
     rank: int = 0
     size: int = 1
+    axes: Axes = Axes()
     mesh: Any = None
     """A device mesh with the three axes; None in a world of one."""
     control: Any = None
-    """A group of all ranks on the CPU, for what Python has to agree on."""
+    """A group of all ranks on the CPU, for plain data."""
     timeout: float = 0.0
     """Seconds a rank waits for the others."""
     groups: list[Any] = field(default_factory=list)
@@ -63,80 +60,59 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes down what all have done."""
+        """Whether this rank writes the files of the run."""
         return self.rank == 0
 
-    def axis(self, name: str) -> int:
-        """Return the number of ranks along an axis."""
-        return 1 if self.mesh is None else self.mesh[name].size()
-
-    def place(self, name: str) -> int:
-        """Return where along an axis this rank is."""
+    def axis_rank(self, name: str) -> int:
+        """Return the rank of this process along an axis."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(name)
-
-    @property
-    def dp_degree(self) -> int:
-        """Data-parallel degree: the number of parts that a batch is divided into."""
-        return self.axis("data") * self.axis("shard")
-
-    @property
-    def dp_rank(self) -> int:
-        """Which part of a batch this rank reads."""
-        return self.place("data") * self.axis("shard") + self.place("shard")
 
     def share(self, sequences: int) -> range:
         """Return this rank's part of a batch, as positions in it."""
-        part = sequences // self.dp_degree
-        return range(self.dp_rank * part, (self.dp_rank + 1) * part)
+        part = sequences // self.axes.dp_degree
+        dp_rank = self.axis_rank("data") * self.axes.shard + self.axis_rank("shard")
+        return range(dp_rank * part, (dp_rank + 1) * part)
 
-    def sum_over_dp(self, value: Tensor) -> Tensor:
+    def all_reduce_dp(self, value: Tensor) -> Tensor:
         """Return the sum of a number over the parts of a batch, the same on all ranks.
 
         Ranks that read the same part have the same number, unless one of them is wrong.
         """
         if self.mesh is None:
             return value
-        total = value.detach() / self.axis("tensor")
+        total = value.detach() / self.axes.tensor
         dist.all_reduce(total)
         return total
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all ranks; the same on all of them."""
-        if self.size == 1:
-            return list(numbers)
-        found = torch.tensor(list(numbers), dtype=torch.int64)
-        with self.waiting():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
-        return found.tolist()
+    def all_reduce_max(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        found = torch.tensor(number)
+        if self.size > 1:
+            with self.collective():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
+        return int(found)
 
-    def tell(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers of the first rank, on all of them."""
-        if self.size == 1:
-            return list(numbers)
-        found = torch.tensor(list(numbers), dtype=torch.int64)
-        with self.waiting():
-            dist.broadcast(found, src=0, group=self.control)
-        return found.tolist()
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the plain data of every rank, in the order of ranks."""
+        found = [value] * self.size
+        if self.size > 1:
+            with self.collective():
+                dist.all_gather_object(found, value, group=self.control)
+        return found
 
-    def gather(self, content: bytes) -> list[bytes]:
-        """Return what each rank has to say, as many bytes each, in the order of ranks."""
-        if self.size == 1:
-            return [content]
-        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.waiting():
-            dist.all_gather(found, mine, group=self.control)
-        return [bytes(each.tolist()) for each in found]
+    def broadcast(self, value: Any) -> Any:
+        """Return the plain data of the first rank."""
+        return self.all_gather(value)[0]
 
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Do something on every rank; what fails on one has failed on all."""
+    def run_on_all(self, work: Callable[[], Result]) -> Result:
+        """Call a function on every rank; an error on one is an error on all."""
         result, error = None, None
         try:
             result = work()
         except Exception as own:
             error = own
         try:
-            (failed,) = self.agree([0 if error is None else self.rank + 1])
+            failed = self.all_reduce_max(0 if error is None else self.rank + 1)
         except RankLostError as lost:
             raise (error or lost) from lost
         if error is not None:
@@ -146,8 +122,8 @@ class World:
         return result  # pyright: ignore[reportReturnType]
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Say what it means if ranks have waited for each other in vain."""
+    def collective(self) -> Iterator[None]:
+        """Explain the error of a collective that timed out or lost a rank."""
         try:
             yield
         except RuntimeError as error:
@@ -155,7 +131,7 @@ class World:
             if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise RankLostError(
-                f"rank {self.rank} of {self.size} waited for the others in vain "
+                f"rank {self.rank} of {self.size} lost a rank or waited too long "
                 f"({self.timeout:g} s at most): one of them has died or hangs, and its own "
                 "messages say why. Start all of them again with --resume; ranks that are slow "
                 "rather than dead need a larger --parallel.timeout. "
@@ -179,20 +155,6 @@ class World:
 ALONE = World()
 
 
-def own_rank() -> int:
-    """Return the rank that torchrun gave to this process; 0 for one by itself."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def take_own_device() -> None:
-    """Let each process of a node have a GPU of its own, before anything is put on one.
-
-    Where a launcher lets each process see one GPU alone, it is that one.
-    """
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-
-
 def num_processes() -> int:
     """Return the number of processes that were started together."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
@@ -204,14 +166,15 @@ def planned_axes(data: int, shard: int, tensor: int) -> Axes:
 
 
 def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
-    """Join the world that torchrun made, or be one; axes that do not fit it are refused."""
+    """Join the processes that torchrun started, if any; raise if the axes do not fit them."""
     started, size = dist.is_initialized(), num_processes()
     axes = planned_axes(data, shard, tensor)
-    if axes.size != size:
+    needed = math.prod(axes)
+    if needed != size:
         raise ValueError(
             f"parallel.data x shard x tensor is {axes.data} x {shard} x {tensor}, but there "
             f"{'is 1 process' if size == 1 else f'are {size} processes'}: start as many with "
-            f"torchrun --nproc-per-node {axes.size} --no-python lrm train ..., or set them "
+            f"torchrun --nproc-per-node {needed} --no-python lrm train ..., or set them "
             "otherwise (parallel.data=0 takes what is left)"
         )
     if size == 1 and not started:
@@ -227,4 +190,4 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     # Destroying the default group destroys all others. A mesh may use it for one of its axes.
     made = [group for group in (*mesh.get_all_groups(), control) if group != dist.group.WORLD]
     made = made if started else [dist.group.WORLD]
-    return World(dist.get_rank(), size, mesh, control, timeout, made)
+    return World(dist.get_rank(), size, axes, mesh, control, timeout, made)

@@ -94,9 +94,9 @@ def lock(path: Path) -> int | None:
 # -- folders ------------------------------------------------------------------------------------
 
 
-def hidden(target: Path, kind: str = "partial", mark: str | None = None) -> Path:
-    """Return a new hidden path beside `target`; `mark` makes it unique."""
-    return target.with_name(f".{target.name}.{mark or uuid.uuid4().hex[:8]}.{kind}")
+def hidden(target: Path, kind: str = "partial") -> Path:
+    """Return a new hidden path beside `target`."""
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.{kind}")
 
 
 def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:

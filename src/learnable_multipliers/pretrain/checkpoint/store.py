@@ -7,7 +7,6 @@ ones are complete. Loading verifies, and falls back to the newest good checkpoin
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import uuid
@@ -51,17 +50,14 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    (mark,) = world.tell([uuid.uuid4().int & 0xFFFFFFFF])
-    partial = atomic.hidden(target, mark=f"{mark:08x}")
+    partial = world.broadcast(atomic.hidden(target))
     try:
-        exists = world.together(lambda: world.is_first and _prepare(folder, target, partial))
-        if world.tell([exists])[0]:
+        exists = world.run_on_all(lambda: world.is_first and _prepare(folder, target, partial))
+        if world.broadcast(exists):
             return target
-        files = world.together(lambda: _write_tensors(partial, checkpoint.tensors, world))
-        # Padded: every rank gathers the same number of bytes.
-        gathered = world.gather(json.dumps(files).encode().ljust(1024))
-        files = {name: entry for own in gathered for name, entry in json.loads(own).items()}
-        world.together(lambda: world.is_first and _publish(partial, target, checkpoint, files))
+        own = world.run_on_all(lambda: _write_tensors(partial, checkpoint.tensors, world))
+        files = {name: entry for files in world.all_gather(own) for name, entry in files.items()}
+        world.run_on_all(lambda: world.is_first and _publish(partial, target, checkpoint, files))
     except BaseException as error:
         if world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -75,7 +71,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
             "then go on with --resume"
         ) from error
     try:
-        world.together(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
+        world.run_on_all(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is saved, but an older one could not be "
@@ -172,11 +168,11 @@ def load_newest_of(
         if world.is_first:
             found, wrong = _newest_good(candidates, folder, like)
     finally:
-        (step,) = world.tell([-1 if found is None else found.step])
-    if step < 0:
+        step = world.broadcast(found and found.step)
+    if step is None:
         return None, wrong
     path = folder / _name(step)
-    return world.together(lambda: found or load(path, like, verified=True)), wrong
+    return world.run_on_all(lambda: found or load(path, like, verified=True)), wrong
 
 
 def _newest_good(

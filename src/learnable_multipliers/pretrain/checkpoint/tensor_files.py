@@ -98,7 +98,10 @@ def _writes(world: World, tensor: Tensor) -> bool:
         placements: Any = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
         names = mesh.mesh_dim_names
         cut = {name for name, p in zip(names, placements, strict=True) if not p.is_replicate()}
-    return all(name in cut or world.place(name) == 0 for name in AXES) and local(tensor).numel() > 0
+    return (
+        all(name in cut or world.axis_rank(name) == 0 for name in AXES)
+        and local(tensor).numel() > 0
+    )
 
 
 def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, Tensor]:

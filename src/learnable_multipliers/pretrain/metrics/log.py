@@ -10,20 +10,22 @@ import importlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
 from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
 Metrics = Mapping[str, Any]
+Observer = Callable[[dict[str, Any]], None]
+"""Called with every record of a run as it is written, and with warnings."""
 
 
 class MetricLog:
-    """The metrics of one run, in one folder; a context manager. One process of a run keeps it.
+    """The metrics of one run, in one folder. One process of a run keeps it.
 
     Args:
         folder: Where `metrics.jsonl` lies; its name is the name of the run.
@@ -37,23 +39,23 @@ class MetricLog:
         folder: str | Path,
         *,
         tensorboard: bool = True,
-        wandb: str | None = None,
-        trackio: str | None = None,
+        wandb: str = "",
+        trackio: str = "",
+        observer: Observer = lambda record: None,
     ):
         self.folder = Path(folder)
         make_folder(self.folder)
         self.path = self.folder / FILE_NAME
-        self._writer_class: Any = _tensorboard_writer() if tensorboard else None
-        self._writer: Any = None
+        self._observer = observer
+        self._writer = self._event_writer() if tensorboard else None
         self._trackers: list[Any] = []
         for package, project in (("wandb", wandb), ("trackio", trackio)):
-            if project is not None:
+            if project:
                 tracker = _tracker(package)
                 own = {"id": self._wandb_id()} if package == "wandb" else {}
                 name = self.folder.resolve().name
                 tracker.init(project=project, name=name, resume="allow", **own)
                 self._trackers.append(tracker)
-        _drop_torn_line(self.path)
         self._file = self.path.open("ab")
         # Without its folder entry on disk the file would be lost in a crash.
         sync(self.folder)
@@ -65,24 +67,26 @@ class MetricLog:
         JSON; `read_metrics` turns them back. Other places get the numbers only, those of a mapping
         under "kind/key".
         """
-        line = json.dumps(to_dict({"step": step, **metrics}), allow_nan=False) + "\n"
+        record = {"step": step, **metrics}
+        line = json.dumps(to_dict(record), allow_nan=False) + "\n"
         with self._writing():
             self._file.write(line.encode())
             self._file.flush()
         # Training and held-out loss are two curves.
         kind = metrics.get("kind")
         numbers = dict(_numbers(metrics, f"{kind}/" if isinstance(kind, str) else ""))
-        if self._writer_class is not None:
-            self._writer = self._writer or self._new_writer()
+        if self._writer is not None:
             for key, value in numbers.items():
                 self._writer.add_scalar(key, value, step)
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
+        self._observer(record)
 
     def truncate_after(self, step: int, *, has_more: bool = False) -> dict[str, Any] | None:
         """Drop all records after a step: a run that resumes from there writes them again.
 
-        The file is replaced atomically. Returns the last record that stays.
+        The file is replaced atomically, without a last line that a killed run left incomplete.
+        Returns the last record that stays.
 
         Args:
             has_more: The run continues from here, so that a record of its end is dropped too.
@@ -98,9 +102,8 @@ class MetricLog:
         self._file = self.path.open("ab")
         if self._writer is not None:
             self._writer.close()
-        if self._writer_class is not None:
             # Event files cannot be truncated; this makes readers drop later steps.
-            self._writer = self._new_writer(purge_step=step + 1)
+            self._writer = self._event_writer(purge_step=step + 1)
         return last
 
     def flush(self) -> None:
@@ -116,16 +119,9 @@ class MetricLog:
         finally:
             if self._writer is not None:
                 self._writer.close()
-                self._writer = None
             for tracker in self._trackers:
                 tracker.finish()
             self._trackers = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -134,12 +130,17 @@ class MetricLog:
             yield
         except OSError as error:
             raise OSError(
-                f"{self.path} could not be written: {error.strerror or error}. Make room, then go "
-                "on with --resume from the newest checkpoint"
+                f"{self.path} could not be written: {error.strerror or error}. Make room, "
+                "then resume from the newest checkpoint with --resume"
             ) from error
 
-    def _new_writer(self, purge_step: int | None = None) -> Any:
-        return self._writer_class(str(self.folder / "tensorboard"), purge_step=purge_step)
+    def _event_writer(self, purge_step: int | None = None) -> Any:
+        """Return TensorBoard's writer, or None where it is not installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
     def _wandb_id(self) -> str:
         """Return the run's id at W&B, the same after a resume."""
@@ -172,19 +173,9 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 int(record["step"])
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ValueError(
-                    f"line {number} of {path} is not a record of metrics: mend or remove it"
+                    f"line {number} of {path} is not a record of metrics: fix or remove it"
                 ) from error
             yield line, record
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove a last line that a killed run left incomplete."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
 
 
 def _with_floats(value: Any) -> Any:
@@ -201,14 +192,6 @@ def _numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + key, value
-
-
-def _tensorboard_writer() -> Any:
-    """Return TensorBoard's writer class, or None where it is not installed."""
-    try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        return None
 
 
 def _tracker(name: str) -> Any:

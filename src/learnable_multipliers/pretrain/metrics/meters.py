@@ -21,12 +21,12 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 class LossReading:
     """Losses since the last reset."""
 
-    total: float
+    total: float = 0.0
     """Sum of the finite losses."""
-    steps: int
-    left_out: int
+    steps: int = 0
+    left_out: int = 0
     """Steps whose loss was not finite."""
-    skipped_in_a_row: int
+    skipped_in_a_row: int = 0
     """Latest steps in a row that were skipped; a reset does not change it."""
 
     @property
@@ -36,13 +36,11 @@ class LossReading:
         return self.total / counted if counted else None
 
 
-NOTHING = LossReading(0.0, 0, 0, 0)
-
-
 class LossMeter:
     """Adds up losses on the device; only `read` synchronizes with it."""
 
-    def __init__(self, device: torch.device, start: LossReading = NOTHING):
+    def __init__(self, device: torch.device, start: LossReading | None = None):
+        start = start or LossReading()
         self._total = torch.tensor(start.total, dtype=torch.float32, device=device)
         self._steps = start.steps
         counts = (start.left_out, start.skipped_in_a_row)
@@ -64,7 +62,7 @@ class LossMeter:
         return LossReading(self._total.item(), self._steps, left_out, skipped)
 
     def reset(self) -> None:
-        """Start a new mean; the count of skipped steps in a row goes on."""
+        """Start a new mean; the count of skipped steps in a row continues."""
         self._total = torch.zeros_like(self._total)
         self._left_out = torch.zeros_like(self._left_out)
         self._steps = 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from learnable_multipliers._formats import count, duration
@@ -22,12 +22,12 @@ _LONGEST_NAME = 24
 
 # The numbers shown of each kind of record, by key: name and format. In order of importance, with
 # the width of a terminal from which on there is room for them.
-_SHOWN: dict[tuple[str, str], tuple[str, int]] = {
-    ("train", "loss"): ("loss {:.3f}", 0),
-    ("eval", "loss"): ("held-out {:.3f}", 80),
-    ("train", "grad_norm"): ("grad {:.2f}", 110),
-    ("train", "tokens_per_second"): ("{} tok/s", 64),
-    ("train", "mfu"): ("MFU {:.0%}", 100),
+_SHOWN: dict[str, tuple[str, int]] = {
+    "train/loss": ("loss {:.3f}", 0),
+    "eval/loss": ("held-out {:.3f}", 80),
+    "train/grad_norm": ("grad {:.2f}", 110),
+    "train/tokens_per_second": ("{} tok/s", 64),
+    "train/mfu": ("MFU {:.0%}", 100),
 }
 
 
@@ -59,15 +59,15 @@ class Display:
             disable=not self._is_live,
         )
         # Rich reads a description as markup.
+        empty: dict[str, Any] = dict.fromkeys(_SHOWN, "")
         self._tasks = {
-            name: self._progress.add_task("", total=tokens[-1], name=name[:_LONGEST_NAME])
+            name: self._progress.add_task(
+                "", total=tokens[-1], name=name[:_LONGEST_NAME], step=self._step(0), **empty
+            )
             for name in names
         }
-        self._shown: dict[str, dict[tuple[str, str], str]] = {name: {} for name in names}
         self._trained_at = dict.fromkeys(names, 0)
         self._last_line = dict.fromkeys(names, -1)
-        for name in names:
-            self._update(name, 0)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -83,58 +83,44 @@ class Display:
             self._progress.speed_estimate_period, 8 * (now - self._last_advance)
         )
         self._last_advance = now
-        self._update(name, step)
+        self._progress.update(
+            self._tasks[name], completed=self._tokens[step], step=self._step(step)
+        )
 
     def record(self, name: str, record: Mapping[str, Any]) -> None:
         """Show the numbers of a record."""
-        kind, step, shown = record["kind"], record["step"], self._shown[name]
+        kind, step = record["kind"], record["step"]
         if kind not in ("train", "eval"):
             return
+        shown: dict[str, Any] = {}
         if kind == "train":
             self._trained_at[name] = step
         elif self._trained_at[name] == 1 < step:
             # If only the first step is logged, its loss is not that of a later one.
-            for key in [key for key in shown if key[0] == "train"]:
-                del shown[key]
+            shown = {key: "" for key in _SHOWN if key.startswith("train/")}
         for key, (text, _) in _SHOWN.items():
-            value = record.get(key[1])
-            if key[0] == kind and value is not None:
+            value = record.get(key.removeprefix(f"{kind}/"))
+            if value is not None:
                 shown[key] = text.format(count(value) if "tok/s" in text else value)
-        self._progress.update(self._tasks[name], **self._fields(name))
+        self._progress.update(self._tasks[name], **shown)
         if not self._is_live:
             self._print_line(name, kind, step)
 
-    def say(self, text: RenderableType) -> None:
-        """Print something above the bars."""
-        self.console.print(text, highlight=False, soft_wrap=True)
-
-    def frame(self) -> RenderableType:
-        """Return the bars as they are now."""
-        return self._progress.make_tasks_table(self._progress.tasks)
-
     def seconds_left(self, name: str) -> float | None:
         """Return the estimated time until the end of a run; None before two steps."""
-        return self._progress.tasks[list(self._tasks).index(name)].time_remaining
+        return self._progress.tasks[self._tasks[name]].time_remaining
 
-    def _update(self, name: str, step: int) -> None:
-        self._progress.update(
-            self._tasks[name],
-            completed=self._tokens[step],
-            step=f"{step:,}/{self._num_steps:,}",
-            **self._fields(name),
-        )
-
-    def _fields(self, name: str) -> dict[str, Any]:
-        return {"/".join(key): self._shown[name].get(key, "") for key in _SHOWN}
+    def _step(self, step: int) -> str:
+        return f"{step:,}/{self._num_steps:,}"
 
     def _print_line(self, name: str, kind: str, step: int) -> None:
         line = step * _PLAIN_LINES // self._num_steps
         if kind == "train" and self._last_line[name] == line:
             return
         self._last_line[name] = line
-        shown, left = self._shown[name], self.seconds_left(name)
-        parts = [name.ljust(max(map(len, self._tasks))), f"step {step:,}/{self._num_steps:,}"]
-        parts += [shown[key] for key in _SHOWN if key in shown]
+        fields, left = self._progress.tasks[self._tasks[name]].fields, self.seconds_left(name)
+        parts = [name.ljust(max(map(len, self._tasks))), f"step {self._step(step)}"]
+        parts += [fields[key] for key in _SHOWN if fields[key]]
         if left is not None and step < self._num_steps:
             parts.append(f"{duration(left)} left")
         self.console.print("  ".join(parts), highlight=False, markup=False, soft_wrap=True)
@@ -142,7 +128,7 @@ class Display:
 
 def _columns(width: int) -> list[ProgressColumn]:
     """Return what a terminal of some width has room for."""
-    fits = ("/".join(key) for key, (_, least) in _SHOWN.items() if width >= least)
+    fits = (key for key, (_, least) in _SHOWN.items() if width >= least)
     name, step, *numbers = (
         TextColumn(f"{{task.fields[{field}]}}", markup=False) for field in ("name", "step", *fits)
     )

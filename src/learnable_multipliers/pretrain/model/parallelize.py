@@ -54,13 +54,13 @@ class ParallelModel:
 
 def parallelize(model: HybridLM, world: World) -> ParallelModel:
     """Parallelize a model that is whole on every rank, before its optimizer is made."""
-    if world.axis("tensor") > 1:
+    if world.axes.tensor > 1:
         tensor_parallelize(model, world.mesh["tensor"])
-    degree = world.dp_degree
+    degree = world.axes.dp_degree
     if degree == 1:
         return ParallelModel(model.loss)
-    if world.axis("shard") > 1 or world.axis("tensor") > 1:
-        mesh = world.mesh["data", "shard"] if world.axis("data") > 1 else world.mesh["shard"]
+    if world.axes.shard > 1 or world.axes.tensor > 1:
+        mesh = world.mesh["data", "shard"] if world.axes.data > 1 else world.mesh["shard"]
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         # Embedding, last norm and head are gathered together.

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from learnable_multipliers._formats import size
 from learnable_multipliers.pretrain.trainer.device import Device
 
 Verdict = Literal["ok", "warning", "failed"]
-INSTALL = "pip install 'learnable-multipliers[pretrain]'"
-LESS_MEMORY = "give --data.micro-batch-sequences a smaller number"
+LESS_MEMORY = (
+    "give --data.micro-batch-sequences a smaller number; lrm train RECIPE --dry-run shows what "
+    "needs how much"
+)
 # Training needs the first; reports and logs need the second.
 _NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
 _SHOWING = ("jinja2", "matplotlib", "tensorboard")
-_OLDEST = (3, 11)
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = 64 * 2**20
 _ERROR = 0.15
@@ -43,20 +43,34 @@ class CheckResult:
     """What to do; empty if the check passed."""
 
 
-class SkippedError(Exception):
-    """A check needs the result of another one that failed."""
-
-
-def run_check(name: str, check: Callable[[], CheckResult], advice: str) -> CheckResult:
-    """Return the result of a check; one that raises has failed.
+class CheckError(Exception):
+    """What a check raises that does not pass; one that passes returns a text.
 
     Args:
-        advice: What to do if it raises.
+        advice: What to do; empty for the usual advice of the check.
+    """
+
+    def __init__(self, text: str, advice: str = "", verdict: Verdict = "failed"):
+        super().__init__(text)
+        self.advice = advice
+        self.verdict: Verdict = verdict
+
+
+def skipped(reason: str) -> CheckError:
+    """Return the error of a check that needs the result of a failed one."""
+    return CheckError(f"skipped: {reason}", "fix the failed check first", "warning")
+
+
+def run_check(name: str, check: Callable[[], str], advice: str) -> CheckResult:
+    """Return the result of a check.
+
+    Args:
+        advice: What to do if it fails.
     """
     try:
-        return check()
-    except SkippedError as missing:
-        return CheckResult(name, "warning", f"skipped: {missing}", "fix the failed check first")
+        return CheckResult(name, "ok", check())
+    except CheckError as error:
+        return CheckResult(name, error.verdict, str(error), error.advice or advice)
     # Whatever goes wrong here would have gone wrong in the run.
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
@@ -65,99 +79,76 @@ def run_check(name: str, check: Callable[[], CheckResult], advice: str) -> Check
         return CheckResult(name, "failed", text, advice)
 
 
-def check_versions(device: Device) -> CheckResult:
+def check_versions(device: Device) -> str:
     """Check the versions of Python, torch and, on a GPU, Triton."""
-    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    text = f"Python {platform.python_version()}, torch {torch.__version__}, "
     try:
-        found.append(f"triton {version('triton')}")
-        without = False
+        return f"{text}triton {version('triton')}"
     except PackageNotFoundError:
-        found.append("no triton")
-        without = device.device.type == "cuda"
-    text = ", ".join(found)
-    if sys.version_info < _OLDEST:
-        return CheckResult("versions", "failed", text, "use Python 3.11 or newer")
-    if without:
+        text += "no triton"
+    if device.device.type == "cuda":
         advice = "pip install triton: the optimizer and the scan run several times slower without"
-        return CheckResult("versions", "warning", text, advice)
-    return CheckResult("versions", "ok", text)
+        raise CheckError(text, advice, "warning")
+    return text
 
 
-def check_packages() -> CheckResult:
+def check_packages() -> str:
     """Check that the packages are installed."""
     missing = [name for name in (*_NEEDED, *_SHOWING) if importlib.util.find_spec(name) is None]
-    if not missing:
-        return CheckResult("packages", "ok", ", ".join((*_NEEDED, *_SHOWING)))
-    worst = "failed" if set(missing) & set(_NEEDED) else "warning"
-    return CheckResult("packages", worst, f"not installed: {', '.join(missing)}", INSTALL)
+    if missing:
+        worst: Verdict = "failed" if set(missing) & set(_NEEDED) else "warning"
+        raise CheckError(f"not installed: {', '.join(missing)}", verdict=worst)
+    return ", ".join((*_NEEDED, *_SHOWING))
 
 
-def check_compiler(device: Device) -> CheckResult:
+def check_compiler(device: Device) -> str:
     """Check that torch.compile finds the compiler it calls."""
     # For CPUs it writes C++; Triton builds the launcher of a kernel in C.
     wanted = os.environ.get("CXX", "g++") if device.device.type == "cpu" else "cc"
     others = ("clang++",) if device.device.type == "cpu" else ("gcc", "clang")
     found = next((name for name in (wanted, *others) if shutil.which(name)), None)
-    if found is not None:
-        used = "" if device.compiled else ", not used: layers are not compiled on this device"
-        return CheckResult("compiler", "ok", f"{found}{used}")
     if not device.compiled:
-        return CheckResult("compiler", "ok", f"no {wanted}; not needed: nothing is compiled")
-    return CheckResult(
-        "compiler",
-        "failed",
-        f"torch.compile needs {wanted}, which is not installed",
-        f"install {wanted}, or do not compile: --runtime.compile off",
-    )
+        return f"{found or f'no {wanted}'}, not used: layers are not compiled on this device"
+    if found is None:
+        raise CheckError(
+            f"torch.compile needs {wanted}, which is not installed",
+            f"install {wanted}, or do not compile: --runtime.compile off",
+        )
+    return found
 
 
-def check_folder(out: Path) -> CheckResult:
+def check_folder(out: Path) -> str:
     """Check that a run can write to its folder; leaves nothing behind."""
     if out.exists() and not out.is_dir():
-        return CheckResult("folder", "failed", f"{out} is a file", "choose another folder: --out")
-    place = nearest_folder(out)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".lrm-doctor-", dir=place) as folder:
-            written = Path(folder) / "file"
-            written.write_bytes(b"here")
-            written.rename(written.with_name("renamed"))
-    except OSError as error:
-        return CheckResult(
-            "folder",
-            "failed",
-            f"{place} cannot be written to: {error.strerror or error}",
-            "make it writable, or choose another folder: --out",
-        )
-    return CheckResult("folder", "ok", f"{out} can be written to")
+        raise CheckError(f"{out} is a file")
+    with tempfile.TemporaryDirectory(prefix=".lrm-doctor-", dir=nearest_folder(out)) as folder:
+        written = Path(folder) / "file"
+        written.write_bytes(b"content")
+        written.rename(written.with_name("renamed"))
+    return f"{out} can be written to"
 
 
-def check_disk(out: Path, checkpoint_bytes: int, keep: int) -> CheckResult:
+def check_disk(out: Path, checkpoint_bytes: int, keep: int) -> str:
     """Check that the disk has room for the checkpoints: those kept and the one being written."""
     needed = (keep + 1) * checkpoint_bytes
     free = shutil.disk_usage(nearest_folder(out)).free
     text = f"{size(free)} free, {size(needed)} needed for {keep + 1} checkpoints"
     if free < needed:
-        advice = "free some space, or choose a folder on another disk: --out"
-        return CheckResult("disk", "failed", text, advice)
-    return CheckResult("disk", "ok", text)
+        raise CheckError(text)
+    return text
 
 
-def check_shared_memory() -> CheckResult:
+def check_shared_memory() -> str:
     """Check the shared memory between processes; containers often have 64 MB of it."""
     if not _SHARED.is_dir():
-        return CheckResult("shared memory", "ok", f"no {_SHARED} here")
+        return f"no {_SHARED} here"
     free = shutil.disk_usage(_SHARED).free
     if free < _LEAST_SHARED:
-        return CheckResult(
-            "shared memory",
-            "warning",
-            f"{size(free)} free at {_SHARED}",
-            "raise it in a container (--shm-size 1g): runs of several processes need it",
-        )
-    return CheckResult("shared memory", "ok", f"{size(free)} free")
+        raise CheckError(f"{size(free)} free at {_SHARED}", verdict="warning")
+    return f"{size(free)} free"
 
 
-def check_memory(device: Device, needed: int, source: str, ranks: int = 1) -> CheckResult:
+def check_memory(device: Device, needed: int, source: str, ranks: int = 1) -> str:
     """Compare the memory that a run needs with what is free.
 
     On a CUDA device running out of memory is an error that can be reported, so a close call is a
@@ -169,15 +160,14 @@ def check_memory(device: Device, needed: int, source: str, ranks: int = 1) -> Ch
     free, each = free_memory(device), f" on each of {ranks} ranks" if ranks > 1 else ""
     text = f"about {size(needed)} needed{each} ({source})"
     if free is None:
-        return CheckResult("memory", "ok", f"{text}; how much is free is not known")
+        return f"{text}; how much is free is not known"
     text += f", {size(free)} free"
-    advice = f"{LESS_MEMORY}; lrm train RECIPE --dry-run shows what needs how much"
     if needed > free * (1 + _ERROR if device.device.type == "cuda" else 1):
-        return CheckResult("memory", "failed", text, advice)
+        raise CheckError(text, LESS_MEMORY)
     if needed * (1 + _ERROR) > free:
         text += f"; the estimate may be off by {_ERROR:.0%}"
-        return CheckResult("memory", "warning", text, f"if memory runs out, {advice}")
-    return CheckResult("memory", "ok", text)
+        raise CheckError(text, f"if memory runs out, {LESS_MEMORY}", "warning")
+    return text
 
 
 def free_memory(device: Device) -> int | None:

@@ -9,6 +9,8 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,24 +25,26 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.preflight import checks
-from learnable_multipliers.pretrain.preflight.checks import CheckResult, SkippedError, run_check
-from learnable_multipliers.pretrain.preflight.memory import (
-    estimate,
-    measure,
-    micro_batch,
-    state_bytes,
+from learnable_multipliers.pretrain.preflight.checks import (
+    CheckError,
+    CheckResult,
+    run_check,
+    skipped,
 )
+from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.preflight.resume_check import compare
-from learnable_multipliers.pretrain.trainer.device import Device, choose_device
+from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import steps
-from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 _SETTINGS = "change the setting it names; lrm train RECIPE --help explains every setting"
+_INSTALL = "pip install 'learnable-multipliers[pretrain]'"
+_FOLDER = "make it writable, or choose another folder: --out"
+_SHARED = "raise it in a container (--shm-size 1g): runs of several processes need it"
 _BUG = "report this list: it is a bug in this package or in torch"
 _NEAR = 1.0
 """Largest difference between the first loss and that of guessing, in nats."""
@@ -59,19 +63,19 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
     """Yield one check result after another, as they come."""
     run = _Preflight(config)
     for name, check, advice in (
-        ("packages", checks.check_packages, checks.INSTALL),
+        ("packages", checks.check_packages, _INSTALL),
         ("device", run.check_device, "choose another: --runtime.device cpu"),
-        ("versions", lambda: checks.check_versions(run.device), checks.INSTALL),
+        ("versions", lambda: checks.check_versions(run.device), _INSTALL),
         ("compiler", lambda: checks.check_compiler(run.device), "--runtime.compile off"),
-        ("folder", run.check_folder, "choose another folder: --out"),
-        ("shared memory", checks.check_shared_memory, "runs of several processes need it"),
+        ("folder", run.check_folder, _FOLDER),
+        ("shared memory", checks.check_shared_memory, _SHARED),
         ("data", run.check_data, "prepare data (lrm data prepare) and name them: --data.path"),
         ("checksums", run.check_checksums, "copy the data again, or prepare them again"),
         ("settings", run.check_settings, _SETTINGS),
         ("plan", run.check_plan, "lrm plan MODEL shows the plan; rules can be given in Python"),
         ("fast paths", run.check_fast_paths, _SETTINGS),
         ("memory", run.check_memory, checks.LESS_MEMORY),
-        ("disk", run.check_disk, "choose another folder: --out"),
+        ("disk", run.check_disk, "free some space, or choose another disk: --out"),
         ("step with lr 0", lambda: check_zero_step(run.short_run), checks.LESS_MEMORY),
         ("speed", lambda: check_speed(run.short_run), checks.LESS_MEMORY),
         (
@@ -87,9 +91,8 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
 def summary(results: Sequence[CheckResult]) -> str:
     """Return how many checks passed, warned and failed."""
     counts = {v: sum(r.verdict == v for r in results) for v in ("ok", "warning", "failed")}
-    parts = [f"{counts['ok']} ok"]
-    parts += [f"{counts['warning']} to look at"] if counts["warning"] else []
-    parts += [f"{counts['failed']} failed"] if counts["failed"] else []
+    named = {"ok": "ok", "warning": "to look at", "failed": "failed"}
+    parts = [f"{counts[v]} {what}" for v, what in named.items() if counts[v] or v == "ok"]
     return f"{len(results)} checks: {', '.join(parts)}"
 
 
@@ -105,117 +108,112 @@ class _Preflight:
     def __init__(self, config: TrainConfig):
         self.config = config
         self._fits = False
-        self._too_large = "the model is not known to fit into memory"
-        self._short_run: ShortRun | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
         # Only called for an attribute that no check has set.
-        raise SkippedError(_MISSING[name])
+        raise skipped(_MISSING[name])
 
     @property
     def axes(self) -> Axes:
         parallel = self.config.parallel
         return planned_axes(parallel.data, parallel.shard, parallel.tensor)
 
-    @property
+    @cached_property
     def short_run(self) -> ShortRun:
         if not self._fits:
-            raise SkippedError(self._too_large)
-        if self._short_run is None:
-            # Only one attempt: what fails now would fail again.
-            self._fits = False
-            device = self.device.of_rank(self.axes.size)
-            self._short_run = ShortRun(self.config, device, self.data, self.axes.dp_degree)
-            self._fits = True
-        return self._short_run
+            raise skipped("the model is not known to fit into memory")
+        axes = self.axes
+        if max(axes.shard, axes.tensor) > 1:
+            # The short run is one process with a whole model.
+            whole = run_check("", lambda: self._compare_memory(Axes(axes.dp_degree)), "")
+            if whole.verdict == "failed":
+                raise skipped("only a model sharded over ranks fits into memory; not one process")
+        # Only one attempt: what fails now would fail again.
+        self._fits = False
+        device = self.device.of_rank(math.prod(axes))
+        return ShortRun(self.config, device, self.data, axes.dp_degree)
 
-    def check_device(self) -> CheckResult:
+    def check_device(self) -> str:
         self.device = device = choose_device(self.config.runtime)
         precision = str(device.dtype).removeprefix("torch.")
         threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
-        return CheckResult("device", "ok", f"{device.name} in {precision}{threads}")
+        return f"{device.name} in {precision}{threads}"
 
-    def check_folder(self) -> CheckResult:
-        result = checks.check_folder(self.config.out)
-        if result.verdict != "ok" or self.config.resume:
-            return result
+    def check_folder(self) -> str:
+        text = checks.check_folder(self.config.out)
         try:
-            check_unused(self.config.out)
+            if not self.config.resume:
+                check_unused(self.config.out)
         except ValueError as error:
-            text, _, advice = str(error).rpartition(": ")
-            return CheckResult("folder", "warning", text, advice)
-        return result
+            found, _, advice = str(error).rpartition(": ")
+            raise CheckError(found, advice, "warning") from error
+        return text
 
-    def check_data(self) -> CheckResult:
+    def check_data(self) -> str:
         config = self.config
         self.data = data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        return CheckResult("data", "ok", f"{count(data.num_tokens)} tokens at {data.folder}")
+        return f"{count(data.num_tokens)} tokens at {data.folder}"
 
-    def check_checksums(self) -> CheckResult:
+    def check_checksums(self) -> str:
         self.data.verify()
-        return CheckResult("checksums", "ok", "tokens are as the manifest says")
+        return "tokens are as the manifest says"
 
-    def check_settings(self) -> CheckResult:
-        config = resolved(self.config, self.data)
-        config.check()
-        self.config = self.valid = config
-        return CheckResult("settings", "ok", "valid")
+    def check_settings(self) -> str:
+        self.config = self.valid = resolved(self.config, self.data)
+        return "valid"
 
-    def check_plan(self) -> CheckResult:
+    def check_plan(self) -> str:
         # Names and shapes are enough.
         with torch.device("meta"):
             model = HybridLM(self.valid.model)
-        plan = make_plan(model, self.config.optimizer)
-        self.planned = model, plan
-        text = f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
-        return CheckResult("plan", "ok", text)
+        self.planned = model, (plan := make_plan(model, self.config.optimizer))
+        return f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
 
-    def check_fast_paths(self) -> CheckResult:
+    def check_fast_paths(self) -> str:
         config = self.valid
         if self.device.device.type != "cuda":
-            return CheckResult("fast paths", "ok", "only CUDA devices have kernels and CUDA graphs")
-        slow = slow_paths(config, self.device.of_rank(self.axes.size))
-        if slow:
+            return "only CUDA devices have kernels and CUDA graphs"
+        if slow := slow_paths(config, self.device.of_rank(math.prod(self.axes))):
             text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
-            return CheckResult("fast paths", "warning", text, advice)
-        return CheckResult("fast paths", "ok", "every kernel and CUDA graphs serve this run")
+            raise CheckError(text, advice, "warning")
+        return "every kernel and CUDA graphs serve this run"
 
-    def check_memory(self) -> CheckResult:
+    def check_memory(self) -> str:
         # Without a plan there is nothing to estimate.
-        _, axes = self.planned, self.axes
-        result = self._compare_memory(axes)
+        _ = self.planned
+        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.LESS_MEMORY)
         self._fits = result.verdict != "failed"
-        if self._fits and max(axes.shard, axes.tensor) > 1:
-            # The short run is one process with a whole model.
-            self._fits = self._compare_memory(Axes(axes.dp_degree, 1, 1)).verdict != "failed"
-            self._too_large = (
-                "only a model sharded over ranks fits into memory; this is one process"
-            )
-        return result
+        if result.verdict != "ok":
+            raise CheckError(result.text, result.advice, result.verdict)
+        return result.text
 
-    def _compare_memory(self, axes: Axes) -> CheckResult:
+    def _compare_memory(self, axes: Axes) -> str:
+        ranks = math.prod(axes)
         needed = estimate(self.config, self.device, axes).peak
-        result = checks.check_memory(self.device, needed, "estimated from shapes", axes.size)
-        if self.device.device.type != "cuda" or axes.size > 1 or result.verdict == "failed":
-            return result
-        needed = measure(self.config, self.device)
+        estimated = partial(
+            checks.check_memory, self.device, needed, "estimated from shapes", ranks
+        )
+        on_gpu = self.device.device.type == "cuda" and ranks == 1
+        if not on_gpu or run_check("", estimated, "").verdict == "failed":
+            return estimated()
+        needed = measure(self.config, self.device, self.data)
         return checks.check_memory(self.device, needed, "measured with 1 and 2 layers")
 
-    def check_disk(self) -> CheckResult:
+    def check_disk(self) -> str:
         state = state_bytes(self.config, *self.planned)
         # A checkpoint holds everything that lasts from step to step.
         checkpoint = sum(state.values()) - state["gradients"]
         return checks.check_disk(self.config.out, checkpoint, self.config.checkpoint.keep)
 
-    def check_checkpoints(self) -> CheckResult:
+    def check_checkpoints(self) -> str:
         folder = self.config.out / "checkpoints"
         if not checkpoints.steps(folder):
-            return CheckResult("checkpoints", "ok", "none yet")
+            return "none yet"
         newest, wrong = checkpoints.load_newest(folder)
         if wrong:
             advice = f"resuming continues from step {newest.step}; check the disk"
-            return CheckResult("checkpoints", "warning", "; ".join(wrong), advice)
-        return CheckResult("checkpoints", "ok", f"the newest, of step {newest.step:,}, is good")
+            raise CheckError("; ".join(wrong), advice, "warning")
+        return f"the newest, of step {newest.step:,}, is good"
 
 
 # -- a few steps ------------------------------------------------------------------------------
@@ -238,9 +236,10 @@ class ShortRun:
         self.sequences = micro_batch(config, dp_degree)
         self._tokens = data.batch(0, self.sequences, device.device)
 
-    def gradients(self) -> float:
-        """Compute the gradients of the micro-batch and return its loss."""
-        loss = self._train_step.gradients([self._tokens], self.sequences)
+    def gradients(self, repeats: int = 1) -> float:
+        """Compute the gradients of the micro-batch, added up over repeats; return its loss."""
+        batches = [self._tokens] * repeats
+        loss = self._train_step.gradients(batches, self.sequences * repeats)
         self.optimizer.found_inf = ~loss.isfinite()
         return loss.item()
 
@@ -268,9 +267,32 @@ class ShortRun:
         return time.perf_counter() - began
 
 
-def check_zero_step(run: ShortRun) -> CheckResult:
+def measure(config: TrainConfig, device: Device, data: TrainingData) -> int:
+    """Return the peak of a run in one process on a CUDA device, in bytes.
+
+    Measured on models of one and of two layers with the widths of the run, and extrapolated to its
+    number of layers.
+    """
+    one, two = (_peak_with_layers(config, device, data, layers) for layers in (1, 2))
+    return one + (config.model.num_layers - 1) * (two - one)
+
+
+def _peak_with_layers(config: TrainConfig, device: Device, data: TrainingData, layers: int) -> int:
+    before = torch.cuda.memory_allocated(device.device)
+    config = replace(config, model=replace(config.model, num_layers=layers))
+    # A captured graph needs the memory of the pass it captures.
+    run = ShortRun(config, replace(device, captured=False), data)
+    for _ in range(2):
+        # The first step compiles, which takes memory of its own.
+        torch.cuda.reset_peak_memory_stats(device.device)
+        run.gradients(repeats=1 if run.sequences == config.data.batch_sequences else 2)
+        run.step(config.optimizer.lr)
+    return torch.cuda.max_memory_allocated(device.device) - before
+
+
+def check_zero_step(run: ShortRun) -> str:
     """Check that a step with learning rate 0 changes no bit, and that the model starts guessing."""
-    name, before = "step with lr 0", run.weights()
+    before = run.weights()
     loss = run.gradients()
     run.step(0.0)
     changed = compare("weights", before, run.weights()).differences
@@ -278,19 +300,19 @@ def check_zero_step(run: ShortRun) -> CheckResult:
     text = f"loss {loss:.3f}, guessing {guessing:.3f}"
     if not math.isfinite(loss):
         advice = "try --runtime.dtype float32, and the model's mup_* factors nearer to 1"
-        return CheckResult(name, "failed", text, advice)
+        raise CheckError(text, advice)
     if changed:
         text = f"{len(changed)} of {len(before)} tensors changed, among them {changed[0]}"
-        return CheckResult(name, "failed", text, _BUG)
+        raise CheckError(text, _BUG)
     if abs(loss - guessing) > _NEAR:
         advice = "a new model should guess: look at model.init_std and the mup_* factors"
-        return CheckResult(name, "warning", text, advice)
-    return CheckResult(name, "ok", f"{text}; no bit changed")
+        raise CheckError(text, advice, "warning")
+    return f"{text}; no bit changed"
 
 
-def check_save_and_load(run: ShortRun) -> CheckResult:
+def check_save_and_load(run: ShortRun) -> str:
     """Save a checkpoint where the run would, load it into a new model, and compare all of it."""
-    name, config = "save and load", run.config
+    config = run.config
     expected = tensors_of(run.model, run.optimizer)
     with tempfile.TemporaryDirectory(
         prefix=".lrm-doctor-", dir=checks.nearest_folder(config.out)
@@ -315,12 +337,11 @@ def check_save_and_load(run: ShortRun) -> CheckResult:
     ]
     if changed:
         text = f"not every tensor came back: {len(changed)} differ, among them {changed[0]}"
-        return CheckResult(name, "failed", text, f"check the disk of {config.out}, or {_BUG}")
-    text = f"{size(written)} in {duration(seconds)}; every bit came back"
-    return CheckResult(name, "ok", text)
+        raise CheckError(text, f"check the disk of {config.out}, or {_BUG}")
+    return f"{size(written)} in {duration(seconds)}; every bit came back"
 
 
-def check_speed(run: ShortRun) -> CheckResult:
+def check_speed(run: ShortRun) -> str:
     """Time gradients and optimizer steps, and estimate how long the run takes."""
     data, lr = run.config.data, run.config.optimizer.lr
     backward: list[float] = []
@@ -338,8 +359,7 @@ def check_speed(run: ShortRun) -> CheckResult:
     speed = tokens / per_step
     whole = sum(step.sequences for step in planned) * data.sequence_length / speed
     without = "evaluation" if run.dp_degree == 1 else "evaluation and communication"
-    text = (
+    return (
         f"{per_step:.3g} s per step of {count(tokens)} tokens, {count(speed)} tokens/s; the whole "
         f"run takes about {duration(whole)}, without {without}"
     )
-    return CheckResult("speed", "ok", text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from learnable_multipliers._formats import count, size
@@ -11,10 +13,9 @@ from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight.memory import estimate
-from learnable_multipliers.pretrain.trainer.device import Device, choose_device
+from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.schedule import Step, steps
-from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 # How much of the first batch is shown.
@@ -26,7 +27,6 @@ def describe(config: TrainConfig) -> str:
     device = choose_device(config.runtime)
     data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
     config = resolved(config, data)
-    config.check()
     with torch.device("meta"):
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)
@@ -35,7 +35,7 @@ def describe(config: TrainConfig) -> str:
     lines += _run(config, data, taken) + [""]
     axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
     lines += _memory(config, device, axes) + [""]
-    slow = slow_paths(config, device.of_rank(axes.size))
+    slow = slow_paths(config, device.of_rank(math.prod(axes)))
     if slow:
         lines += ["Slower than it could be:", *(f"  {path.in_words}" for path in slow), ""]
     lines += _first_batch(config, data, taken)
@@ -63,11 +63,11 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     estimated = estimate(config, device, axes)
     rows = {**estimated.rows, "peak": estimated.peak}
     width = max(map(len, rows))
-    each = f" of each of {axes.size} ranks" if axes.size > 1 else ""
+    each = f" of each of {math.prod(axes)} ranks" if math.prod(axes) > 1 else ""
     lines = [
         f"Memory{each} on {device.name} ({str(device.dtype).removeprefix('torch.')}"
         f"{', compiled' if device.compiled else ''}), estimated from shapes:",
-        *(f"  {name:<{width}}  {size(held):>10}" for name, held in rows.items()),
+        *(f"  {name:<{width}}  {size(used):>10}" for name, used in rows.items()),
     ]
     if not estimated.accumulates:
         lines.append("  Gradients are written while activations are freed: the larger one counts.")

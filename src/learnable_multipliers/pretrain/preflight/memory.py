@@ -20,16 +20,15 @@ from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.trainer.device import Device
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
-from learnable_multipliers.pretrain.trainer.train_step import TrainStep
+from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4
-_ALONE = Axes(1, 1, 1)
+_ALONE = Axes()
 _LIBRARIES = 64 * 2**20
 """What cuBLAS allocates for itself on a CUDA device."""
 _ACTIVATIONS = "activations of a micro-batch"
@@ -73,38 +72,6 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     if device.device.type == "cuda":
         rows["workspace of CUDA libraries"] = _LIBRARIES
     return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
-
-
-def measure(config: TrainConfig, device: Device) -> int:
-    """Return the peak of a run in one process on a CUDA device, from two that are measured.
-
-    Trains models of one and of two layers with the widths of the run, and extrapolates to its
-    number of layers.
-    """
-    one, two = (_peak_with_layers(config, device, layers) for layers in (1, 2))
-    return one + (config.model.num_layers - 1) * (two - one)
-
-
-def _peak_with_layers(config: TrainConfig, device: Device, layers: int) -> int:
-    before = torch.cuda.memory_allocated(device.device)
-    model = build(replace(config.model, num_layers=layers), config.seed, device.device)
-    optimizer, _ = make_optimizer(model, config.optimizer)
-    if device.compiled:
-        model.compile_layers_()
-    # A captured graph needs the memory of the pass it captures.
-    train_step = TrainStep(model, replace(device, captured=False), config.z_loss)
-    sequences = micro_batch(config, 1)
-    tokens = torch.randint(
-        config.model.vocab_size, (sequences, config.data.sequence_length + 1), device=device.device
-    )
-    repeats = 1 if sequences == config.data.batch_sequences else 2
-    for _ in range(2):
-        # The first step compiles, which takes memory of its own.
-        torch.cuda.reset_peak_memory_stats(device.device)
-        train_step.gradients([tokens] * repeats, sequences * repeats)
-        optimizer.step()
-        train_step.clear()
-    return torch.cuda.max_memory_allocated(device.device) - before
 
 
 def state_bytes(

@@ -5,13 +5,13 @@ Runs are compared by their tensors, their counters and their metrics.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import steps
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
@@ -77,18 +76,24 @@ def check_resume(
 
 
 def _train(config: TrainConfig, until: int, *, killed: bool = False) -> None:
-    """Train in a new process."""
-    job = {"config": to_dict(config), "until": until, "killed": killed}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != (-signal.SIGKILL if killed else 0):
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"a training process failed: {said[-1]}")
+    """Train in a new process; its errors are raised here."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            pool.submit(_train_here, config, until, killed).result()
+        except BrokenProcessPool as error:
+            if not killed:
+                raise ValueError(f"a training process ended without a message: {error}") from error
+
+
+def _train_here(config: TrainConfig, until: int, killed: bool) -> None:
+    trainer = Trainer(config)
+    for step in trainer.steps():
+        if step == until:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.save()
+            break
+    trainer.close()
 
 
 # -- comparison -------------------------------------------------------------------------------
@@ -153,23 +158,3 @@ def _tensor_difference(one: Tensor, other: Tensor) -> str | None:
         return None
     distance = (one.double() - other.double()).abs().max().item()
     return f"up to {distance:.1e} apart"
-
-
-def _main() -> None:
-    job = json.load(sys.stdin)
-    trainer = Trainer(from_dict(TrainConfig, job["config"]))
-    for step in trainer.steps():
-        if step == job["until"]:
-            if job["killed"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            trainer.save()
-            break
-    trainer.close()
-
-
-if __name__ == "__main__":
-    try:
-        _main()
-    # Errors that users can cause are one line.
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))

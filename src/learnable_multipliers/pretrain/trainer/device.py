@@ -1,14 +1,27 @@
-"""Where a run computes, in which precision, and how fast that could be."""
+"""Where a run computes, in which precision, and which settings make that slow.
+
+Kernels and CUDA graphs do not serve every shape; PyTorch then does the work, slower. Runs warn
+about that before they start.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.kernels._backend import HAS_TRITON
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
+from learnable_multipliers.pretrain.model.attention import kernels_take
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
+from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
+from learnable_multipliers.pretrain.trainer.schedule import steps
 
 KINDS = ("cuda", "mps", "cpu")
 PEAK_TFLOPS = {"H200": 790.0, "H100 80GB HBM3": 790.0}
@@ -44,16 +57,12 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for the device, before reading a clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def peak_memory(self) -> int | None:
         """Return the most bytes ever allocated on the device; None unless it is a CUDA device."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return None
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
 def choose_device(config: RuntimeConfig) -> Device:
@@ -63,13 +72,14 @@ def choose_device(config: RuntimeConfig) -> Device:
         raise ValueError(f"runtime.num_threads must not be negative, got {config.num_threads}")
     kind = config.device
     if kind == "auto":
-        kind = "cpu"
-        if torch.cuda.is_available():
-            kind = "cuda"
-        elif torch.backends.mps.is_available():
-            kind = "mps"
+        kind = "mps" if torch.backends.mps.is_available() else "cpu"
+        kind = "cuda" if torch.cuda.is_available() else kind
     try:
         device = torch.device(kind)
+        if kind == "cuda" and "LOCAL_RANK" in os.environ:
+            # Each process of a node has its own GPU; a launcher may let it see no other.
+            count = max(1, torch.cuda.device_count())
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % count)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
@@ -82,9 +92,7 @@ def choose_device(config: RuntimeConfig) -> Device:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    name = device.type
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if config.cuda_graph == "on" and device.type != "cuda":
         raise ValueError(f"runtime.cuda_graph=on needs a CUDA device; this run is on {name}")
     if config.num_threads:
@@ -98,3 +106,80 @@ def choose_device(config: RuntimeConfig) -> Device:
         name=name,
         peak_tflops=config.peak_tflops or (known if dtype == "bfloat16" else None),
     )
+
+
+# -- slow paths --------------------------------------------------------------------------------
+
+
+class SlowPath(NamedTuple):
+    """A part of a run that no kernel or CUDA graph serves."""
+
+    text: str
+    """Which setting is the cause, and what it costs."""
+    advice: str
+    """What to do."""
+
+    @property
+    def in_words(self) -> str:
+        """Cause and advice in one sentence."""
+        return f"{self.text}; {self.advice}"
+
+
+def slow_paths(config: TrainConfig, device: Device) -> list[SlowPath]:
+    """Return all slow paths of a run; other devices than CUDA's have only one path."""
+    if device.device.type != "cuda":
+        return []
+    return [*_without_kernels(config.model), *_without_graphs(config, device)]
+
+
+def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
+    if not HAS_TRITON:
+        yield SlowPath(
+            "the package triton is not installed: PyTorch computes the optimizer's step, the scan, "
+            "the convolution and the rotary positions, several times slower",
+            "pip install triton",
+        )
+        return
+    sizes = ", ".join(map(str, KERNEL_SIZES))
+    for name in ("ssm_head_dim", "ssm_state_size") if model.has_ssm else ():
+        if getattr(model, name) not in KERNEL_SIZES:
+            yield SlowPath(
+                f"model.{name} is {getattr(model, name)}, which the kernels of the scan do not "
+                "take: PyTorch scans, 2.5 to 3.3 times slower and with much more memory",
+                f"choose one of {sizes} if the shape is yours to choose",
+            )
+    if model.has_ssm and model.ssm_conv_size != KERNEL_TAPS:
+        yield SlowPath(
+            f"model.ssm_conv_size is {model.ssm_conv_size}, which the kernels of the convolution "
+            "do not take: PyTorch convolves, slower and with more memory",
+            f"choose {KERNEL_TAPS} if the shape is yours to choose",
+        )
+    if model.has_attention and not kernels_take(model.head_dim):
+        yield SlowPath(
+            f"model.head_dim is {model.head_dim}, which the kernels of the rotary positions do not "
+            "take: PyTorch turns queries and keys, slower",
+            "choose a power of two of at least 16 if the shape is yours to choose",
+        )
+
+
+def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
+    if not device.captured:
+        if config.runtime.cuda_graph == "on":
+            yield SlowPath(
+                "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
+                "pass, and it is not captured as a CUDA graph",
+                "set it to auto",
+            )
+        return
+    data = config.data
+    micro = data.micro_batch_sequences
+    planned = steps(config.schedule, data.batch_sequences, data.sequence_length)
+    batches = sorted({step.sequences for step in planned})
+    uneven = [n for n in batches if micro and n % min(micro, n)]
+    if uneven:
+        yield SlowPath(
+            f"data.micro_batch_sequences={micro} does not divide batches of "
+            f"{', '.join(map(str, uneven))} sequences: their passes are not captured as CUDA "
+            "graphs, and the GPU waits for Python",
+            "choose a number that divides them",
+        )

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import Device
 
 # Bounds the memory of the logits.
 _MAX_BATCH_TOKENS = 16384
+_TEMPERATURE, _TOP_K = 0.8, 50
 
 
 @torch.no_grad()
@@ -45,56 +45,29 @@ def evaluate(
 
 
 @torch.no_grad()
-def generate(
-    model: HybridLM,
-    prompt: Tensor,
-    num_tokens: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    context: int = 256,
-    stop: int | None = None,
-    seed: int = 0,
-) -> Tensor:
-    """Return `prompt`, (length,), and up to `num_tokens` more, until `stop` comes.
+def generate(model: HybridLM, prompt: Tensor, num_tokens: int, context: int, seed: int) -> Tensor:
+    """Return `prompt`, (length,), and `num_tokens` more, sampled from the likeliest tokens.
 
     Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
-    samples in passing. Generate for real from an exported model.
+    samples during training. For anything else, generate from an exported model.
     """
-    if not len(prompt):
-        raise ValueError("a sample goes on from something: give a prompt of one token or more")
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(num_tokens):
         # Not compiled: every length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
             logits = model(tokens[None, -context:])[0, -1].float().cpu()
-        if temperature == 0:
-            chosen = logits.argmax(keepdim=True)
-        else:
-            best, places = logits.topk(min(top_k, len(logits)))
-            at = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
-            chosen = places[at]
-        if stop is not None and chosen.item() == stop:
-            break
-        tokens = torch.cat((tokens, chosen.to(tokens)))
+        best, places = logits.topk(min(_TOP_K, len(logits)))
+        at = torch.multinomial((best / _TEMPERATURE).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, places[at].to(tokens)))
     return tokens
 
 
-def sample_text(
-    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device, world: World
-) -> str:
+def sample_text(model: HybridLM, data: TrainingData, config: TrainConfig, device: Device) -> str:
     """Return what the model writes after the prompt of the config."""
-    prompt = data.encode(config.log.prompt) or [data.eos]
-    tokens = generate(
-        model,
-        torch.tensor(prompt, device=device.device),
-        config.log.sample_tokens,
-        context=min(256, config.data.sequence_length),
-        # Ranks compute each token together: none may stop before the others.
-        stop=data.eos if world.size == 1 else None,
-        seed=config.seed,
-    )
+    prompt = torch.tensor(data.encode(config.log.prompt) or [data.eos], device=device.device)
+    context = min(256, config.data.sequence_length)
+    tokens = generate(model, prompt, config.log.sample_tokens, context, config.seed)
     written = tokens[len(prompt) :].tolist()
     if data.eos in written:
         written = written[: written.index(data.eos)]

@@ -8,8 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
-from learnable_multipliers.pretrain.metrics.log import MetricLog
+from learnable_multipliers.pretrain.metrics.log import MetricLog, Observer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.serialization import to_dict
 
@@ -30,9 +29,6 @@ DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json"
 """Files that describe a run, written when it begins."""
 _LOCK = ".lock"
 _PACKAGES = ("learnable-multipliers", "torch", "triton", "tokenizers", "transformers", "numpy")
-
-Observer = Callable[[dict[str, Any]], None]
-"""Called with every record of a run as it is written, and with warnings."""
 
 
 def checkpoint_folder(run: Path) -> Path:
@@ -49,7 +45,8 @@ class RunFolder:
         self._observer = observer or (lambda record: None)
         self._warned: set[str] = set()
         self._lock: int | None = None
-        self._log: MetricLog | None = None
+        self.log: MetricLog | None = None
+        """The metrics; None on other ranks than the first, and before `open_log`."""
         if world.is_first:
             self._claim()
 
@@ -59,8 +56,8 @@ class RunFolder:
             raise ValueError(f"{path} is a file: choose another folder (--out)")
         if resume and not checkpoints.steps(self.checkpoints):
             raise checkpoints.CheckpointError(
-                f"{path} holds no checkpoint to go on from: begin the run anew, without --resume "
-                "and in an empty folder"
+                f"{path} holds no checkpoint to resume from: start the run anew, without "
+                "--resume and in an empty folder"
             )
         make_folder(path)
         (path / _LOCK).touch()
@@ -82,33 +79,29 @@ class RunFolder:
 
     def open_log(self, step: int, num_steps: int) -> bool:
         """Open the metrics, truncated to the current step; return whether the run has ended."""
-        ended = self._world.together(
+        ended = self._world.run_on_all(
             lambda: self._world.is_first and self._open_log(step, num_steps)
         )
-        return bool(self._world.tell([ended])[0])
+        return self._world.broadcast(ended)
 
     def _open_log(self, step: int, num_steps: int) -> bool:
         settings = self._config.log
-        self._log = MetricLog(
+        self.log = MetricLog(
             self.path,
             tensorboard=settings.tensorboard,
-            wandb=settings.wandb or None,
-            trackio=settings.trackio or None,
+            wandb=settings.wandb,
+            trackio=settings.trackio,
+            observer=self._observer,
         )
         last = None
         if self._config.resume:
-            last = self._log.truncate_after(step, has_more=step < num_steps)
+            last = self.log.truncate_after(step, has_more=step < num_steps)
         if step and last is None:
             self.warn(
-                step, f"{self._log.path} has nothing from before step {step:,}: was it removed?"
+                step,
+                f"{self.path / METRICS} has nothing from before step {step:,}: was it removed?",
             )
         return last is not None and last.get("kind") == "end"
-
-    def record(self, step: int, kind: str, **values: Any) -> None:
-        """Write a record to the metrics and hand it to the observer."""
-        if self._log is not None:
-            self._log.log(step, {"kind": kind, **values})
-            self._observer({"step": step, "kind": kind, **values})
 
     def warn(self, step: int, text: str, topic: str | None = None) -> None:
         """Give the observer a warning, once per topic where one is named."""
@@ -142,29 +135,19 @@ class RunFolder:
         text = data if isinstance(data, str) else json.dumps(data, indent=1)
         replace_file(self.path / name, (text + "\n").encode())
 
-    def flush(self) -> None:
-        """Flush the metrics to disk, before a checkpoint of the same step is published."""
-        if self._log is not None:
-            self._log.flush()
-
     def go_back_to(self, step: int) -> None:
         """Set aside the checkpoints after a step, and drop the records after it."""
         if self._world.is_first:
             for path in checkpoints.set_aside_after(self.checkpoints, step):
                 self.warn(step, f"set aside, to be looked at or removed: {path}")
-        if self._log is not None:
-            self._log.truncate_after(step)
-
-    def tidy(self, newest: int, keep: int) -> None:
-        """Finish the clean-up of a save that was killed."""
-        if self._world.is_first:
-            checkpoints.tidy(self.checkpoints, newest, keep)
+        if self.log is not None:
+            self.log.truncate_after(step)
 
     def close(self) -> None:
         """Close the metrics and release the lock."""
         try:
-            if self._log is not None:
-                self._log.close()
+            if self.log is not None:
+                self.log.close()
         finally:
             if self._lock is not None:
                 os.close(self._lock)
@@ -180,8 +163,7 @@ def check_unused(path: Path) -> None:
     metrics = path / METRICS
     if checkpoints.steps(checkpoint_folder(path)):
         raise ValueError(
-            f"{path} holds a run already: go on with it (--resume), or choose another folder "
-            "(--out)"
+            f"{path} holds a run already: resume it (--resume), or choose another folder (--out)"
         )
     if metrics.exists() and metrics.stat().st_size:
         raise ValueError(
@@ -213,14 +195,15 @@ def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
 
 def environment(device: str) -> dict[str, Any]:
     """Return command, commit, versions and device."""
+    versions = {name: found.version for name in _PACKAGES for found in distributions(name=name)}
     return {
-        # The name alone of the program: where it lies is nobody's business.
+        # The name of the program without its folder, which is private.
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
         "device": device,
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
@@ -246,17 +229,7 @@ def commit() -> str | None:
         git("ls-files", "--error-unmatch", Path(__file__).name)
         changed = git("status", "--porcelain", "--untracked-files=no")
         # A new file changes what runs as much as an edited one, if it is part of the package.
-        new = git("ls-files", "--others", "--exclude-standard", str(here.parent))
+        new = git("ls-files", "--others", "--exclude-standard", str(here.parents[1]))
         return git("rev-parse", "HEAD") + ("-changed" if changed or new else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,8 +128,7 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
     Another schedule is the same run as long as it has the same steps so far: a run at its constant
     rate can be made longer, or shorter with its decay at once.
     """
-    now = json.loads(json.dumps(to_dict(config)))
-    may_change = _MAY_CHANGE
+    now, may_change = to_dict(config), _MAY_CHANGE
     if _same_steps(config, before, taken):
         may_change = may_change | {"schedule"}
     changed = [
@@ -147,7 +145,7 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
                 "were: a run can be made longer or shorter before its decay begins"
             )
         raise ValueError(
-            "a run goes on with the settings it began with; these differ: "
+            "a resumed run keeps the settings it started with; these differ: "
             + "; ".join(changed)
             + hint
         )
@@ -189,7 +187,7 @@ def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]
         ("holds, beyond this run's,", found.keys() - expected.keys()),
         (
             "has other shapes for",
-            {n for n in expected if _kind(expected[n]) != _kind(found.get(n))},
+            {n for n in expected.keys() & found.keys() if _kind(expected[n]) != _kind(found[n])},
         ),
     ):
         if names:
@@ -200,8 +198,8 @@ def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]
             )
 
 
-def _kind(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.dtype)
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -18,7 +18,7 @@ _NORMAL = 1.4826
 
 
 class DivergenceError(ValueError):
-    """A run cannot go on: none of its steps can be taken any more."""
+    """A run cannot continue: every step is skipped."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,16 @@ def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
     first, last = spike.high[0], spike.high[-1]
     usual = f", {statistics.median(spike.usual):.3f} before" if spike.usual else ""
     return (
-        f"the loss left its course: {last.loss:.3f} at step {last.step:,}, high since step "
-        f"{first.step:,}{usual}"
+        f"loss spike: {last.loss:.3f} at step {last.step:,}, high since step {first.step:,}{usual}"
     )
 
 
 def continue_message(config: SpikeConfig) -> str:
     """Return what follows for a run that does not go back."""
     return (
-        f"the run goes on with it (spikes.max_rollbacks={config.max_rollbacks}). If it does not "
-        "come back, resume with --spikes.max-rollbacks set higher, which leaves out the data it "
-        "met, or begin anew with a lower optimizer.lr or a longer warmup"
+        f"the run continues (spikes.max_rollbacks={config.max_rollbacks}). If the loss does not "
+        "recover, resume with --spikes.max-rollbacks set higher, which skips the data of the "
+        "spike, or start anew with a lower optimizer.lr or a longer warmup"
     )
 
 
@@ -109,7 +108,7 @@ def divergence_message(step: int, skipped_in_a_row: int) -> str:
     """Return why a run ends at a step, and what to try."""
     return (
         f"step {step:,}: the last {skipped_in_a_row:,} steps had no finite gradients and changed "
-        "nothing (spikes.max_skipped); no checkpoint was written meanwhile. Go on from the newest "
-        "one with --resume and --spikes.max-rollbacks 3, which leaves out the data it met, or with "
-        "--runtime.dtype float32; or begin anew with a lower optimizer.lr or a longer warmup"
+        "nothing (spikes.max_skipped); no checkpoint was written meanwhile. Resume from the newest "
+        "one with --resume and --spikes.max-rollbacks 3, which skips these data, or with "
+        "--runtime.dtype float32; or start anew with a lower optimizer.lr or a longer warmup"
     )

@@ -6,7 +6,7 @@ run. So forward and backward are captured as a CUDA graph after a few eager runs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -43,10 +43,12 @@ class TrainStep:
         of the whole batch once ranks have reduced theirs.
         """
         total = torch.zeros((), device=self._device.device)
-        for tokens, is_last in _with_last(batches):
-            share = len(tokens) / sequences
-            with nullcontext() if is_last else self._parallel.no_sync():
-                total += share * self._micro_batch(tokens, sequences)
+        num_left = sequences // self._parallel.dp_degree
+        for tokens in batches:
+            num_left -= len(tokens)
+            # Ranks reduce their gradients with the last micro-batch.
+            with self._parallel.no_sync() if num_left else nullcontext():
+                total += len(tokens) / sequences * self._micro_batch(tokens, sequences)
         return total
 
     def clear(self) -> None:
@@ -110,14 +112,3 @@ class TrainStep:
             self._loss = torch.empty(0)
             for parameter in self._trained:
                 parameter.grad = None
-
-
-def _with_last(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield each batch with whether it is the last."""
-    waiting: Tensor | None = None
-    for tokens in batches:
-        if waiting is not None:
-            yield waiting, False
-        waiting = tokens
-    if waiting is not None:
-        yield waiting, True

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 import signal
 import statistics
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.distributed import join, take_own_device
+from learnable_multipliers.pretrain.distributed import join
+from learnable_multipliers.pretrain.metrics.log import Observer
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
-from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
-from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
-from learnable_multipliers.pretrain.trainer.run_folder import Observer, RunFolder
+from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
     check_same_settings,
@@ -33,24 +35,54 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
     tensors_of,
 )
-from learnable_multipliers.pretrain.trainer.slow_paths import slow_paths
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
-from learnable_multipliers.symmetry import Symmetries, find_symmetries
+from learnable_multipliers.symmetry import find_symmetries
+
+
+class Interrupt:
+    """Ctrl-C, SIGTERM and a lost terminal end a run after the current step, with a checkpoint.
+
+    Within this context the first signal is noted; a second one ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python takes signals on its main thread alone; elsewhere the caller is in charge.
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            # Windows has no SIGHUP; under nohup a run is meant to outlive its terminal.
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # None stands for a handler that Python did not set and cannot set again.
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
 
 
 class Trainer:
     """One run, step by step."""
 
+    stopped_by: signal.Signals | None = None
+    """The signal that ended the run before its last step."""
+
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
-        if config.runtime.device in ("auto", "cuda"):
-            take_own_device()
         self.device = choose_device(config.runtime)
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolved(config, self.data)
-        config.check()
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
-        self._folder = self.world.together(lambda: RunFolder(config, self.world, observer))
+        self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
         try:
             self._set_up(config)
         except BaseException:
@@ -61,17 +93,18 @@ class Trainer:
         self.schedule = schedule.steps(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
-        schedule.check_divisible(self.schedule, self.world.dp_degree)
+        schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         self.model = build(config.model, config.seed, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
-        self.monitor = Monitor(
-            self.optimizer, self._symmetries(), drift_bound=config.log.drift_bound
-        )
-        self.step, self.samples, self.passed_over = 0, 0, 0
-        self._skipped_before = 0
+        symmetries = None
+        if config.log.drift and self.plan.num_multipliers:
+            # On the CPU, in float64.
+            symmetries = find_symmetries(build(config.model, config.seed), self.plan)
+        self.monitor = Monitor(self.optimizer, symmetries, drift_bound=config.log.drift_bound)
+        self.step = self.samples = self.passed_over = self._skipped_before = 0
         self._stopwatch = Stopwatch()
         self._losses = LossMeter(self.device.device)
         self._spikes = spikes.SpikeState()
@@ -89,34 +122,32 @@ class Trainer:
         self._train_step = TrainStep(self.model, self.device, config.z_loss, parallel)
         self._restart_clock()
 
-    def _symmetries(self) -> Symmetries | None:
-        """Return the symmetries along which multipliers could drift."""
-        if not self.config.log.drift or not self.plan.num_multipliers:
-            return None
-        # On the CPU, in float64.
-        return find_symmetries(build(self.config.model, self.config.seed), self.plan)
-
     # -- training -----------------------------------------------------------------------------
 
     def train(self, interrupt: Interrupt | None = None) -> str:
         """Train to the end, or until interrupted; return which of the two it was."""
-        for _ in self.steps():
-            if self.stopped_by(interrupt) is not None:
-                self.save()
-                self.close()
-                self.world.leave()
-                return "interrupted"
-        return "finished"
+        for _ in self.steps(interrupt):
+            pass
+        return "finished" if self.stopped_by is None else "interrupted"
 
-    def steps(self) -> Iterator[int]:
-        """Train, yielding the number of steps done after each step; then close the run."""
-        while self.step < len(self.schedule):
-            with self._stopwatch, self.world.waiting():
+    def steps(self, interrupt: Interrupt | None = None) -> Iterator[int]:
+        """Train, yielding the number of steps done after each step; then save and close the run.
+
+        All ranks stop after the same step, whichever of them received a signal.
+        """
+        while self.step < len(self.schedule) and self.stopped_by is None:
+            with self._stopwatch, self.world.collective():
                 self._take_step()
             yield self.step
-        if not self._ended:
+            if interrupt is not None:
+                number = self.world.all_reduce_max(interrupt.received or 0)
+                self.stopped_by = signal.Signals(number) if number else None
+        if self.stopped_by is not None:
+            self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
+        elif not self._ended:
             memory = self.device.peak_memory()
             self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
+        if not self._ended:
             self.save()
         self.close()
         self.world.leave()
@@ -136,7 +167,7 @@ class Trainer:
         )
         # The loss of the whole batch, the same on all ranks: they skip the same steps.
         gradients = self._train_step.gradients(batches, planned.sequences)
-        loss = self.world.sum_over_dp(gradients)
+        loss = self.world.all_reduce_dp(gradients)
         self.optimizer.found_inf = ~loss.isfinite()
         self.optimizer.step()
         self._losses.add(loss, self.optimizer.grad_norm)
@@ -144,14 +175,6 @@ class Trainer:
         self.samples += planned.sequences
         self.step += 1
         self._after_step(lr)
-
-    def stopped_by(self, interrupt: Interrupt | None) -> str | None:
-        """Return the signal that any rank has received: all ranks stop after the same step."""
-        own = 0
-        if interrupt is not None and interrupt.received is not None:
-            own = int(signal.Signals[interrupt.received])
-        (number,) = self.world.agree([own])
-        return signal.Signals(number).name if number else None
 
     def close(self) -> None:
         """Close the metrics and release the folder; a run that ended has done so itself."""
@@ -194,13 +217,14 @@ class Trainer:
         evaluation = due(log.evaluate_every) or last
         sample = bool(log.sample_tokens) and (due(log.sample_every) or last)
         # While the loss is in doubt no checkpoint may displace a good one.
-        checkpoint = due(self.config.checkpoint.every) and not last and not self._in_doubt
+        checkpoint = due(self.config.checkpoint.every) and not last
+        checkpoint = checkpoint and not (self._spikes.high or self._losses.read().skipped_in_a_row)
         if weights:
             self._record_health()
         if evaluation:
             self._record("eval", **evaluate(self.model, self.data, self.config, self.device))
         if sample:
-            text = sample_text(self.model, self.data, self.config, self.device, self.world)
+            text = sample_text(self.model, self.data, self.config, self.device)
             self._record("sample", prompt=log.prompt, text=text)
         if checkpoint:
             self.save()
@@ -217,9 +241,7 @@ class Trainer:
         then, tokens = self._mark
         speed = (self.tokens - tokens) / (self.seconds - then)
         self._restart_clock()
-        peak = self.device.peak_tflops
-        if peak is not None:
-            peak *= self.world.size
+        peak = self.device.peak_tflops and self.device.peak_tflops * self.world.size * 1e12
         self._record(
             "train",
             loss=math.nan if losses.mean is None else losses.mean,
@@ -228,7 +250,7 @@ class Trainer:
             grad_norm=None if norm is None else norm.item(),
             skipped_steps=self.skipped_steps,
             tokens_per_second=speed,
-            mfu=None if peak is None else 6 * self.model.num_parameters * speed / (peak * 1e12),
+            mfu=peak and 6 * self.model.num_parameters * speed / peak,
             seconds=self.seconds,
         )
 
@@ -239,13 +261,16 @@ class Trainer:
     def _record_health(self) -> None:
         health = self.monitor.health()
         self._record("weights", **describe_weights(self.optimizer, self.plan, health.readings))
-        texts = [alarm.text for alarm in health.alarms]
-        self._record("health", **health.metrics(), alarms=texts)
+        self._record("health", **health.metrics(), alarms=[a.text for a in health.alarms])
         for alarm in health.alarms:
             self._folder.warn(self.step, alarm.text, alarm.about)
 
     def _record(self, kind: str, **values: Any) -> None:
-        self._folder.record(self.step, kind, tokens=self.tokens, **values)
+        if self._folder.log is not None:
+            # A rollback is a record of the first step that is repeated: a resume from the
+            # checkpoint drops it, and writes it again.
+            step = self.step + (kind == "rollback")
+            self._folder.log.log(step, {"kind": kind, "tokens": self.tokens, **values})
 
     def _warn(self, text: str) -> None:
         self._folder.warn(self.step, text)
@@ -254,7 +279,9 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint and return its folder."""
-        self._folder.flush()
+        if self._folder.log is not None:
+            # Before a checkpoint of the same step is published.
+            self._folder.log.flush()
         state = RunState(
             samples=self.samples,
             passed_over=self.passed_over,
@@ -289,15 +316,16 @@ class Trainer:
         check_same_settings(self.config, state.config, loaded.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
-                f"the data at {self.data.folder} are not those the run began with: their tokens "
-                "or their tokenizer are others; name those with --data.path, or begin a new run"
+                f"the data at {self.data.folder} are not those the run started with: their "
+                "tokens or their tokenizer differ; give those with --data.path, or start a new run"
             )
         self._restore(loaded, state)
         self._stopwatch = Stopwatch(state.seconds)
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
         self._folder.go_back_to(self.step)
-        self._folder.tidy(self.step, self._num_to_keep())
+        if self.world.is_first:
+            checkpoints.tidy(self._folder.checkpoints, self.step, self._num_to_keep())
 
     def _restore(self, loaded: checkpoints.Checkpoint, state: RunState) -> None:
         """Restore all state except elapsed time."""
@@ -311,10 +339,6 @@ class Trainer:
         self._spikes = state.spikes
 
     # -- loss spikes --------------------------------------------------------------------------
-
-    @property
-    def _in_doubt(self) -> bool:
-        return bool(self._spikes.high or self._losses.read().skipped_in_a_row)
 
     def _rolled_back(self) -> bool:
         """Handle a loss spike, or too many skipped steps; return whether the run rolled back."""
@@ -347,18 +371,14 @@ class Trainer:
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
         if loaded is None:
-            self._warn("no checkpoint is from before the loss left its course: none to go back to")
+            self._warn("no checkpoint is from before the loss spike: cannot roll back")
             return False
         self._folder.go_back_to(loaded.step)
         self._restore(loaded, state_of(loaded))
         self.passed_over = next_sample - self.samples
         self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        # Recorded at the first step that is repeated: a resume from the checkpoint drops it, and
-        # will write it again.
-        self._folder.record(
-            self.step + 1,
+        self._record(
             "rollback",
-            tokens=self.tokens,
             checkpoint=self.step,
             num_rollbacks=self._spikes.num_rollbacks,
             passed_over=self.passed_over,
@@ -366,17 +386,19 @@ class Trainer:
             high=[[point.step, point.loss] for point in spike.high],
         )
         self._warn(
-            f"{spikes.in_words(spike, skipped)}: back to the checkpoint of step {self.step}, and "
-            f"on with the data that come after (rollback {self._spikes.num_rollbacks} of "
-            f"{self.config.spikes.max_rollbacks})"
+            f"{spikes.in_words(spike, skipped)}: rolled back to the checkpoint of step "
+            f"{self.step}, continuing with the data after the spike (rollback "
+            f"{self._spikes.num_rollbacks} of {self.config.spikes.max_rollbacks})"
         )
         self._restart_clock()
         return True
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size and name filled in."""
+    """Return a config with vocabulary size and name filled in, checked."""
     if config.model.vocab_size == 0:
         model = replace(config.model, vocab_size=data.manifest.vocab_size)
         config = replace(config, model=model)
-    return replace(config, name=config.name or config.out.resolve().name)
+    config = replace(config, name=config.name or config.out.resolve().name)
+    config.check()
+    return config
