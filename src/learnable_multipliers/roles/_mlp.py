@@ -19,7 +19,6 @@ from learnable_multipliers.roles._tree import (
     is_homogeneous,
     is_linear,
     is_norm,
-    learnable_norm,
 )
 
 _GATED = (
@@ -153,16 +152,14 @@ def _matrices(
 ) -> Iterator[ParameterRole]:
     norms = norms_around(site.tree, site.name, "mlp")
     for leaf, role in inputs.items():
-        part = Part(role, features(site.linears[leaf])[0])
-        yield site.linear(leaf, part, column_norm=norms.before, homogeneous=homogeneous)
+        yield site.whole(leaf, role, column_norm=norms.before, homogeneous=homogeneous)
     yield _down(site, down, norms)
 
 
 def _down(site: Site, leaf: str, norms: Norms) -> ParameterRole:
     in_mixture = any(hasattr(module, "experts") for module in site.tree.lineage(site.name))
-    part = Part("down", features(site.linears[leaf])[0], row_norm="" if in_mixture else norms.after)
-    inner = learnable_norm(site.module, _DOWN_NORMS)
-    return site.linear(leaf, part, column_norm=inner and site.path(inner))
+    row_norm = "" if in_mixture else norms.after
+    return site.whole(leaf, "down", row_norm, column_norm=site.norm(*_DOWN_NORMS))
 
 
 def _gates_plainly(module: nn.Module) -> bool:

@@ -102,11 +102,12 @@ def rebalance_(
     it would have, which are other shares of them.
     """
     orbits = Orbits.of(opt, tuple(symmetries))
-    if powers_of_two:
-        _check_exact_doubling(orbits)
     doublings = orbits.balanced() / math.log(2)
     if powers_of_two:
-        doublings = _nearest_integers(doublings)
+        _check_exact_doubling(orbits)
+        # A half is rounded towards 0: the rest of what was rounded so rounds to 0.
+        whole = (doublings.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
+        doublings = doublings.sign() * whole
     # exp2 of an integer is exact.
     multiply_(opt, {axis: along.exp2() for axis, along in orbits.by_axis(doublings).items()})
 
@@ -167,9 +168,7 @@ class Orbits:
 
     def positions(self) -> tuple[Tensor, ...]:
         """Return t by symmetry and member; 0 for a member without a scale."""
-        squares = self._squares()
-        t = self._across(self.logs) / squares.where(squares > 0, torch.ones_like(squares))
-        return t.split([symmetry.num_members for symmetry in self.symmetries])
+        return self._by_symmetry(self._across(self.logs) / self._squares())
 
     def balanced(self) -> Tensor:
         """Return the log s of all members that solve P'P log s = -P' log|x|.
@@ -177,7 +176,6 @@ class Orbits:
         By conjugate gradients, scaled by the diagonal of P'P: P has a few entries in a row.
         """
         squares = self._squares()
-        squares = squares.where(squares > 0, torch.ones_like(squares))
         solution = torch.zeros_like(squares)
         rest = -self._across(self.logs)
         scaled = rest / squares
@@ -199,19 +197,19 @@ class Orbits:
 
     def by_axis(self, logs: Tensor) -> dict[Axis, Tensor]:
         """Return what members' logs add up to on every entry of every axis, zeros included."""
-        sums = {
-            axis: torch.zeros(len(scale.carried), dtype=torch.float64)
-            for axis, scale in self.scales.items()
-        }
-        parts = logs.split([symmetry.num_members for symmetry in self.symmetries])
-        for symmetry, part in zip(self.symmetries, parts, strict=True):
-            for term in symmetry.terms:
-                sums[term.axis] += torch.cat((term.power * part, part.new_zeros(1)))[term.members]
+        sums: dict[Axis, Tensor] = {}
+        for symmetry, part in zip(self.symmetries, self._by_symmetry(logs), strict=True):
+            for axis, along in symmetry.log_factors(part).items():
+                sums[axis] = sums.get(axis, 0.0) + along
         return sums
 
     def _squares(self) -> Tensor:
-        """Return the diagonal of P'P: sum_e p_e^2 of each member."""
-        return self._by_member(self.power.square())
+        """Return the diagonal of P'P: sum_e p_e^2 of each member, 1 for one without a scale."""
+        squares = self._by_member(self.power.square())
+        return squares.where(squares > 0, torch.ones_like(squares))
+
+    def _by_symmetry(self, values: Tensor) -> tuple[Tensor, ...]:
+        return values.split([symmetry.num_members for symmetry in self.symmetries])
 
     def _along(self, log_scales: Tensor) -> Tensor:
         """Return P log s."""
@@ -225,11 +223,6 @@ class Orbits:
     def _by_member(self, values: Tensor) -> Tensor:
         num_members = sum(symmetry.num_members for symmetry in self.symmetries)
         return values.new_zeros(num_members).index_add_(0, self.member, values)
-
-
-def _nearest_integers(values: Tensor) -> Tensor:
-    """Round, a half towards 0: the rest of what was rounded so rounds to 0."""
-    return values.sign() * (values.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
 
 
 def _check_fit(axis: Axis, scale: Scale, members: Tensor) -> None:
@@ -292,21 +285,18 @@ def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Sc
                 "symmetries with the plan it was made with: "
                 "lrm.find_symmetries(model, plan, inputs)"
             )
-        carried = None
-        if axis.is_vector:
-            values = raw[axis.name] + axis.offset
-        elif state.matrix is not None:
-            values = multipliers[axis.name][axis.kind]
-            if axis.kind == "row":
-                carried = keep_carried_rows(state.matrix, torch.ones(values.shape)).bool().flatten()
-        else:
+        matrix = state.matrix
+        if not axis.is_vector and matrix is None:
             found[axis] = _filter(axis, raw[axis.name])
             continue
-        values = values.detach().to("cpu", torch.float64).flatten()
-        if carried is None:
-            carried = torch.ones(len(values), dtype=torch.bool)
-        exact = not axis.offset and not (state.matrix and state.matrix.scale == "log")
-        found[axis] = Scale(values, axis, torch.arange(len(values)), carried, exact)
+        stored = raw[axis.name] if axis.is_vector else multipliers[axis.name][axis.kind]
+        values = (stored.detach() + axis.offset).to("cpu", torch.float64)
+        carried = torch.ones(values.shape, dtype=torch.bool)
+        if matrix is not None and axis.kind == "row":
+            carried = keep_carried_rows(matrix, carried)
+        exact = not axis.offset and not (matrix and matrix.scale == "log")
+        index = torch.arange(values.numel())
+        found[axis] = Scale(values.flatten(), axis, index, carried.flatten(), exact)
     for axis, scale in found.items():
         if not scale.values.isfinite().all():
             raise ValueError(f"{axis} ({axis.kind}) holds numbers that are not finite")
@@ -321,10 +311,10 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
     that wait for a step are divided as well. On the log scale the stored value moves by log f, and
     its gradient, x dL/dx, stays. Raw weights under multipliers and their moments are not touched.
     """
-    moved = {axis: factor for axis, factor in factors.items() if bool((factor != 1).any())}
     by_name: dict[str, dict[Axis, Tensor]] = {}
-    for axis, factor in moved.items():
-        by_name.setdefault(axis.name, {})[axis] = factor
+    for axis, factor in factors.items():
+        if bool((factor != 1).any()):
+            by_name.setdefault(axis.name, {})[axis] = factor
     with opt.rewriting(by_name.keys()) as states:
         for state in states:
             _check_movable(opt, state)
