@@ -9,10 +9,10 @@ like the scale of a residual stream.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,20 +88,17 @@ class _Search:
         """Take the row and column scales of each matrix, which always trade."""
         for axis in self.columns.axes:
             other = Axis(axis.name, "col")
-            if axis.kind != "row" or other not in self.columns.axes:
-                continue
-            if self.model.absent(axis).any():
+            has_both = axis.kind == "row" and other in self.columns.axes
+            if not has_both or self.model.absent(axis).any():
                 continue
             layout = self.model.layouts[axis.name]
             matrices = math.prod(layout.shape[: layout.stack])
             vectors = self.columns.basis.new_zeros(matrices, self.columns.basis.shape[1])
             for side, power in ((axis, 1.0), (other, -1.0)):
                 where = self.columns.axes[side]
-                entries = (where.stop - where.start) // matrices
-                for matrix in range(matrices):
-                    start = where.start + matrix * entries
-                    vectors[matrix, start : start + entries] = power
-                vectors[:, where] *= ~self.columns.silent[where]
+                entries = self.model.num_entries(side) // matrices
+                own = torch.eye(matrices).repeat_interleave(entries, 1)
+                vectors[:, where] = power * own * ~self.columns.silent[where]
             # Nothing is known of a matrix that the inputs do not reach, such as an expert's.
             self.take(vectors[vectors.any(1)])
 
@@ -171,12 +168,16 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
         )
         alike.setdefault(shape, []).append(normal)
     found = []
-    for shape, members in alike.items():
-        members.sort(key=partial(_first_entry, columns, shape))
+    for shape, same in alike.items():
+        # Sorted by their first entries on the shortest of their axes.
+        axis, power = min(shape, key=lambda term: len(columns.of([term[0]])))
+        members = torch.stack(same)
+        first = (members[:, columns.axes[axis]] == power).int().argmax(1)
+        members = members[first.argsort(stable=True)]
         terms = []
         for axis, power in shape:
             where = columns.axes[axis]
-            of = torch.full((where.stop - where.start,), -1)
+            of = torch.full((model.num_entries(axis),), -1)
             for number, member in enumerate(members):
                 of[member[where] == power] = number
             reached = of[~columns.silent[where]]
@@ -187,12 +188,6 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
         symmetry = Symmetry("multiplicative", tuple(terms), len(members))
         found.append(replace(symmetry, kind=_kind(model, symmetry)))
     return found
-
-
-def _first_entry(columns: _Columns, shape: Sequence[tuple[Axis, float]], vector: Tensor) -> int:
-    """Return the first entry of a member on the shortest of its axes, to sort members by."""
-    axis, power = min(shape, key=lambda term: len(columns.of([term[0]])))
-    return int((vector[columns.axes[axis]] == power).int().argmax())
 
 
 def _powers(vector: Tensor) -> Tensor:
@@ -219,14 +214,11 @@ def _kind(model: ModelCopy, symmetry: Symmetry) -> Kind:
         return "exchange"
     if min(powers) > 0 or max(powers) < 0:
         return "normalization"
-    if not model.epsilons:
-        return "multiplicative"
     # What a norm takes away is not quite taken away once the norm adds a constant.
     model.set_epsilon(0.1)
-    try:
-        return "multiplicative" if _change(model, symmetry) < _UNCHANGED else "normalization"
-    finally:
-        model.set_epsilon(0.0)
+    change = _change(model, symmetry)
+    model.set_epsilon(0.0)
+    return "multiplicative" if change < _UNCHANGED else "normalization"
 
 
 @torch.no_grad()
@@ -284,11 +276,11 @@ def _reduced(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> _C
     whole = jacobian.new_zeros(rank, jacobian.shape[1])
     # Back to the Jacobian's own units, in which exponents are small integers.
     whole[:, live] = basis[:rank] * norms[live]
-    slices: dict[Axis, slice] = {}
-    start = 0
-    for axis, count in entries.items():
-        slices[axis] = slice(start, start + count)
-        start += count
+    ends = itertools.accumulate(entries.values())
+    slices = {
+        axis: slice(end - count, end)
+        for (axis, count), end in zip(entries.items(), ends, strict=True)
+    }
     return _Columns(slices, whole, int((~silent).sum()) - rank, silent, alone)
 
 

@@ -42,7 +42,7 @@ _MOST_PARTS = 4
 _NUMBER = r"(?<=\.)\d+(?=\.)"
 
 # Axes and powers of a symmetry, and whether it has all entries of each.
-_Place = frozenset[tuple[str, str, float, bool]]
+_Place = frozenset[tuple[Axis, float, bool]]
 
 
 def copy_like(
@@ -68,10 +68,15 @@ def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetrie
     for symmetry in found:
         places = list(_namesakes(symmetry, model))
         if not places:
-            tried[_place(symmetry, {})] = str(symmetry)
+            tried[_place(symmetry.terms)] = str(symmetry)
         for names in places:
-            place = _place(symmetry, names)
-            tried.setdefault(place, str(replace(symmetry, terms=_renamed(symmetry, names))))
+            renamed = tuple(
+                replace(term, axis=Axis(name, term.axis.kind))
+                for term in symmetry.terms
+                for name in names[term.axis.name]
+            )
+            place = _place(renamed)
+            tried.setdefault(place, str(replace(symmetry, terms=renamed)))
             moved = guesses.confirmed(symmetry, names)
             # Layers may differ: what holds in one may be part of what holds in the other.
             if moved and (place not in carried or moved.num_members > carried[place].num_members):
@@ -195,25 +200,9 @@ def _namesakes(symmetry: Symmetry, model: ModelCopy) -> Iterator[dict[str, list[
             yield at
 
 
-def _place(symmetry: Symmetry, names: Mapping[str, list[str]]) -> _Place:
+def _place(terms: Sequence[Term]) -> _Place:
     """Return what a symmetry scales in the model: two of one place are the same symmetry."""
-    return frozenset(
-        (name, term.axis.kind, term.power, term.block is None)
-        for term in symmetry.terms
-        for name in names.get(term.axis.name, [term.axis.name])
-    )
-
-
-def _renamed(symmetry: Symmetry, names: Mapping[str, list[str]]) -> tuple[Term, ...]:
-    """Return a proxy's terms under the names of the model, one for each."""
-    renamed = {
-        (name, term.axis.kind, number % len(symmetry.terms)): replace(
-            term, axis=Axis(name, term.axis.kind)
-        )
-        for number, term in enumerate(symmetry.terms)
-        for name in names[term.axis.name]
-    }
-    return tuple(renamed.values())
+    return frozenset((term.axis, term.power, term.block is None) for term in terms)
 
 
 def _numbers(name: str) -> tuple[str, ...]:
