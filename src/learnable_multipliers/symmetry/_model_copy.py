@@ -66,7 +66,6 @@ class ModelCopy:
         *,
         dtype: torch.dtype = torch.float64,
         shifted: Collection[str] | None = None,
-        seed: int = 0,
     ):
         self.dtype = dtype
         self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
@@ -91,7 +90,7 @@ class ModelCopy:
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
         self.epsilons = list(_epsilons(self.model))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._randomize()
         for name in self._find_shifted() if shifted is None else shifted:
             self.layouts[name] = replace(self.layouts[name], one_plus=True)
@@ -171,18 +170,17 @@ class ModelCopy:
     @contextmanager
     def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
         """Multiply the entries of axes by factors, while inside."""
-        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        try:
-            with torch.no_grad():
-                for axis, factor in factors.items():
-                    parameter = self.parameters[axis.name]
-                    along = self.layouts[axis.name].along(axis.kind, factor)
-                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
-            yield
-        finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(before[name])
+        names = {axis.name for axis in factors}
+        before = {name: self.parameters[name].detach().clone() for name in names}
+        with torch.no_grad():
+            for axis, factor in factors.items():
+                parameter = self.parameters[axis.name]
+                along = self.layouts[axis.name].along(axis.kind, factor)
+                parameter.copy_((parameter + axis.offset) * along - axis.offset)
+        yield
+        with torch.no_grad():
+            for name, value in before.items():
+                self.parameters[name].copy_(value)
 
     def _gradients(self, outputs: Tensor, count: int) -> dict[str, Tensor]:
         """Return gradients of some random combinations of the outputs, (count, *shape)."""
