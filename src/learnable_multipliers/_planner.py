@@ -37,8 +37,8 @@ def plan(
 
     Reads names, module types and shapes only, so it works on the meta device. With `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
-    are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of the
-    forward pass, random tokens by default. The symmetries that remain are listed with the plan.
+    are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of
+    the forward pass, random tokens by default. The symmetries that remain are listed with the plan.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)
