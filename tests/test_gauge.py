@@ -442,7 +442,7 @@ def test_drift_since_a_start_is_what_was_moved():
 
 def test_the_balanced_point_has_the_least_squared_logs():
     model, _, opt = far_away("falcon-h1", "full", dtype=torch.float64)
-    orbits = Orbits.of(opt, tuple(symmetries_of("falcon-h1", "full")))
+    orbits = Orbits(opt, symmetries_of("falcon-h1", "full"))
     num_members = sum(one.num_members for one in orbits.symmetries)
     dense = torch.zeros(len(orbits.logs), num_members, dtype=torch.float64)
     dense.index_put_((orbits.entry, orbits.member), orbits.power, accumulate=True)

@@ -14,7 +14,7 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.presets import PRESETS
-from learnable_multipliers.symmetry._find import make_proxy
+from learnable_multipliers.symmetry._proxy import make_proxy
 from learnable_multipliers.symmetry._transfer import Pattern, describe, resized_patterns
 from test_symmetry import families_of, told
 

@@ -16,7 +16,7 @@ import torch
 
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part
-from learnable_multipliers.symmetry._derive import Carried
+from learnable_multipliers.symmetry._derived_placement import Carried
 
 Placement = Literal["full", "symmetry-aware", "scalar", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)

@@ -22,7 +22,7 @@ from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._rules import Rule, Train, unmatched
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
-from learnable_multipliers.symmetry._derive import Carried, derived_placement
+from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
 
 
 def plan(
@@ -40,8 +40,8 @@ def plan(
     `"multipliers"` to learn nothing else: raw weights, vectors and the rest stay as they are. With
     `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
-    are in `symmetry/_derive.py`), by running a copy of it on `inputs`: the arguments of the
-    forward pass, random tokens by default. The symmetries that remain are listed with the plan.
+    are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of
+    the forward pass, random tokens by default. The symmetries that remain are listed with the plan.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)

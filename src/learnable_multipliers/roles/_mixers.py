@@ -16,7 +16,6 @@ from learnable_multipliers.roles._tree import (
     Site,
     features,
     is_norm,
-    learnable_norm,
 )
 
 # Names by role. A name counts only beside the rest of its group.
@@ -54,9 +53,7 @@ def attention(site: Site) -> Iterator[ParameterRole]:
     if out is None or not inputs:
         return
     _note_unrecognized(site, {role.name for role in inputs} | {site.path(f"{out}.weight")})
-    inner = learnable_norm(site.module, _OUT_NORMS)
-    part = Part("attention-out", features(site.linears[out])[0], row_norm=norms.after)
-    yield site.linear(out, part, column_norm=inner and site.path(inner))
+    yield site.whole(out, "attention-out", norms.after, column_norm=site.norm(*_OUT_NORMS))
 
 
 def torch_attention(site: Site) -> Iterator[ParameterRole]:
@@ -78,68 +75,60 @@ def torch_attention(site: Site) -> Iterator[ParameterRole]:
             column_norm="" if cross else norms.before,
             note="torch.nn.MultiheadAttention",
         )
-    yield site.linear("out_proj", Part("attention-out", width, row_norm=norms.after))
+    yield site.whole("out_proj", "attention-out", norms.after)
 
 
 def bert_layer(site: Site) -> Iterator[ParameterRole]:
     """Read the layer BERT and its descendants share: dense layers in modules of their own."""
-    inside = dict(site.module.named_modules())
     roles = {
         "attention.output.dense": "attention-out",
         "intermediate.dense": "ungated-up",
         "output.dense": "down",
     }
-    if not {"attention.self.query", *roles} <= inside.keys():
+    if not {"attention.self.query", *roles} <= dict(site.module.named_modules()).keys():
         return
+    intermediate = Site(
+        site.path("intermediate"), site.module.get_submodule("intermediate"), site.tree
+    )
     for path, role in roles.items():
-        block = path.rpartition(".")[0]
         # Pre-norm descendants keep the MLP's norm in `intermediate`.
-        norm = learnable_norm(inside[block], ("LayerNorm",)) if role == "ungated-up" else ""
-        part = Part(role, features(inside[path])[0])
-        yield site.linear(path, part, column_norm=norm and site.path(f"{block}.{norm}"))
+        norm = intermediate.norm("LayerNorm") if role == "ungated-up" else ""
+        yield site.whole(path, role, column_norm=norm)
 
 
 def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
-    leaves = {role: _only(site, names) for role, names in _NAMES.items()}
-    query = leaves["query"]
-    if query is None:
-        return
-    if leaves["key"] is None or leaves["value"] is None:
+    leaves = {role: leaf for role, names in _NAMES.items() if (leaf := _only(site, names))}
+    if leaves.keys() != _NAMES.keys():
         # Latent attention with a full-rank query has no k and v beside it.
-        if "kv_b_proj" in site.linears:
-            part = Part("query", features(site.linears[query])[0], _row_norm(site, "query"))
-            yield site.linear(query, part, column_norm=norms.before)
+        if "query" in leaves and "kv_b_proj" in site.linears:
+            row_norm = _row_norm(site, "query")
+            yield site.whole(leaves["query"], "query", row_norm, column_norm=norms.before)
         return
     for role, leaf in leaves.items():
-        assert leaf is not None
-        rows, _ = features(site.linears[leaf])
-        note = None
         column_norm = "" if role != "query" and _is_cross_attention(site) else norms.before
-        if role == "query" and out is not None and rows != features(site.linears[out])[1]:
-            role = UNKNOWN
-            read = features(site.linears[out])[1]
+        rows, read = site.rows(leaf), out and features(site.linears[out])[1]
+        if role == "query" and out is not None and rows != read:
             note = f"{rows} rows, but {out} reads {read}: queries may be fused with more"
-        part = Part(role, rows, _row_norm(site, role))
-        yield site.linear(leaf, part, column_norm=column_norm, note=note)
+            yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
+        else:
+            yield site.whole(leaf, role, _row_norm(site, role), column_norm=column_norm)
 
 
 def _fused(site: Site, norms: Norms) -> Iterator[ParameterRole]:
-    for leaf, linear in site.linears.items():
+    for leaf in site.linears:
         layout = known_layout(site.module, leaf)
         if layout is None or layout.parts[0][0] not in QKV:
             continue
-        rows, _ = features(linear)
         column_norm = "" if _is_cross_attention(site) else norms.before
-        if layout.num_rows != rows:
+        if layout.num_rows != (rows := site.rows(leaf)):
             note = f"{rows} rows do not fit the layout known for {type(site.module).__name__}"
-            yield site.linear(leaf, Part(UNKNOWN, rows), column_norm=column_norm, note=note)
+            yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
             continue
         parts = (Part(role, size, _row_norm(site, role)) for role, size in layout.parts)
         yield site.linear(leaf, *parts, column_norm=column_norm, repeats=layout.repeats)
         if leaf == "c_attn" and "q_attn" in site.linears:
             # GPT-2's cross-attention keeps its queries apart.
-            part = Part("query", features(site.linears["q_attn"])[0])
-            yield site.linear("q_attn", part, column_norm=norms.before)
+            yield site.whole("q_attn", "query", column_norm=norms.before)
 
 
 def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
@@ -149,23 +138,20 @@ def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
         return
     sizes = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     latent, rope, nope, value = (getattr(site.module, size, 0) for size in sizes)
-    rows_down, _ = features(linears["kv_a_proj_with_mqa"])
-    rows_up, _ = features(linears["kv_b_proj"])
-    if rows_down != latent + rope or nope + value == 0 or rows_up % (nope + value):
+    rows_up = site.rows("kv_b_proj")
+    if site.rows("kv_a_proj_with_mqa") != latent + rope or nope + value == 0:
         return
-    norm = learnable_norm(site.module, ("kv_a_layernorm",))
-    norm = norm and site.path(norm)
+    if rows_up % (nope + value):
+        return
+    norm = site.norm("kv_a_layernorm")
     parts = (Part("kv-latent", latent, row_norm=norm), Part("key", rope))
     yield site.linear("kv_a_proj_with_mqa", *parts, column_norm=norms.before)
     parts = (Part("key", nope), Part("value", value))
     yield site.linear("kv_b_proj", *parts, column_norm=norm, repeats=rows_up // (nope + value))
     if {"q_a_proj", "q_b_proj"} <= linears.keys():
-        norm = learnable_norm(site.module, ("q_a_layernorm",))
-        norm = norm and site.path(norm)
-        part = Part("query-latent", features(linears["q_a_proj"])[0], row_norm=norm)
-        yield site.linear("q_a_proj", part, column_norm=norms.before)
-        part = Part("query", features(linears["q_b_proj"])[0])
-        yield site.linear("q_b_proj", part, column_norm=norm)
+        norm = site.norm("q_a_layernorm")
+        yield site.whole("q_a_proj", "query-latent", norm, column_norm=norms.before)
+        yield site.whole("q_b_proj", "query", column_norm=norm)
 
 
 def _is_softmax_attention(site: Site) -> bool:
@@ -197,11 +183,11 @@ def _only(site: Site, names: tuple[str, ...]) -> str | None:
 
 
 def _row_norm(site: Site, role: str) -> str:
-    names = _NORMS.get(role, ())
-    norm = learnable_norm(site.module, names if role == "value" else names + _SHARED_NORM)
-    if norm and role in ("query", "key"):
+    shared = () if role == "value" else _SHARED_NORM
+    norm = site.norm(*_NORMS[role], *shared)
+    if norm and role != "value":
         site.tree.assume(QK_NORM)
-    return norm and site.path(norm) if role in _NORMS else ""
+    return norm
 
 
 def _note_unrecognized(site: Site, known: set[str]) -> None:
@@ -232,17 +218,14 @@ def mamba2(site: Site) -> Iterator[ParameterRole]:
         return
     if not {"in_proj", "out_proj"} <= linears.keys():
         return
-    rows, _ = features(linears["in_proj"])
-    width, inner = features(linears["out_proj"])
+    inner = features(linears["out_proj"])[1]
     heads = own["dt_bias"].numel()
     states, odd = divmod(convolution.out_channels - inner, 2)
-    if odd or states <= 0 or rows != 2 * inner + 2 * states + heads:
+    if odd or states <= 0 or site.rows("in_proj") != 2 * inner + 2 * states + heads:
         return
     norms = norms_around(site.tree, site.name, "mixer")
     sizes = {"ssm-z": inner, "ssm-x": inner, "ssm-B": states, "ssm-C": states, "ssm-dt": heads}
     parts = (Part(role, size) for role, size in sizes.items())
     yield site.linear("in_proj", *parts, column_norm=norms.before)
-    part = Part("ssm-out", width, row_norm=norms.after)
     # The gated norm on the mixer's output, which Falcon-H1 can switch off.
-    inner_norm = learnable_norm(site.module, ("norm",))
-    yield site.linear("out_proj", part, column_norm=inner_norm and site.path(inner_norm))
+    yield site.whole("out_proj", "ssm-out", norms.after, column_norm=site.norm("norm"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from learnable_multipliers.roles._fused import known_layout
-from learnable_multipliers.roles._norms import Norms, norms_around
+from learnable_multipliers.roles._norms import norms_around
 from learnable_multipliers.roles._tree import (
     UNKNOWN,
     ParameterRole,
@@ -19,7 +19,6 @@ from learnable_multipliers.roles._tree import (
     is_homogeneous,
     is_linear,
     is_norm,
-    learnable_norm,
 )
 
 _GATED = (
@@ -56,7 +55,8 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
             fits = shape == features(linears[up]) == features(linears[down])[::-1]
             # The shapes of three square matrices do not distinguish them.
             if fits and not (gate == "w1" and shape[0] == shape[1]):
-                yield from _matrices(site, {gate: "gate", up: "up"}, down, homogeneous)
+                parts = {gate: [Part("gate", shape[0])], up: [Part("up", shape[0])]}
+                yield from _matrices(site, parts, down, homogeneous)
             return
     for leaf in linears:
         layout = known_layout(site.module, leaf)
@@ -64,15 +64,8 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
         if layout is None or layout.parts[0][0] != "gate" or len(others) != 1:
             continue
         if layout.num_rows == features(linears[leaf])[0] == 2 * features(linears[others[0]])[1]:
-            norms = norms_around(site.tree, site.name, "mlp")
-            yield site.linear(
-                leaf,
-                *(Part(role, size) for role, size in layout.parts),
-                column_norm=norms.before,
-                homogeneous=homogeneous,
-                repeats=layout.repeats,
-            )
-            yield _down(site, others[0], norms)
+            parts = {leaf: [Part(role, size) for role, size in layout.parts]}
+            yield from _matrices(site, parts, others[0], homogeneous)
             return
     for up, down in _UNGATED:
         # Alone in their module: a third matrix beside them might be a gate of another name.
@@ -82,7 +75,8 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
         # A bottleneck goes the other way: what it calls up ends in the residual stream.
         residual = not site.tree.widths() or width in site.tree.widths()
         if residual and features(linears[down]) == (width, hidden):
-            yield from _matrices(site, {up: "ungated-up"}, down, homogeneous)
+            parts = {up: [Part("ungated-up", hidden)]}
+            yield from _matrices(site, parts, down, homogeneous)
 
 
 def sequential_mlp(site: Site) -> Iterator[ParameterRole]:
@@ -100,7 +94,8 @@ def sequential_mlp(site: Site) -> Iterator[ParameterRole]:
     pointwise = not activation._modules and not list(activation.parameters())
     mixes = is_norm(activation) or "softm" in type(activation).__name__.lower()
     if pointwise and not mixes and features(first)[::-1] == features(last):
-        yield from _matrices(site, {up: "ungated-up"}, down, is_homogeneous(activation))
+        parts = {up: [Part("ungated-up", features(first)[0])]}
+        yield from _matrices(site, parts, down, is_homogeneous(activation))
 
 
 def experts(site: Site) -> Iterator[ParameterRole]:
@@ -149,20 +144,14 @@ def experts(site: Site) -> Iterator[ParameterRole]:
 
 
 def _matrices(
-    site: Site, inputs: dict[str, str], down: str, homogeneous: bool
+    site: Site, inputs: dict[str, list[Part]], down: str, homogeneous: bool
 ) -> Iterator[ParameterRole]:
     norms = norms_around(site.tree, site.name, "mlp")
-    for leaf, role in inputs.items():
-        part = Part(role, features(site.linears[leaf])[0])
-        yield site.linear(leaf, part, column_norm=norms.before, homogeneous=homogeneous)
-    yield _down(site, down, norms)
-
-
-def _down(site: Site, leaf: str, norms: Norms) -> ParameterRole:
+    for leaf, parts in inputs.items():
+        yield site.linear(leaf, *parts, column_norm=norms.before, homogeneous=homogeneous)
     in_mixture = any(hasattr(module, "experts") for module in site.tree.lineage(site.name))
-    part = Part("down", features(site.linears[leaf])[0], row_norm="" if in_mixture else norms.after)
-    inner = learnable_norm(site.module, _DOWN_NORMS)
-    return site.linear(leaf, part, column_norm=inner and site.path(inner))
+    row_norm = "" if in_mixture else norms.after
+    yield site.whole(down, "down", row_norm, column_norm=site.norm(*_DOWN_NORMS))
 
 
 def _gates_plainly(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -24,8 +25,8 @@ from learnable_multipliers.roles._tree import (
     Part,
     Site,
     Tree,
-    conv1d_axes,
     features,
+    is_conv1d,
     is_flat,
     is_linear,
     is_norm,
@@ -81,10 +82,13 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
         return _whole(name, shape, "router", "chooses experts")
     if is_linear(owner) and leaf == "weight":
         if _is_head(tree, owner_name):
-            head = _whole(name, shape, "head", "gives the logits")
-            return replace(head, column_norm=final_norm(tree))
+            note = "gives the logits"
+            return _whole(name, shape, "head", note, column_norm=final_norm(tree))
         note = f"{type(owner).__name__} in no recognized group"
-        return conv1d_axes(owner, _whole(name, shape, UNKNOWN, note))
+        if is_conv1d(owner):
+            parts = (Part(UNKNOWN, shape[1]),)
+            return ParameterRole(name=name, shape=shape, parts=parts, transposed=True, note=note)
+        return _whole(name, shape, UNKNOWN, note)
     if len(shape) == 2:
         note = f"a bare parameter of {type(owner).__name__}, taken as (out, in)"
         return _whole(name, shape, UNKNOWN, note)
@@ -106,11 +110,8 @@ def _merge_aliases(seen: list[ParameterRole]) -> ParameterRole:
     return replace(first, parts=parts, repeats=1, note=f"shared by names that say {names}")
 
 
-def _whole(
-    name: str, shape: tuple[int, ...], role: str, note: str, *, opaque: bool = False
-) -> ParameterRole:
-    parts = (Part(role, shape[0]),)
-    return ParameterRole(name=name, shape=shape, parts=parts, opaque=opaque, note=note)
+def _whole(name: str, shape: tuple[int, ...], role: str, note: str, **more: Any) -> ParameterRole:
+    return ParameterRole(name=name, shape=shape, parts=(Part(role, shape[0]),), note=note, **more)
 
 
 def _is_position_table(name: str, owner: nn.Embedding) -> bool:

@@ -93,7 +93,7 @@ def _levels(tree: Tree, name: str, kind: BlockKind) -> Iterator[str]:
 def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
     for leaf, child in tree.modules[level].named_children():
         members = _members(child)
-        if members and all(is_norm(member) for member in members):
+        if members and all(map(is_norm, members)):
             yield (f"{level}.{leaf}" if level else leaf), child
 
 
@@ -144,18 +144,15 @@ def _subject(name: str) -> BlockKind | Literal[""]:
         return "mixer"
     if of_mlp and not of_mixer:
         return "mlp"
-    number = re.search(r"[12]$", name)
-    if number is None:
-        return ""
-    return "mixer" if number[0] == "1" else "mlp"
+    if name.endswith("1"):
+        return "mixer"
+    return "mlp" if name.endswith("2") else ""
 
 
 def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
     """Return the name of a learnable norm among several; empty if none is."""
-    for path in paths:
-        if all(is_learnable_norm(member) for member in _members(found[path])):
-            return path
-    return ""
+    learnable = (p for p in paths if all(map(is_learnable_norm, _members(found[p]))))
+    return next(learnable, "")
 
 
 def _members(module: nn.Module) -> list[nn.Module]:

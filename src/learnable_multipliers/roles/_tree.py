@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -128,36 +129,31 @@ class Site:
         """Return the full name of something inside the module."""
         return f"{self.name}.{leaf}" if self.name else leaf
 
-    def linear(
-        self,
-        leaf: str,
-        *parts: Part,
-        column_norm: str = "",
-        homogeneous: bool = False,
-        repeats: int = 1,
-        note: str | None = None,
-    ) -> ParameterRole:
+    def rows(self, leaf: str) -> int:
+        """Return the number of output features of the linear layer at `leaf`."""
+        return features(self.module.get_submodule(leaf))[0]
+
+    def norm(self, *names: str) -> str:
+        """Return the full name of a child that is a learnable norm of one of `names`, if any."""
+        children = dict(self.module.named_children())
+        found = (n for n in names if n in children and is_learnable_norm(children[n]))
+        return next(map(self.path, found), "")
+
+    def linear(self, leaf: str, *parts: Part, note: str = "", **more: Any) -> ParameterRole:
         """Return the role of the weight of the linear layer at `leaf`."""
         layer = self.module.get_submodule(leaf)
-        role = ParameterRole(
+        return ParameterRole(
             name=self.path(f"{leaf}.weight"),
             shape=weight_shape(layer),
             parts=parts,
-            column_norm=column_norm,
-            homogeneous=homogeneous,
-            repeats=repeats,
+            transposed=is_conv1d(layer),
             note=note or f"{leaf} of {type(self.module).__name__}",
+            **more,
         )
-        return conv1d_axes(layer, role)
 
-
-def conv1d_axes(layer: nn.Module, role: ParameterRole) -> ParameterRole:
-    """Transpose the axes where the layer is GPT-2's Conv1D."""
-    if not is_conv1d(layer):
-        return role
-    if len(role.parts) == 1:
-        role = replace(role, parts=(replace(role.parts[0], size=role.shape[1]),))
-    return replace(role, transposed=True)
+    def whole(self, leaf: str, role: str, row_norm: str = "", **more: Any) -> ParameterRole:
+        """Return the same where all rows have one role."""
+        return self.linear(leaf, Part(role, self.rows(leaf), row_norm), **more)
 
 
 # Questions about single modules.
@@ -205,12 +201,6 @@ def is_learnable_norm(module: nn.Module) -> bool:
         parameter.requires_grad and not name.endswith("bias")
         for name, parameter in module.named_parameters()
     )
-
-
-def learnable_norm(module: nn.Module, names: tuple[str, ...]) -> str:
-    """Return the name of a child that is a learnable norm of one of `names`; empty if none is."""
-    children = dict(module.named_children())
-    return next((n for n in names if n in children and is_learnable_norm(children[n])), "")
 
 
 def is_flat(shape: Sequence[int]) -> bool:

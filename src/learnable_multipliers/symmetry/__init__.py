@@ -6,7 +6,7 @@ name of a parameter.
 """
 
 from learnable_multipliers.symmetry._axes import Axis
-from learnable_multipliers.symmetry._find import find_symmetries
+from learnable_multipliers.symmetry._proxy import find_symmetries
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
 __all__ = ["Axis", "Symmetries", "Symmetry", "Term", "find_symmetries"]

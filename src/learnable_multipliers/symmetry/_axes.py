@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from learnable_multipliers._multiplier import (
     sum_by_scalar,
 )
 from learnable_multipliers._names import named_parameters
-from learnable_multipliers.roles import ParameterRole, read_roles
+from learnable_multipliers.roles import read_roles
 
 AxisKind = Literal["row", "col", "scalar", "vector", "one-plus"]
 
@@ -45,10 +45,12 @@ class Axis(NamedTuple):
         return f"{words.get(self.kind, '')}{self.name.removesuffix('.weight')}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a parameter is stored: which dimensions its rows and columns are."""
 
+    name: str
+    shape: tuple[int, ...]
     stack: int = 0
     """Leading dimensions that count matrices, as in a stack of experts."""
     transposed: bool = False
@@ -58,50 +60,50 @@ class Layout:
     carries: Matrix | None = None
     """What a plan puts on it; without a plan it has all rows and columns."""
 
-    def axes(self, name: str, shape: Sequence[int]) -> list[Axis]:
-        """Return the axes of a parameter of this layout."""
-        if not self.matrix and len(shape) <= 1:
-            return [Axis(name, "one-plus" if self.one_plus else "vector")]
+    @property
+    def is_vector(self) -> bool:
+        """Whether its entries are scales themselves, and not its rows and columns."""
+        return not self.matrix and len(self.shape) <= 1
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The axes of the parameter."""
+        if self.is_vector:
+            return [Axis(self.name, "one-plus" if self.one_plus else "vector")]
         if self.carries is not None:
             kinds = self.carries.value_shapes()
-            return [Axis(name, kind) for kind in ("row", "col", "scalar") if kind in kinds]
+            return [Axis(self.name, kind) for kind in ("row", "col", "scalar") if kind in kinds]
         # A filter of its own for each channel (depthwise) has rows alone.
-        has_columns = self.matrix or shape[1] > 1
-        return [Axis(name, "row"), *([Axis(name, "col")] if has_columns else [])]
+        has_columns = self.matrix or self.shape[1] > 1
+        return [Axis(self.name, "row"), *([Axis(self.name, "col")] if has_columns else [])]
 
-    def dimensions(self, kind: AxisKind, shape: Sequence[int]) -> tuple[int, ...]:
+    def dimensions(self, kind: AxisKind) -> tuple[int, ...]:
         """Return the stored dimensions that an axis runs along."""
         if kind in ("vector", "one-plus"):
-            return tuple(range(len(shape)))
-        if not self.matrix:
-            return (0,) if kind == "row" else (1,)
-        stack = tuple(range(self.stack))
-        # Each row has the scalar of its block.
-        kind = "row" if kind == "scalar" else kind
-        out, into = self.stack, self.stack + 1
-        if self.transposed:
-            out, into = into, out
-        return (*stack, out if kind == "row" else into)
+            return tuple(range(len(self.shape)))
+        # Each row has the scalar of its block; (in, out) if transposed.
+        is_last = (kind == "col") != self.transposed
+        return (*range(self.stack), self.stack + is_last)
 
-    def along(self, kind: AxisKind, values: Tensor, shape: Sequence[int]) -> Tensor:
+    def along(self, kind: AxisKind, values: Tensor) -> Tensor:
         """Return an axis's values, flat, shaped so that they broadcast over the parameter."""
         if kind == "scalar" and self.carries is not None:
             given = {"scalar": values.view(self.carries.value_shapes()["scalar"])}
             per_row = scalars_per_row(self.carries, given)
             assert per_row is not None
             values = per_row.flatten()
-        dimensions = self.dimensions(kind, shape)
-        return values.view([size if i in dimensions else 1 for i, size in enumerate(shape)])
+        dimensions = self.dimensions(kind)
+        return values.view([size if i in dimensions else 1 for i, size in enumerate(self.shape)])
 
-    def num_entries(self, kind: AxisKind, shape: Sequence[int]) -> int:
+    def num_entries(self, kind: AxisKind) -> int:
         """Return how many entries an axis has."""
         if kind == "scalar" and self.carries is not None:
             return math.prod(self.carries.value_shapes()["scalar"])
-        return math.prod(shape[i] for i in self.dimensions(kind, shape))
+        return math.prod(self.shape[i] for i in self.dimensions(kind))
 
     def summed(self, kind: AxisKind, values: Tensor) -> Tensor:
         """Return sums over all but an axis's dimensions, flat; 0 for rows that carry nothing."""
-        others = [i for i in range(values.ndim) if i not in self.dimensions(kind, values.shape)]
+        others = [i for i in range(values.ndim) if i not in self.dimensions(kind)]
         sums = values.sum(others) if others else values
         if self.carries is not None and kind == "scalar":
             sums = sum_by_scalar(self.carries, sums)
@@ -117,7 +119,7 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     the filters of a convolution is a stack of matrices. Names are not used.
     With `carried`, matrices have the axes that they carry and no others.
     """
-    roles = {role.name: role for role in read_roles(model).parameters}
+    transposed = {role.name for role in read_roles(model).parameters if role.transposed}
     filters = {
         id(parameter)
         for module in model.modules()
@@ -128,19 +130,19 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        layout = _layout(roles.get(name), parameter.shape, id(parameter) in filters)
-        if layout.matrix and carried is not None:
-            matrix = carried.get(name)
-            if matrix is None or not matrix.carries:
-                continue
-            layout = replace(layout, carries=matrix)
-        found[name] = layout
+        shape = tuple(parameter.shape)
+        # One filter for each channel is often a bare parameter, (channels, 1, taps).
+        is_stack = len(shape) == 3 and shape[1] > 1 and id(parameter) not in filters
+        if len(shape) != 2 and not is_stack:
+            found[name] = Layout(name=name, shape=shape, matrix=False)
+            continue
+        matrix = None if carried is None else carried.get(name)
+        if carried is None or (matrix is not None and matrix.carries):
+            found[name] = Layout(
+                name=name,
+                shape=shape,
+                stack=len(shape) - 2,
+                transposed=name in transposed,
+                carries=matrix,
+            )
     return found
-
-
-def _layout(role: ParameterRole | None, shape: Sequence[int], is_filter: bool) -> Layout:
-    # One filter for each channel is often a bare parameter, (channels, 1, taps).
-    is_stack = len(shape) == 3 and shape[1] > 1 and not is_filter
-    if len(shape) == 2 or is_stack:
-        return Layout(stack=len(shape) - 2, transposed=role is not None and role.transposed)
-    return Layout(matrix=False)

@@ -10,6 +10,7 @@ or columns of a filter: a parameter of three or more dimensions that carries not
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ def symmetry_positions(
     t = sum_e p_e log|x_e| / sum_e p_e^2 over the scales of a member: a factor s moves it by log s,
     and it is 0 where all scales are 1. Keep it at the start of a run for `drift(..., since=)`.
     """
-    return Orbits.of(opt, tuple(symmetries)).positions()
+    return Orbits(opt, symmetries).positions()
 
 
 def drift(
@@ -67,7 +68,7 @@ def drift(
     Norm weights and multipliers that take over a model's own factors do not start at 1: what a run
     has moved is the difference from its start.
     """
-    orbits = Orbits.of(opt, tuple(symmetries))
+    orbits = Orbits(opt, symmetries)
     now = orbits.positions()
     if since is not None:
         if [len(t) for t in since] != [len(t) for t in now]:
@@ -101,75 +102,61 @@ def rebalance_(
     Call it between steps, every few hundred: the next step moves multipliers by the same amounts as
     it would have, which are other shares of them.
     """
-    orbits = Orbits.of(opt, tuple(symmetries))
-    if powers_of_two:
-        _check_exact_doubling(orbits)
+    orbits = Orbits(opt, symmetries)
     doublings = orbits.balanced() / math.log(2)
     if powers_of_two:
-        doublings = _nearest_integers(doublings)
+        for axis, scale in orbits.scales.items():
+            if not scale.doubles_exactly:
+                stored = "as x - 1" if axis.offset else "by its logarithm"
+                raise ValueError(
+                    f"{axis} ({axis.kind}) is stored {stored}, where a factor of two rounds: leave "
+                    "out powers_of_two, or the symmetries that have a term with it"
+                )
+        # A half is rounded towards 0: the rest of what was rounded so rounds to 0.
+        whole = (doublings.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
+        doublings = doublings.sign() * whole
     # exp2 of an integer is exact.
     multiply_(opt, {axis: along.exp2() for axis, along in orbits.by_axis(doublings).items()})
 
 
-@dataclass(frozen=True)
 class Orbits:
-    """The matrix P by its nonzero entries, and the logs of all scales."""
+    """The matrix P by its nonzero entries, and the logs of all scales.
 
-    symmetries: tuple[Symmetry, ...]
-    scales: dict[Axis, Scale]
-    entry: Tensor
-    """Of each nonzero of P, the row: which scale."""
-    member: Tensor
-    """The column: which member, all symmetries counted through."""
-    power: Tensor
-    logs: Tensor
-    """log|x|; a scale of 0 has no part in P and a 0 here."""
-    num_zero: tuple[int, ...]
-    """By symmetry, the scales left out for that reason."""
+    `power` is the entry of P for the scale `entry` and the member `member`, counted through all
+    symmetries. A scale of 0 has no part in P, and `num_zero` counts those by symmetry.
+    """
 
-    @classmethod
-    def of(cls, opt: MultiplierOptimizer, symmetries: tuple[Symmetry, ...]) -> Orbits:
-        """Read an optimizer's scales that have a part in some symmetries."""
-        axes = dict.fromkeys(term.axis for symmetry in symmetries for term in symmetry.terms)
-        scales = read_scales(opt, axes)
-        values = {scale.owner: scale.values for scale in scales.values()}
-        starts, size = {}, 0
-        for owner, held in values.items():
-            starts[owner] = size
-            size += len(held)
+    def __init__(self, opt: MultiplierOptimizer, symmetries: Iterable[Symmetry]):
+        self.symmetries = tuple(symmetries)
+        axes = dict.fromkeys(term.axis for symmetry in self.symmetries for term in symmetry.terms)
+        self.scales = read_scales(opt, axes)
+        values = {scale.owner: scale.values for scale in self.scales.values()}
+        starts = itertools.accumulate(map(len, values.values()), initial=0)
+        start_of = dict(zip(values, starts, strict=False))
         x = torch.cat([*values.values(), torch.empty(0, dtype=torch.float64)])
-        entries, members, powers, num_zero = [], [], [], []
+        self.logs = x.abs().log().where(x != 0, torch.zeros_like(x))
+        self.num_zero: list[int] = []
+        none = torch.empty(0, dtype=torch.int64)
+        nonzeros = [(none, none, none.double())]
         first = 0
-        for symmetry in symmetries:
+        for symmetry in self.symmetries:
             zeros = 0
             for term in symmetry.terms:
-                scale = scales[term.axis]
+                scale = self.scales[term.axis]
                 _check_fit(term.axis, scale, term.members)
-                of_entry = term.members[scale.index]
-                entry = torch.arange(len(of_entry)) + starts[scale.owner]
-                present = (of_entry >= 0) & (x[entry] != 0)
-                zeros += int((of_entry >= 0).sum() - present.sum())
-                entries.append(entry[present])
-                members.append(of_entry[present] + first)
-                powers.append(torch.full((int(present.sum()),), term.power, dtype=torch.float64))
-            num_zero.append(zeros)
+                member = term.members[scale.index]
+                entry = torch.arange(len(member)) + start_of[scale.owner]
+                present = (member >= 0) & (x[entry] != 0)
+                zeros += int((member >= 0).sum() - present.sum())
+                power = torch.full_like(x[entry], term.power)
+                nonzeros.append((entry[present], member[present] + first, power[present]))
+            self.num_zero.append(zeros)
             first += symmetry.num_members
-        none = torch.empty(0, dtype=torch.int64)
-        return cls(
-            symmetries=symmetries,
-            scales=scales,
-            entry=torch.cat([none, *entries]),
-            member=torch.cat([none, *members]),
-            power=torch.cat([none.double(), *powers]),
-            logs=x.abs().log().where(x != 0, torch.zeros_like(x)),
-            num_zero=tuple(num_zero),
-        )
+        self.entry, self.member, self.power = map(torch.cat, zip(*nonzeros, strict=True))
 
     def positions(self) -> tuple[Tensor, ...]:
         """Return t by symmetry and member; 0 for a member without a scale."""
-        squares = self._squares()
-        t = self._across(self.logs) / squares.where(squares > 0, torch.ones_like(squares))
-        return t.split([symmetry.num_members for symmetry in self.symmetries])
+        return self._by_symmetry(self._across(self.logs) / self._squares())
 
     def balanced(self) -> Tensor:
         """Return the log s of all members that solve P'P log s = -P' log|x|.
@@ -177,7 +164,6 @@ class Orbits:
         By conjugate gradients, scaled by the diagonal of P'P: P has a few entries in a row.
         """
         squares = self._squares()
-        squares = squares.where(squares > 0, torch.ones_like(squares))
         solution = torch.zeros_like(squares)
         rest = -self._across(self.logs)
         scaled = rest / squares
@@ -199,19 +185,19 @@ class Orbits:
 
     def by_axis(self, logs: Tensor) -> dict[Axis, Tensor]:
         """Return what members' logs add up to on every entry of every axis, zeros included."""
-        sums = {
-            axis: torch.zeros(len(scale.carried), dtype=torch.float64)
-            for axis, scale in self.scales.items()
-        }
-        parts = logs.split([symmetry.num_members for symmetry in self.symmetries])
-        for symmetry, part in zip(self.symmetries, parts, strict=True):
-            for term in symmetry.terms:
-                sums[term.axis] += torch.cat((term.power * part, part.new_zeros(1)))[term.members]
+        sums: dict[Axis, Tensor] = {}
+        for symmetry, part in zip(self.symmetries, self._by_symmetry(logs), strict=True):
+            for axis, along in symmetry.log_factors(part).items():
+                sums[axis] = sums.get(axis, 0.0) + along
         return sums
 
     def _squares(self) -> Tensor:
-        """Return the diagonal of P'P: sum_e p_e^2 of each member."""
-        return self._by_member(self.power.square())
+        """Return the diagonal of P'P: sum_e p_e^2 of each member, 1 for one without a scale."""
+        squares = self._by_member(self.power.square())
+        return squares.where(squares > 0, torch.ones_like(squares))
+
+    def _by_symmetry(self, values: Tensor) -> tuple[Tensor, ...]:
+        return values.split([symmetry.num_members for symmetry in self.symmetries])
 
     def _along(self, log_scales: Tensor) -> Tensor:
         """Return P log s."""
@@ -225,11 +211,6 @@ class Orbits:
     def _by_member(self, values: Tensor) -> Tensor:
         num_members = sum(symmetry.num_members for symmetry in self.symmetries)
         return values.new_zeros(num_members).index_add_(0, self.member, values)
-
-
-def _nearest_integers(values: Tensor) -> Tensor:
-    """Round, a half towards 0: the rest of what was rounded so rounds to 0."""
-    return values.sign() * (values.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
 
 
 def _check_fit(axis: Axis, scale: Scale, members: Tensor) -> None:
@@ -246,16 +227,6 @@ def _check_fit(axis: Axis, scale: Scale, members: Tensor) -> None:
             "the symmetries with the plan it was made with: "
             "lrm.find_symmetries(model, plan, inputs)"
         )
-
-
-def _check_exact_doubling(orbits: Orbits) -> None:
-    for axis, scale in orbits.scales.items():
-        if not scale.doubles_exactly:
-            stored = "as x - 1" if axis.offset else "by its logarithm"
-            raise ValueError(
-                f"{axis} ({axis.kind}) is stored {stored}, where a factor of two rounds: leave out "
-                "powers_of_two, or the symmetries that have a term with it"
-            )
 
 
 _DEGREES = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1}
@@ -292,21 +263,18 @@ def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Sc
                 "symmetries with the plan it was made with: "
                 "lrm.find_symmetries(model, plan, inputs)"
             )
-        carried = None
-        if axis.is_vector:
-            values = raw[axis.name] + axis.offset
-        elif state.matrix is not None:
-            values = multipliers[axis.name][axis.kind]
-            if axis.kind == "row":
-                carried = keep_carried_rows(state.matrix, torch.ones(values.shape)).bool().flatten()
-        else:
+        matrix = state.matrix
+        if not axis.is_vector and matrix is None:
             found[axis] = _filter(axis, raw[axis.name])
             continue
-        values = values.detach().to("cpu", torch.float64).flatten()
-        if carried is None:
-            carried = torch.ones(len(values), dtype=torch.bool)
-        exact = not axis.offset and not (state.matrix and state.matrix.scale == "log")
-        found[axis] = Scale(values, axis, torch.arange(len(values)), carried, exact)
+        stored = raw[axis.name] if axis.is_vector else multipliers[axis.name][axis.kind]
+        values = (stored.detach() + axis.offset).to("cpu", torch.float64)
+        carried = torch.ones(values.shape, dtype=torch.bool)
+        if matrix is not None and axis.kind == "row":
+            carried = keep_carried_rows(matrix, carried)
+        exact = not axis.offset and not (matrix and matrix.scale == "log")
+        index = torch.arange(values.numel())
+        found[axis] = Scale(values.flatten(), axis, index, carried.flatten(), exact)
     for axis, scale in found.items():
         if not scale.values.isfinite().all():
             raise ValueError(f"{axis} ({axis.kind}) holds numbers that are not finite")
@@ -321,10 +289,10 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
     that wait for a step are divided as well. On the log scale the stored value moves by log f, and
     its gradient, x dL/dx, stays. Raw weights under multipliers and their moments are not touched.
     """
-    moved = {axis: factor for axis, factor in factors.items() if bool((factor != 1).any())}
     by_name: dict[str, dict[Axis, Tensor]] = {}
-    for axis, factor in moved.items():
-        by_name.setdefault(axis.name, {})[axis] = factor
+    for axis, factor in factors.items():
+        if bool((factor != 1).any()):
+            by_name.setdefault(axis.name, {})[axis] = factor
     with opt.rewriting(by_name.keys()) as states:
         for state in states:
             _check_movable(opt, state)

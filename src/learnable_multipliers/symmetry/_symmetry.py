@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal
@@ -53,14 +53,18 @@ class Symmetry:
         """Powers by parameter, kind of axis, and block of entries (None for all of them)."""
         return {(term.axis.name, term.axis.kind, term.block): term.power for term in self.terms}
 
-    def factors(self, log_scales: Tensor) -> dict[Axis, Tensor]:
-        """Return what the entries of each axis are multiplied by, given log s of each member."""
-        factors: dict[Axis, Tensor] = {}
+    def log_factors(self, log_scales: Tensor) -> dict[Axis, Tensor]:
+        """Return the logs of `factors`."""
+        logs: dict[Axis, Tensor] = {}
         for term in self.terms:
             # An axis may take part twice, as the rows of fused queries and keys do.
             padded = torch.cat((log_scales * term.power, log_scales.new_zeros(1)))
-            factors[term.axis] = factors.get(term.axis, 1.0) * padded[term.members].exp()
-        return factors
+            logs[term.axis] = logs.get(term.axis, 0.0) + padded[term.members]
+        return logs
+
+    def factors(self, log_scales: Tensor) -> dict[Axis, Tensor]:
+        """Return what entries of each axis are multiplied by, given log s of each member."""
+        return {axis: logs.exp() for axis, logs in self.log_factors(log_scales).items()}
 
     @cached_property
     def per(self) -> str:
@@ -147,23 +151,20 @@ class Symmetries:
 
         All exchanges are alike. Names are cut to their last words where these are unique.
         """
-        short = _short_names({term.axis.name for s in self.found for term in s.terms})
-        alike: dict[str, list[Symmetry]] = {}
-        for symmetry in sorted(self.found, key=lambda s: s.kind != "exchange"):
-            key = "" if symmetry.kind == "exchange" else _template(symmetry)
-            alike.setdefault(key, []).append(symmetry)
+        short = self._short_names()
+        words_of: dict[str, str] = {}
         named: dict[str, tuple[Symmetry, ...]] = {}
-        for same in alike.values():
+        for symmetry in sorted(self.found, key=lambda s: s.kind != "exchange"):
             words = "rows against columns, as a whole (exchange)"
-            if same[0].kind != "exchange":
-                words = same[0].in_words(_phrases(same[0], short))
-            # Two templates may be the same in short words.
-            named[words] = (*named.get(words, ()), *same)
+            if symmetry.kind != "exchange":
+                own = symmetry.in_words(_phrases(symmetry, short))
+                words = words_of.setdefault(_template(symmetry), own)
+            named[words] = (*named.get(words, ()), symmetry)
         return named
 
     def powers(self) -> dict[str, dict[str, float]]:
         """Return the axes of each kind of symmetry and their powers, all in words."""
-        short = _short_names({term.axis.name for s in self.found for term in s.terms})
+        short = self._short_names()
         return {
             words: {"rows of each matrix": 1.0, "columns of each matrix": -1.0}
             if same[0].kind == "exchange"
@@ -171,15 +172,30 @@ class Symmetries:
             for words, same in self.alike().items()
         }
 
+    def _short_names(self) -> dict[str, str]:
+        """Return for each name the last words that no other has, whatever the layer."""
+        names = {term.axis.name for symmetry in self.found for term in symmetry.terms}
+        words = {name: name.removesuffix(".weight").split(".") for name in names}
+        kinds = {layer_template(".".join(parts)) for parts in words.values()}
+        short = {}
+        for name, parts in words.items():
+            for start in range(len(parts) - 1, -1, -1):
+                ending = layer_template(".".join(parts[start:]))
+                alone = sum(f".{kind}".endswith(f".{ending}") for kind in kinds) == 1
+                if start == 0 or (alone and not ending.startswith("*")):
+                    short[name] = ".".join(parts[start:])
+                    break
+        return short
+
     def summary(self) -> str:
         """Return them in a few lines, each with its number of rescalings.
 
         A symmetry that comes back in every layer is one line, and so are all exchanges.
         """
-        lines: list[tuple[int, str]] = []
-        for words, same in self.alike().items():
-            count = sum(symmetry.num_members for symmetry in same)
-            lines.append((count, _where(same) + words))
+        lines = [
+            (sum(symmetry.num_members for symmetry in same), _where(same) + words)
+            for words, same in self.alike().items()
+        ]
         beside = f", {self.nullity - self.num_exchanges:,} besides exchanges" * bool(lines)
         lines.append((self.nullity, f"independent rescalings in all{beside}"))
         if self.silent:
@@ -247,15 +263,13 @@ def _numbers(name: str) -> list[str]:
 
 def _template(symmetry: Symmetry) -> str:
     """Return what symmetries have in common that differ in their place alone."""
-    phrases = []
+    terms = []
     for term in symmetry.terms:
-        parts = term.axis.name.split(".")
-        numbered = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
-        for i in numbered[: len(symmetry.place)]:
-            parts[i] = "*"
-        axis = Axis(".".join(parts), term.axis.kind)
-        phrases.append((_phrase(term, str(axis)), term.power))
-    return symmetry.in_words(phrases)
+        name = term.axis.name
+        for _ in symmetry.place:
+            name = re.sub(r"(^|\.)\d+\.", r"\1*.", name, count=1)
+        terms.append(replace(term, axis=term.axis._replace(name=name)))
+    return str(replace(symmetry, terms=tuple(terms)))
 
 
 def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, float]]:
@@ -264,29 +278,14 @@ def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, fl
     def kind(term: Term) -> tuple[Any, ...]:
         return layer_template(term.axis.name), term.axis.kind, term.power, term.block
 
-    counts = Counter(kind(term) for term in symmetry.terms)
-    phrases: dict[tuple[Any, ...], tuple[str, float]] = {}
+    alike: dict[tuple[Any, ...], list[Term]] = {}
     for term in symmetry.terms:
-        name, count = term.axis.name, counts[kind(term)]
+        alike.setdefault(kind(term), []).append(term)
+    phrases = []
+    for same in alike.values():
+        term, name = same[0], same[0].axis.name
         spread = len(_numbers(name)) > len(symmetry.place)
-        shown = name if spread and count == 1 else short[name]
-        words = _phrase(term, str(Axis(shown, term.axis.kind)))
-        phrases.setdefault(
-            kind(term), (words + (f" in {count} layers" if count > 1 else ""), term.power)
-        )
-    return list(phrases.values())
-
-
-def _short_names(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name the last words that no other has, whatever the layer."""
-    words = {name: name.removesuffix(".weight").split(".") for name in names}
-    kinds = {layer_template(".".join(parts)) for parts in words.values()}
-    short = {}
-    for name, parts in words.items():
-        for start in range(len(parts) - 1, -1, -1):
-            ending = layer_template(".".join(parts[start:]))
-            alone = sum(f".{kind}".endswith(f".{ending}") for kind in kinds) == 1
-            if start == 0 or (alone and not ending.startswith("*")):
-                short[name] = ".".join(parts[start:])
-                break
-    return short
+        shown = name if spread and len(same) == 1 else short[name]
+        layers = f" in {len(same)} layers" if len(same) > 1 else ""
+        phrases.append((_phrase(term, str(Axis(shown, term.axis.kind))) + layers, term.power))
+    return phrases

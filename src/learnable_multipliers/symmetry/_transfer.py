@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import named_parameters
+from learnable_multipliers._names import layer_template, named_parameters
 from learnable_multipliers.symmetry._axes import Axis
-from learnable_multipliers.symmetry._probe import Probe, random_tokens
+from learnable_multipliers.symmetry._model_copy import ModelCopy, random_tokens
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
 # The derivative is taken in float32; a wrong guess is wrong by about 1.
@@ -38,38 +38,46 @@ _MOST_DIMENSIONS = 4
 # The parts of a fused matrix: more are not looked for.
 _MOST_PARTS = 4
 
+# In a name, the number of a layer or an expert.
+_NUMBER = r"(?<=\.)\d+(?=\.)"
+
 # Axes and powers of a symmetry, and whether it has all entries of each.
-_Place = frozenset[tuple[str, str, float, bool]]
+_Place = frozenset[tuple[Axis, float, bool]]
 
 
-def probe_like(
-    proxy: Probe, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
-) -> Probe:
-    """Return a probe of a large model, prepared like that of its proxy."""
+def copy_like(
+    proxy: ModelCopy, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
+) -> ModelCopy:
+    """Return a copy of a large model, prepared like that of its proxy."""
     inputs = random_tokens(model, most=_NUM_TOKENS) if inputs is None else inputs
     names = namesakes(proxy.shifted, [name for name, _ in named_parameters(model)])
-    return Probe(model, inputs, carried, dtype=torch.float32, shifted=names)
+    return ModelCopy(model, inputs, carried, dtype=torch.float32, shifted=names)
 
 
 def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
     """Return the names that differ from some others in numbers alone, those of layers."""
-    kinds = {_kind(name) for name in names}
-    return [name for name in among if _kind(name) in kinds]
+    templates = {layer_template(name) for name in names}
+    return [name for name in among if layer_template(name) in templates]
 
 
-def transfer(found: Symmetries, proxy: Probe, probe: Probe) -> Symmetries:
+def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetries:
     """Return the symmetries of a model, given those of its proxy."""
-    model = _Model(probe)
+    guesses = _Guesses(proxy, model)
     carried: dict[_Place, Symmetry] = {}
     tried: dict[_Place, str] = {}
     for symmetry in found:
-        places = list(_namesakes(symmetry, probe))
+        places = list(_namesakes(symmetry, model))
         if not places:
-            tried[_place(symmetry, {})] = str(symmetry)
+            tried[_place(symmetry.terms)] = str(symmetry)
         for names in places:
-            place = _place(symmetry, names)
-            tried.setdefault(place, str(replace(symmetry, terms=_renamed(symmetry, names))))
-            moved = model.resized(symmetry, proxy, names)
+            renamed = tuple(
+                replace(term, axis=Axis(name, term.axis.kind))
+                for term in symmetry.terms
+                for name in names[term.axis.name]
+            )
+            place = _place(renamed)
+            tried.setdefault(place, str(replace(symmetry, terms=renamed)))
+            moved = guesses.confirmed(symmetry, names)
             # Layers may differ: what holds in one may be part of what holds in the other.
             if moved and (place not in carried or moved.num_members > carried[place].num_members):
                 carried[place] = moved
@@ -79,98 +87,86 @@ def transfer(found: Symmetries, proxy: Probe, probe: Probe) -> Symmetries:
     return Symmetries(symmetries, nullity, {}, unconfirmed)
 
 
-@dataclass
-class _Slot:
-    """A term of the proxy's symmetry, to be placed on the model's axis."""
+class _Guesses:
+    """Symmetries of the proxy at the model's sizes, and the derivatives that confirm them."""
 
-    axis: Axis
-    power: float
-    pattern: Pattern | None
-    """None for a run of entries whose start is not known."""
-    length: int
+    def __init__(self, proxy: ModelCopy, model: ModelCopy):
+        self.proxy, self.model = proxy, model
+        derivatives = model.derivatives(_NUM_PROJECTIONS)
+        sizes = [model.num_entries(axis) for axis in model.axes]
+        self.effects = dict(zip(model.axes, derivatives.split(sizes, 1), strict=True))
 
-
-class _Model:
-    """The model's own axes, and the derivative of its outputs by them."""
-
-    def __init__(self, probe: Probe):
-        self.probe = probe
-        derivatives = probe.derivatives(_NUM_PROJECTIONS)
-        sizes = [probe.num_entries(axis) for axis in probe.axes]
-        self.effects = dict(zip(probe.axes, derivatives.split(sizes, 1), strict=True))
-
-    def resized(
-        self, symmetry: Symmetry, proxy: Probe, names: dict[str, list[str]]
-    ) -> Symmetry | None:
+    def confirmed(self, symmetry: Symmetry, names: Mapping[str, list[str]]) -> Symmetry | None:
         """Return a symmetry of the proxy at the model's sizes, if the model confirms it."""
-        if symmetry.num_members == 1:
-            return self._as_a_whole(symmetry, proxy, names)
-        slots = [
-            _Slot(axis, term.power, describe(term.members), self.probe.num_entries(axis))
-            for term in symmetry.terms
-            for axis in [Axis(names[term.axis.name][0], term.axis.kind)]
-        ]
-        known = [slot for slot in slots if slot.pattern is not None]
-        if not known:
-            return None
-        patterns = [slot.pattern for slot in known if slot.pattern is not None]
-        for fitted in resized_patterns(patterns, [slot.length for slot in known]):
-            placed = [
-                Term(slot.axis, slot.power, pattern.members())
-                for slot, pattern in zip(known, fitted, strict=True)
-            ]
-            count = 1 + max(int(term.members.max()) for term in placed)
-            placed += self._runs([slot for slot in slots if slot.pattern is None], placed, count)
-            if len(placed) == len(slots):
-                confirmed = self._confirmed(symmetry, placed, count)
-                if confirmed is not None:
-                    return confirmed
+        guess = self._as_a_whole if symmetry.num_members == 1 else self._by_member
+        for terms in guess(symmetry, names):
+            count = 1 + max(int(term.members.max()) for term in terms)
+            if self._holds(terms, count):
+                return Symmetry(symmetry.kind, tuple(terms), count)
         return None
+
+    def _by_member(
+        self, symmetry: Symmetry, names: Mapping[str, list[str]]
+    ) -> Iterator[list[Term]]:
+        """Yield what the terms of a symmetry with several members may be at the model's sizes."""
+        known: dict[tuple[Axis, float], Pattern] = {}
+        runs: list[tuple[Axis, float]] = []
+        for term in symmetry.terms:
+            slot = Axis(names[term.axis.name][0], term.axis.kind), term.power
+            pattern = describe(term.members)
+            if pattern is None:
+                runs.append(slot)
+            else:
+                known[slot] = pattern
+        lengths = [self.model.num_entries(axis) for axis, _ in known]
+        for patterns in resized_patterns(list(known.values()), lengths) if known else ():
+            placed = [
+                Term(axis, power, pattern.members())
+                for (axis, power), pattern in zip(known, patterns, strict=True)
+            ]
+            placed += self._runs(runs, placed)
+            if len(placed) == len(symmetry.terms):
+                yield placed
 
     def _as_a_whole(
-        self, symmetry: Symmetry, proxy: Probe, names: dict[str, list[str]]
-    ) -> Symmetry | None:
-        """Return a symmetry of one member at the model's sizes, if the model confirms it."""
+        self, symmetry: Symmetry, names: Mapping[str, list[str]]
+    ) -> Iterator[Sequence[Term]]:
+        """Yield what the terms of a symmetry with one member may be at the model's sizes."""
         options: dict[tuple[Axis, float, Pattern | None], list[Term]] = {}
         for term in symmetry.terms:
-            all_there_are = torch.equal(term.members < 0, proxy.absent(term.axis))
+            all_there_are = torch.equal(term.members < 0, self.proxy.absent(term.axis))
             pattern = None if all_there_are else describe(term.members)
             if pattern is None and not all_there_are:
-                return None
+                return
             for name in names[term.axis.name]:
                 axis = Axis(name, term.axis.kind)
-                # Those of several layers of the proxy stand for the same ones here: each once.
-                length = self.probe.num_entries(axis)
-                everywhere = torch.zeros(length, dtype=torch.long)
-                whole = [everywhere.masked_fill(self.probe.absent(axis), -1)]
-                if pattern is not None:
-                    fits = resized_patterns([pattern], [length])
+                if pattern is None:
+                    whole = [-self.model.absent(axis).long()]
+                else:
+                    fits = resized_patterns([pattern], [self.model.num_entries(axis)])
                     whole = [fitted.members() for (fitted,) in fits]
+                # Those of several layers of the proxy stand for the same ones here: each once.
                 options[axis, term.power, pattern] = [Term(axis, term.power, m) for m in whole]
-        for terms in itertools.product(*options.values()):
-            confirmed = self._confirmed(symmetry, terms, 1)
-            if confirmed is not None:
-                return confirmed
-        return None
+        yield from itertools.product(*options.values())
 
-    def _runs(self, slots: Sequence[_Slot], placed: Sequence[Term], count: int) -> Iterator[Term]:
+    def _runs(self, slots: Sequence[tuple[Axis, float]], placed: Sequence[Term]) -> Iterator[Term]:
         """Yield terms whose entries are a run, from where the first member is balanced best."""
+        count = 1 + max(int(term.members.max()) for term in placed)
         first = torch.zeros(_NUM_PROJECTIONS)
         for term in placed:
             first += term.power * self.effects[term.axis][:, term.members == 0].sum(1)
-        for slot in slots:
-            starts = slot.length - count + 1
-            if starts < 1:
+        for axis, power in slots:
+            length = self.model.num_entries(axis)
+            if length < count:
                 continue
-            effects = slot.power * self.effects[slot.axis][:, :starts]
-            missing = (first[:, None] + effects).norm(dim=0)
-            start = int(missing.argmin())
-            members = torch.full((slot.length,), -1)
+            effects = power * self.effects[axis][:, : length - count + 1]
+            start = int((first[:, None] + effects).norm(dim=0).argmin())
+            members = torch.full((length,), -1)
             members[start : start + count] = torch.arange(count)
-            yield Term(slot.axis, slot.power, members)
+            yield Term(axis, power, members)
 
-    def _confirmed(self, symmetry: Symmetry, terms: Sequence[Term], count: int) -> Symmetry | None:
-        """Return a symmetry of the model where its outputs do not change along it."""
+    def _holds(self, terms: Sequence[Term], count: int) -> bool:
+        """Return whether the model's outputs do not change along a symmetry."""
         change = torch.zeros(_NUM_PROJECTIONS, count + 1)
         size = torch.zeros(count + 1)
         for term in terms:
@@ -180,70 +176,42 @@ class _Model:
             size.index_add_(0, place, effect.square().sum(0))
         left = change[:, :count].norm(dim=0) / size[:count].sqrt().clamp(min=1e-30)
         # Without any effect on the outputs, nothing is confirmed.
-        if float(left.max()) > _CONFIRMED or not size[:count].any():
-            return None
-        return Symmetry(symmetry.kind, tuple(terms), count)
+        return float(left.max()) <= _CONFIRMED and bool(size[:count].any())
 
 
-def _namesakes(symmetry: Symmetry, probe: Probe) -> Iterator[dict[str, list[str]]]:
+def _namesakes(symmetry: Symmetry, model: ModelCopy) -> Iterator[dict[str, list[str]]]:
     """Yield for each place in the model the names that stand for those of the proxy.
 
     A symmetry inside one layer comes back in every layer that has all its parameters; one that
     spans layers takes all parameters of its kinds.
     """
-    kinds: dict[str, list[str]] = {}
-    for name in probe.parameters:
-        kinds.setdefault(_kind(name), []).append(name)
     names = [term.axis.name for term in symmetry.terms]
-    numbered = {_numbers(name) for name in names if _numbers(name)}
-    if len(numbered) > 1:
-        if all(_kind(name) in kinds for name in names):
-            yield {name: kinds[_kind(name)] for name in names}
+    same = {name: namesakes([name], model.parameters) for name in names}
+    numbers = {_numbers(name) for name in names} - {()}
+    if len(numbers) > 1:
+        if all(same.values()):
+            yield same
         return
-    if not numbered:
-        if all(name in probe.parameters for name in names):
-            yield {name: [name] for name in names}
-        return
-    in_layers = [name for name in names if _numbers(name)]
-    places = {_numbers(n) for name in in_layers for n in kinds.get(_kind(name), [])}
-    for place in sorted(places):
-        at = {name: [_at(name, place)] if _numbers(name) else [name] for name in names}
-        if all(n in probe.parameters for found in at.values() for n in found):
+    # Without a numbered name, the one place is that of the proxy.
+    places = {_numbers(n) for name in names if _numbers(name) for n in same[name]}
+    for place in sorted(places) if numbers else [()]:
+        at = {name: [_at(name, place)] for name in names}
+        if all(found in model.parameters for (found,) in at.values()):
             yield at
 
 
-def _place(symmetry: Symmetry, names: Mapping[str, list[str]]) -> _Place:
+def _place(terms: Sequence[Term]) -> _Place:
     """Return what a symmetry scales in the model: two of one place are the same symmetry."""
-    return frozenset(
-        (name, term.axis.kind, term.power, term.block is None)
-        for term in symmetry.terms
-        for name in names.get(term.axis.name, [term.axis.name])
-    )
-
-
-def _renamed(symmetry: Symmetry, names: Mapping[str, list[str]]) -> tuple[Term, ...]:
-    """Return a proxy's terms under the names of the model, one for each."""
-    renamed = {
-        (name, term.axis.kind, number % len(symmetry.terms)): replace(
-            term, axis=Axis(name, term.axis.kind)
-        )
-        for number, term in enumerate(symmetry.terms)
-        for name in names[term.axis.name]
-    }
-    return tuple(renamed.values())
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    return frozenset((term.axis, term.power, term.block is None) for term in terms)
 
 
 def _numbers(name: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"(?<=\.)\d+(?=\.)", name))
+    return tuple(re.findall(_NUMBER, name))
 
 
 def _at(name: str, place: tuple[str, ...]) -> str:
     numbers = iter(place)
-    return re.sub(r"(?<=\.)\d+(?=\.)", lambda _: next(numbers), name)
+    return re.sub(_NUMBER, lambda _: next(numbers), name)
 
 
 @dataclass(frozen=True)
@@ -277,7 +245,7 @@ def describe(members: Tensor) -> Pattern | None:
     """Return the pattern with the fewest dimensions that gives these members, if one does."""
     parts = bool((members < 0).any())
     for count in range(1, _MOST_DIMENSIONS + 1):
-        for sizes in _factorizations(len(members), count):
+        for sizes in _factorizations(len(members), count, least=min(2, len(members))):
             for uses in _uses(sizes, parts):
                 pattern = Pattern(sizes, uses)
                 if torch.equal(pattern.members(), members):
@@ -293,17 +261,10 @@ def resized_patterns(
     Members are shared: the dimensions along which the member changes have the same sizes in all.
     Fused parts stay as many as they are.
     """
-    refined = max((pattern.member_sizes for pattern in patterns), key=len)
-    if not refined:
-        # A single member: the axes have nothing in common.
-        options = [
-            _fitted(pattern, (), length) for pattern, length in zip(patterns, lengths, strict=True)
-        ]
-        yield from map(list, itertools.product(*options))
-        return
+    num_dimensions = max(len(pattern.member_sizes) for pattern in patterns)
     divisors = [d for d in range(1, min(lengths) + 1) if all(n % d == 0 for n in lengths)]
     for total in reversed(divisors):
-        for sizes in _factorizations(total, len(refined), least=1):
+        for sizes in _factorizations(total, num_dimensions, least=1):
             options = [
                 list(_fitted(pattern, sizes, length))
                 for pattern, length in zip(patterns, lengths, strict=True)
@@ -324,10 +285,7 @@ def _fitted(pattern: Pattern, members: tuple[int, ...], length: int) -> Iterator
     rest, remainder = divmod(length, total * fixed)
     if remainder or not rest:
         return
-    num_free = pattern.uses.count("free")
-    if not num_free and rest != 1:
-        return
-    for free in _factorizations(rest, num_free, least=1) if num_free else [()]:
+    for free in _factorizations(rest, pattern.uses.count("free"), least=1):
         next_member, next_free = iter(members), iter(free)
         sizes = tuple(
             next(next_member) if use == "member" else next(next_free) if use == "free" else size
@@ -348,14 +306,13 @@ def _uses(sizes: tuple[int, ...], parts: bool) -> Iterator[tuple[str, ...]]:
 
 
 @cache
-def _factorizations(number: int, count: int, least: int = 2) -> tuple[tuple[int, ...], ...]:
+def _factorizations(number: int, count: int, least: int) -> tuple[tuple[int, ...], ...]:
     """Return the ways to write a number as a product of `count` ordered factors."""
-    if count == 1:
-        return ((number,),) if number >= least or number == 1 else ()
+    if count == 0:
+        return ((),) if number == 1 else ()
     return tuple(
         (first, *rest)
         for first in range(least, number + 1)
         if number % first == 0
         for rest in _factorizations(number // first, count - 1, least)
-        if min(rest) >= least
     )

@@ -15,19 +15,18 @@ needed, and so is the scale of what is written to a residual stream. What remain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learnable_multipliers.symmetry._axes import Axis
-from learnable_multipliers.symmetry._find import proxy_of
-from learnable_multipliers.symmetry._probe import Probe
-from learnable_multipliers.symmetry._search import search
+from learnable_multipliers.symmetry._axes import Axis, Layout
+from learnable_multipliers.symmetry._model_copy import ModelCopy
+from learnable_multipliers.symmetry._proxy import search
 from learnable_multipliers.symmetry._symmetry import Symmetries, Term
-from learnable_multipliers.symmetry._transfer import namesakes, probe_like, transfer
+from learnable_multipliers.symmetry._transfer import namesakes
 
 
 @dataclass(frozen=True)
@@ -45,31 +44,27 @@ def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried]
 
     Also the symmetries of its proxy that were not confirmed: they remove nothing.
     """
-    small = proxy_of(model, None, "auto")
-    if small is None:
-        probe = Probe(model, inputs)
-        return derive(probe, search(probe), heads(probe)), ()
-    probe = Probe(small)
-    large = probe_like(probe, model, inputs, None)
-    symmetries = transfer(search(probe), probe, large)
-    return derive(large, symmetries, namesakes(heads(probe), large.parameters)), (
-        symmetries.unconfirmed
-    )
+    symmetries, itself, proxy = search(model, inputs)
+    heads = _heads(itself if proxy is None else proxy)
+    if proxy is not None:
+        heads = namesakes(heads, itself.parameters)
+    return _placement(itself, symmetries, heads), symmetries.unconfirmed
 
 
-def heads(probe: Probe) -> list[str]:
+def _heads(model: ModelCopy) -> list[str]:
     """Return the matrices whose rows scale single outputs of the model."""
-    matrices = [axis for axis in probe.axes if probe.layouts[axis.name].matrix]
-    rows = [axis for axis in matrices if axis.kind == "row"]
-    return [axis.name for axis in rows if probe.scales_single_outputs(axis)]
+    rows = [Axis(name, "row") for name, layout in model.layouts.items() if layout.matrix]
+    return [axis.name for axis in rows if model.scales_single_outputs(axis)]
 
 
-def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict[str, Carried]:
+def _placement(
+    model: ModelCopy, symmetries: Symmetries, heads: Sequence[str]
+) -> dict[str, Carried]:
     """Return what every matrix is to carry, by parameter name, given all symmetries there are."""
     kept = {
-        axis: torch.ones(probe.num_entries(axis), dtype=torch.bool)
-        for axis in probe.axes
-        if probe.layouts[axis.name].matrix
+        axis: torch.ones(model.num_entries(axis), dtype=torch.bool)
+        for axis in model.axes
+        if model.layouts[axis.name].matrix
     }
     reasons: dict[str, list[str]] = {axis.name: [] for axis in kept}
     for name in heads:
@@ -88,7 +83,7 @@ def derive(probe: Probe, symmetries: Symmetries, heads: Collection[str]) -> dict
                 reasons[term.axis.name].append(f"{side} go with {against}")
     return {
         name: Carried(
-            rows=_in_one_matrix(probe, name, kept[Axis(name, "row")]),
+            rows=_in_one_matrix(model.layouts[name], kept[Axis(name, "row")]),
             col=bool(kept[Axis(name, "col")].all()),
             reason="; ".join(reasons[name]) or "no other scale does the same",
         )
@@ -115,10 +110,9 @@ def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Te
     return stays, goes
 
 
-def _in_one_matrix(probe: Probe, name: str, rows: Tensor) -> Tensor:
+def _in_one_matrix(layout: Layout, rows: Tensor) -> Tensor:
     """Return the rows of one matrix of a stack, in which all are alike."""
-    shape, layout = probe.parameters[name].shape, probe.layouts[name]
-    by_matrix = rows.view(-1, shape[layout.dimensions("row", shape)[-1]])
+    by_matrix = rows.view(-1, layout.shape[layout.dimensions("row")[-1]])
     if not (by_matrix == by_matrix[0]).all():
-        raise ValueError(f"the matrices of the stack {name} differ in their symmetries")
+        raise ValueError(f"the matrices of the stack {layout.name} differ in their symmetries")
     return by_matrix[0]

@@ -1,4 +1,4 @@
-"""Find the scale symmetries of a model: on the model if it is small, else on a small proxy.
+"""Where symmetries are searched for: on the model if it is small, else on a small proxy.
 
 A proxy is a small model of the same architecture, made from the model's own configuration. Only
 this file knows the names that configurations give to their sizes; for other names, make a small
@@ -8,21 +8,22 @@ model by hand and pass that.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import unwrap
 from learnable_multipliers.roles import read_roles
 from learnable_multipliers.symmetry._axes import layouts
-from learnable_multipliers.symmetry._probe import Probe
-from learnable_multipliers.symmetry._search import search
+from learnable_multipliers.symmetry._model_copy import ModelCopy
+from learnable_multipliers.symmetry._null_space import null_space_symmetries
 from learnable_multipliers.symmetry._symmetry import Symmetries
-from learnable_multipliers.symmetry._transfer import probe_like, transfer
+from learnable_multipliers.symmetry._transfer import copy_like, transfer
 
 if TYPE_CHECKING:
     from learnable_multipliers._plan import Plan
@@ -35,11 +36,11 @@ Proxy = nn.Module | Literal["auto"] | None
 # Sizes are small, and differ where they can, so that none is mistaken for another.
 _HEAD_DIM = 6
 _NUM_LAYERS = 2
-_LAYERS = {"num_hidden_layers", "n_layer", "num_layers"}
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
 _SIZES = {
     ("vocab_size",): 13,
-    tuple(_LAYERS): _NUM_LAYERS,
-    ("hidden_size", "n_embd", "d_model"): 8,
+    _WIDTHS: 8,
     ("head_dim",): _HEAD_DIM,
     ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"): 7,
     ("num_local_experts", "num_experts", "n_routed_experts"): 3,
@@ -71,33 +72,30 @@ def find_symmetries(
     carried = None
     if plan is not None:
         carried = {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}
-    small = proxy_of(model, carried, proxy)
-    if small is None:
-        return search(Probe(model, inputs, carried))
-    probe = Probe(small, None, fitted(carried, small))
-    return transfer(search(probe), probe, probe_like(probe, model, inputs, carried))
+    return search(model, inputs, carried, proxy)[0]
 
 
-def proxy_of(
-    model: nn.Module, carried: Mapping[str, Matrix] | None, proxy: Proxy
-) -> nn.Module | None:
-    """Return the proxy to search in place of a large model; None to search the model itself."""
-    if proxy != "auto":
-        return proxy
-    found = layouts(model, carried)
-    shapes = {name: parameter.shape for name, parameter in named_parameters(model)}
-    scales = sum(
-        layout.num_entries(axis.kind, shapes[name])
-        for name, layout in found.items()
-        for axis in layout.axes(name, shapes[name])
-    )
-    return make_proxy(model) if scales > _MOST_SCALES else None
+def search(
+    model: nn.Module,
+    inputs: Any = None,
+    carried: Mapping[str, Matrix] | None = None,
+    proxy: Proxy = "auto",
+) -> tuple[Symmetries, ModelCopy, ModelCopy | None]:
+    """Return a model's symmetries, the copy of it they were confirmed on, and that of its proxy."""
+    if proxy == "auto":
+        found = layouts(model, carried).values()
+        scales = sum(layout.num_entries(axis.kind) for layout in found for axis in layout.axes)
+        proxy = make_proxy(model) if scales > _MOST_SCALES else None
+    if proxy is None:
+        itself = ModelCopy(model, inputs, carried)
+        return null_space_symmetries(itself), itself, None
+    small = ModelCopy(proxy, None, None if carried is None else _fitted(carried, proxy))
+    large = copy_like(small, model, inputs, carried)
+    return transfer(null_space_symmetries(small), small, large), large, small
 
 
-def fitted(carried: Mapping[str, Matrix] | None, proxy: nn.Module) -> dict[str, Matrix] | None:
+def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix]:
     """Return the same multipliers at the sizes of the proxy's matrices."""
-    if carried is None:
-        return None
     on_proxy = {}
     for role in read_roles(proxy).parameters:
         matrix = carried.get(role.name)
@@ -143,30 +141,34 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
     sizes: dict[str, Any] = {
         name: size for names, size in _SIZES.items() for name in names if _present(config, name)
     }
-    for name in _LAYERS & sizes.keys():
+    for name in filter(partial(_present, config), _LAYERS):
         # With more layers than the model, a plan for it would leave some without multipliers.
         sizes[name] = min(_NUM_LAYERS, getattr(config, name))
-    heads = next((name for name in _HEADS if _present(config, name)), None)
-    grouped = next((name for name in _KV_HEADS if _present(config, name)), None)
-    if heads is not None:
+    heads = _first_present(config, _HEADS)
+    grouped = _first_present(config, _KV_HEADS)
+    if heads:
         sizes[heads] = 3
-        if grouped is not None:
-            many, few = getattr(config, heads), getattr(config, grouped)
-            kv_heads = 3 if few == many else 1 if few == 1 else 2
-            sizes |= {grouped: kv_heads, heads: kv_heads if few == many else 3 * kv_heads}
+    if heads and grouped:
+        many, few = getattr(config, heads), getattr(config, grouped)
+        kv_heads = 3 if few == many else 1 if few == 1 else 2
+        sizes |= {grouped: kv_heads, heads: kv_heads if few == many else 3 * kv_heads}
     for name in ("layer_types", "layers_block_type"):
         # Some configurations compute the list from others and do not let it be set.
         if isinstance(vars(config).get(name), list):
             sizes[name] = list(getattr(config, name))[:_NUM_LAYERS]
-    width = next((n for n in ("hidden_size", "n_embd", "d_model") if n in sizes), None)
+    width = _first_present(config, _WIDTHS)
     tries = [sizes]
-    if width is not None and heads is not None:
+    if width and heads:
         inner = sizes[heads] * _HEAD_DIM
         tries.append({**sizes, width: inner})
         expand = getattr(config, "expand", None)
         if isinstance(expand, int):
             tries.insert(0, {**sizes, width: inner // expand})
     return tries
+
+
+def _first_present(config: Any, names: Sequence[str]) -> str | None:
+    return next(filter(partial(_present, config), names), None)
 
 
 def _present(config: Any, name: str) -> bool:

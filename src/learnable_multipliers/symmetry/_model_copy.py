@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from learnable_multipliers._multiplier import Matrix, keep_carried_rows
 from learnable_multipliers._names import named_parameters, unwrap
-from learnable_multipliers.symmetry._axes import Axis, Layout, layouts
+from learnable_multipliers.symmetry._axes import Axis, layouts
 
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
 # A symmetry holds at all weights; what holds at one set of weights alone, such as a shift of two
@@ -55,7 +55,7 @@ class _Float64(TorchFunctionMode):
         return func(*(_wide(value) for value in args), **widened)
 
 
-class Probe:
+class ModelCopy:
     """A copy of a model in float64 with random weights, and inputs to run it on."""
 
     def __init__(
@@ -66,17 +66,13 @@ class Probe:
         *,
         dtype: torch.dtype = torch.float64,
         shifted: Collection[str] | None = None,
-        seed: int = 0,
     ):
         self.dtype = dtype
         self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
         self.inputs = _like_the_copy(random_tokens(self.model) if inputs is None else inputs, dtype)
-        self.layouts: dict[str, Layout] = layouts(self.model, carried)
-        self.parameters: dict[str, nn.Parameter] = {
-            name: parameter
-            for name, parameter in named_parameters(self.model)
-            if name in self.layouts
-        }
+        self.layouts = layouts(self.model, carried)
+        named = dict(named_parameters(self.model))
+        self.parameters = {name: named[name] for name in self.layouts}
         if not self.parameters:
             raise ValueError(
                 f"{type(self.model).__name__} has no trained parameters with a scale to learn: "
@@ -94,7 +90,7 @@ class Probe:
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
         self.epsilons = list(_epsilons(self.model))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._randomize()
         for name in self._find_shifted() if shifted is None else shifted:
             self.layouts[name] = replace(self.layouts[name], one_plus=True)
@@ -103,11 +99,7 @@ class Probe:
     @property
     def axes(self) -> list[Axis]:
         """Every axis, parameter by parameter."""
-        return [
-            axis
-            for name, parameter in self.parameters.items()
-            for axis in self.layouts[name].axes(name, parameter.shape)
-        ]
+        return [axis for layout in self.layouts.values() for axis in layout.axes]
 
     @property
     def shifted(self) -> set[str]:
@@ -135,16 +127,14 @@ class Probe:
         # A few outputs, or the loss alone, say little at one set of weights.
         num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
         rows_each = math.ceil(num_rows / num_points)
-        rows = []
-        sizes = []
+        found = []
         for _ in range(num_points):
             self._randomize()
-            outputs = self._differentiable_outputs()
+            outputs = self.outputs()
             for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
-                row, size = self._derivatives(outputs, count)
-                rows.append(row)
-                sizes.append(size)
+                found.append(self._derivatives(outputs, count))
+        rows, sizes = zip(*found, strict=True)
         return torch.cat(rows), torch.cat(sizes)
 
     @torch.no_grad()
@@ -175,35 +165,25 @@ class Probe:
 
     def num_entries(self, axis: Axis) -> int:
         """Return how many entries an axis has."""
-        return self.layouts[axis.name].num_entries(axis.kind, self.parameters[axis.name].shape)
+        return self.layouts[axis.name].num_entries(axis.kind)
 
     @contextmanager
     def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
         """Multiply the entries of axes by factors, while inside."""
-        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        try:
-            with torch.no_grad():
-                for axis, factor in factors.items():
-                    parameter, layout = self.parameters[axis.name], self.layouts[axis.name]
-                    along = layout.along(axis.kind, factor, parameter.shape)
-                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
-            yield
-        finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(before[name])
+        names = {axis.name for axis in factors}
+        before = {name: self.parameters[name].detach().clone() for name in names}
+        with torch.no_grad():
+            for axis, factor in factors.items():
+                parameter = self.parameters[axis.name]
+                along = self.layouts[axis.name].along(axis.kind, factor)
+                parameter.copy_((parameter + axis.offset) * along - axis.offset)
+        yield
+        with torch.no_grad():
+            for name, value in before.items():
+                self.parameters[name].copy_(value)
 
-    def _differentiable_outputs(self) -> Tensor:
-        outputs = self.outputs()
-        if not outputs.requires_grad:
-            raise ValueError("the outputs do not depend on any trained parameter of the model")
-        return outputs
-
-    def _derivatives(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return derivatives of some random combinations of the outputs, and their sizes.
-
-        Both are (count, columns).
-        """
+    def _gradients(self, outputs: Tensor, count: int) -> dict[str, Tensor]:
+        """Return gradients of some random combinations of the outputs, (count, *shape)."""
         shape = (count, *outputs.shape)
         weights = torch.randn(shape, generator=self._generator, dtype=self.dtype)
         grads = torch.autograd.grad(
@@ -212,19 +192,23 @@ class Probe:
             weights if count > 1 else weights[0],
             retain_graph=True,
             allow_unused=True,
+            materialize_grads=True,
             is_grads_batched=count > 1,
         )
+        named = zip(self.parameters.items(), grads, strict=True)
+        return {name: grad.expand(count, *parameter.shape) for (name, parameter), grad in named}
+
+    def _derivatives(self, outputs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return derivatives of some random combinations of the outputs, and their sizes.
+
+        Both are (count, columns).
+        """
         sums, sizes = [], []
-        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
-            layout, axes = self.layouts[name], self.layouts[name].axes(name, parameter.shape)
-            if grad is None:
-                nothing = [outputs.new_zeros(count, self.num_entries(axis)) for axis in axes]
-                sums += nothing
-                sizes += nothing
-                continue
+        for name, grad in self._gradients(outputs, count).items():
+            layout = self.layouts[name]
             # sum W * dL/dW along each axis, for each of the gradients, and sum |W * dL/dW|.
-            changes = (parameter.detach() + axes[0].offset) * grad.view(count, *parameter.shape)
-            for axis in axes:
+            changes = (self.parameters[name].detach() + layout.axes[0].offset) * grad
+            for axis in layout.axes:
                 summed = torch.vmap(partial(layout.summed, axis.kind))
                 sums.append(summed(changes))
                 sizes.append(summed(changes.abs()))
@@ -234,29 +218,27 @@ class Probe:
         """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""
         everything = self._reached()
         shifted = []
-        for name, parameter in self.parameters.items():
-            if not self.layouts[name].axes(name, parameter.shape)[0].is_vector:
+        for name, layout in self.layouts.items():
+            if not layout.is_vector:
                 continue
-            cut = Axis(name, "one-plus")
-            with self.rescaled({cut: torch.zeros(parameter.numel(), dtype=self.dtype)}):
+            nothing = torch.zeros(layout.num_entries("one-plus"), dtype=self.dtype)
+            with self.rescaled({Axis(name, "one-plus"): nothing}):
                 if self._reached() - {name} < everything - {name}:
                     shifted.append(name)
         return shifted
 
     def _reached(self) -> set[str]:
         """Return the parameters that have an effect on the outputs."""
-        outputs = self._differentiable_outputs()
-        weights = torch.randn(outputs.shape, generator=self._generator, dtype=self.dtype)
-        parameters = list(self.parameters.values())
-        grads = torch.autograd.grad(outputs, parameters, weights, allow_unused=True)
-        named = zip(self.parameters, grads, strict=True)
-        return {name for name, grad in named if grad is not None and bool(grad.any())}
+        outputs = self.outputs()
+        if not outputs.requires_grad:
+            raise ValueError("the outputs do not depend on any trained parameter of the model")
+        return {name for name, grad in self._gradients(outputs, 1).items() if bool(grad.any())}
 
     @torch.no_grad()
     def _randomize(self) -> None:
         for name, parameter in self.parameters.items():
             drawn = torch.randn(parameter.shape, generator=self._generator, dtype=self.dtype)
-            if self.layouts[name].axes(name, parameter.shape)[0].is_vector:
+            if self.layouts[name].is_vector:
                 parameter.copy_(1 + 0.3 * drawn)
             else:
                 fan_in = parameter[0].numel() if parameter.ndim < 3 else parameter.shape[-1]
