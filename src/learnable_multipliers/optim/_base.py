@@ -61,10 +61,9 @@ class MultiplierOptimizer(Optimizer):
     _model: Callable[[], nn.Module | None] | None = None
     _calls = 0
     _told_of_skips = False
-    plan: Plan | None = None
-    """What every parameter is and carries."""
+    _plan: Plan | None = None
     _settings: tuple[str, ...] = (
-        "plan",
+        "_plan",
         "max_grad_norm",
         "backend",
         "grad_norm",
@@ -103,7 +102,7 @@ class MultiplierOptimizer(Optimizer):
             _check_reached(name, given[name], groups)
         ours = {"lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
         super().__init__(groups, {**ours, **defaults})
-        if self.plan is None:
+        if self._plan is None:
             name = type(self).__name__
             raise ValueError(
                 f"{name} was given parameters without a plan, which would train without "
@@ -126,6 +125,12 @@ class MultiplierOptimizer(Optimizer):
         constructor's: `lr`, `weight_decay`, `multiplier_lr_scale`, `max_grad_norm`, ...
         """
         return cls(param_groups(model, plan_for(model, placement, rules)), **settings)
+
+    @property
+    def plan(self) -> Plan:
+        """What every parameter is and carries."""
+        assert self._plan is not None
+        return self._plan
 
     # -- for subclasses -----------------------------------------------------------------------
 
@@ -401,7 +406,6 @@ class MultiplierOptimizer(Optimizer):
         """Return a saved state as one of this plan; raise where it cannot be."""
         groups, matrices = self.param_groups, self._matrices()
         if not _loading.saved_by_us(saved):
-            assert self.plan is not None
             saved = _loading.adopted(groups, saved, self.plan)
         else:
             _loading.check_format(saved)
@@ -435,7 +439,7 @@ class MultiplierOptimizer(Optimizer):
         self._model = group.pop("model", self._model)
         super().add_param_group(group)
         if plan is not None:
-            self.plan = plan if self.plan is None else _joined(self.plan, plan)
+            self._plan = plan if self._plan is None else _joined(self._plan, plan)
             matrices = self._matrices()
             names = [name for name in group["param_names"] if name in matrices]
             group["plan"] = _loading.fingerprint({name: matrices[name] for name in names})
@@ -446,14 +450,10 @@ class MultiplierOptimizer(Optimizer):
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return what the plan says of each matrix, by name."""
-        if self.plan is None:
-            return {}
         return {entry.name: entry.matrix for entry in self.plan.entries if entry.matrix}
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ("]
-        if self.plan is not None:
-            lines += [f"  {self.plan.summary}"]
+        lines = [f"{type(self).__name__} (", f"  {self.plan.summary}"]
         for index, group in enumerate(self.param_groups):
             hidden = ("params", "param_names", "plan", "format")
             settings = ", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden)
@@ -547,6 +547,16 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
             )
         found = inner
     return found
+
+
+def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
+
+    The norm is that of the raw weights' gradients and of every parameter without multipliers.
+    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
+    `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
+    """
+    return unwrap(optimizer).clip_grad_norm_(max_norm)
 
 
 def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ def param_groups(
     """
     explicit = is_reparametrized(model)
     present = dict(named_parameters(model))
-    trained = {name: p for name, p in present.items() if p.requires_grad}
+    fixed = {e.name for e in plan.entries if e.train == "multipliers" and not e.carries}
+    trained = {n: p for n, p in present.items() if p.requires_grad and n not in fixed}
     shared: dict[str, Any] = {}
     if explicit:
         weight_decay = WEIGHT_DECAY if weight_decay is None else weight_decay
@@ -43,8 +44,6 @@ def param_groups(
             multiplier_weight_decay = MULTIPLIER_WEIGHT_DECAY
     else:
         _check_gradients(plan, present)
-        fixed = {e.name for e in plan.entries if e.train == "multipliers" and not e.carries}
-        trained = {name: p for name, p in trained.items() if name not in fixed}
         frozen = [(n, p) for n, p in present.items() if n not in trained and n not in fixed]
         settings = {
             "multiplier_lr_scale": multiplier_lr_scale,

@@ -279,6 +279,11 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         ours, theirs = {}, {}
         for index, state in state_dict["state"].items():
+            if "exp_avg" in state or "momentum_buffer" in state:
+                raise ValueError(
+                    "this optimizer state was not saved by a wrapped optimizer: load it into the "
+                    "kind that saved it, or start with fresh optimizer state"
+                )
             ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
             inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
             if inner:

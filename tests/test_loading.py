@@ -1,0 +1,356 @@
+"""States of other plans and optimizers: converted, adopted or refused before anything changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import learnable_multipliers as lrm
+from learnable_multipliers import Rule
+from test_contract import net, train, weights
+
+
+def states(optimizer):
+    named = [n for group in optimizer.param_groups for n in group["param_names"]]
+    return dict(
+        zip(
+            named,
+            (optimizer.state[p] for g in optimizer.param_groups for p in g["params"]),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("old", "new"), [("scalar", "full"), ("full", "scalar"), ("full", "none"), ("none", "full")]
+)
+def test_a_state_of_another_plan_is_refused_or_converted_when_asked(old, new, dtype):
+    model = net(dtype)
+    before = lrm.AdamW.from_model(model, old, lr=1e-2)
+    train(model, before, 4)
+    saved = copy.deepcopy(before.state_dict())
+    other = net(dtype)
+    other.load_state_dict(model.state_dict())
+    after = lrm.AdamW.from_model(other, new, lr=0.5)
+    kept = weights(other)
+    with pytest.raises(ValueError, match="saved under another plan, which differs at "):
+        after.load_state_dict(saved)
+    assert not after.state
+    wrong = lrm.plan(other, "full", [Rule("up.weight", "col")])
+    with pytest.raises(ValueError, match="from_plan is not the plan"):
+        after.load_state_dict(saved, from_plan=wrong)
+    after.load_state_dict(saved, from_plan=lrm.plan(other, old))
+    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())
+    assert after.param_groups[0]["lr"] == 1e-2
+    mults, raws = lrm.multipliers(after), lrm.optim.raw_weights(after)
+    for entry in after.plan.entries:
+        if entry.matrix is None:
+            continue
+        made = lrm.effective(entry.matrix, raws[entry.name], mults.get(entry.name, {}))
+        tolerance = (
+            {"rtol": 1e-12, "atol": 1e-13}
+            if dtype == torch.float64
+            else {"rtol": 1e-2, "atol": 1e-3}
+        )
+        torch.testing.assert_close(made.to(dtype), kept[entry.name], **tolerance)
+    train(other, after, 1)
+
+
+def test_a_converted_state_keeps_common_multipliers_and_scales_the_moments():
+    """Dropped multipliers become part of the raw weight, whose gradient is smaller by them."""
+    model = net(torch.float64)
+    before = lrm.AdamW.from_model(model, lr=0.1)
+    train(model, before, 5)
+    saved = copy.deepcopy(before.state_dict())
+    after = lrm.AdamW.from_model(model, rules=[Rule("up.weight", "col")])
+    after.load_state_dict(saved, from_plan=before.plan)
+    lrm.multipliers(after)
+    old, new = states(before)["up.weight"], states(after)["up.weight"]
+    assert "row" not in new
+    assert torch.equal(new["col"], old["col"])
+    assert torch.equal(new["col_exp_avg"], old["col_exp_avg"])
+    row = old["row"][:, None]
+    torch.testing.assert_close(new["raw"], row * old["raw"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(new["exp_avg"], old["exp_avg"] / row, rtol=1e-13, atol=0)
+    torch.testing.assert_close(new["exp_avg_sq"], old["exp_avg_sq"] / row**2, rtol=1e-13, atol=0)
+
+
+def hf_groups(model):
+    decay = [p for n, p in model.named_parameters() if "norm" not in n and "bias" not in n]
+    rest = [p for n, p in model.named_parameters() if "norm" in n or "bias" in n]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+GROUPS = {
+    "named": lambda model: model.named_parameters(),
+    "in one group": lambda model: model.parameters(),
+    "by dimension": lambda model: [
+        {"params": [p for p in model.parameters() if p.dim() >= 2]},
+        {"params": [p for p in model.parameters() if p.dim() < 2]},
+    ],
+    "as the Trainer": hf_groups,
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_the_state_of_torch_adamw_is_adopted(groups):
+    model = net(torch.float64)
+    theirs = torch.optim.AdamW(GROUPS[groups](model), lr=1e-2, betas=(0.9, 0.95))
+    train(model, theirs, 3)
+    kept = weights(model)
+    ours = lrm.AdamW.from_model(model, lr=2e-2)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 2e-2
+    mults = lrm.multipliers(ours)
+    assert all((value == 1).all() for matrix in mults.values() for value in matrix.values())
+    for name, p in model.named_parameters():
+        state = ours.state[p]
+        assert state["step"] == 3
+        assert torch.equal(state["exp_avg"], theirs.state[p]["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"], theirs.state[p]["exp_avg_sq"])
+        assert torch.equal(p, kept[name])
+        assert torch.equal(state.get("raw", p), p)
+
+
+def test_adopted_moments_continue_the_run_of_torch():
+    """With the multipliers held at 1, the next steps are those of torch's AdamW."""
+    model, other = net(torch.float64), net(torch.float64)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    theirs = torch.optim.AdamW(model.named_parameters(), **settings)
+    train(model, theirs, 3)
+    other.load_state_dict(model.state_dict())
+    held = {"multiplier_lr_scale": 0.0}
+    ours = lrm.AdamW.from_model(other, **settings, **held)
+    ours.load_state_dict(theirs.state_dict())
+    train(model, theirs, 3)
+    train(other, ours, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_states_that_cannot_be_matched_are_refused():
+    model = net()
+    ours = lrm.AdamW.from_model(model)
+    reordered = torch.optim.AdamW(list(model.parameters())[::-1])
+    train(model, reordered, 1)
+    with pytest.raises(ValueError, match="in no common order"):
+        ours.load_state_dict(reordered.state_dict())
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, sgd, 1)
+    with pytest.raises(ValueError, match="neither by this library nor by torch's AdamW"):
+        ours.load_state_dict(sgd.state_dict())
+    theirs = torch.optim.AdamW(model.named_parameters())
+    train(model, theirs, 1)
+    with pytest.raises(ValueError, match="has no momentum_buffer for up.weight"):
+        lrm.Muon.from_model(model).load_state_dict(theirs.state_dict())
+    assert not ours.state
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "missing"),
+    [(lrm.AdamW, lrm.Muon, "momentum_buffer"), (lrm.Muon, lrm.AdamW, "exp_avg")],
+)
+def test_the_state_of_another_kind_is_refused_and_says_what_is_missing(saver, loader, missing):
+    model = net()
+    optimizer = saver.from_model(model)
+    train(model, optimizer, 1)
+    other = loader.from_model(model)
+    with pytest.raises(ValueError, match=f"has no {missing} for "):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
+def test_a_wrapped_optimizer_refuses_the_state_of_another():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    train(model, optimizer, 1)
+    around = lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1)
+    with pytest.raises(ValueError, match="was not saved by a wrapped optimizer"):
+        around.load_state_dict(optimizer.state_dict())
+
+
+# -- before the first step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_loaded_before_the_first_step_are_taken_over(write, dtype):
+    model, other = net(dtype), net(dtype)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3.0)
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    lrm.multipliers(optimizer)
+    if write == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        if write == "data":
+            p.data = q.data.clone()
+        elif write == "copy_":
+            p.data.copy_(q.data)
+    train(model, optimizer, 3)
+    train(other, lrm.AdamW.from_model(other, lr=1e-2), 3)
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
+    with torch.no_grad():
+        model.up.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="was changed since the last step"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-40, 1e-6, 9e-3])
+def test_syncing_near_a_zero_multiplier_starts_it_again(small):
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-3)
+    train(model, optimizer, 2)
+    state = optimizer.state[model.up.weight]
+    state["row"][3] = small
+    optimizer.sync_from_model_()
+    kept = weights(model)
+    assert (lrm.multipliers(optimizer)["up.weight"]["row"] == 1).all()
+    train(model, optimizer, 1)
+    for name, p in model.named_parameters():
+        assert p.isfinite().all()
+        assert (p - kept[name]).abs().max() < 0.01, name
+
+
+# -- what users look at ---------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_optimizer_fits_a_screen_when_printed():
+    text = repr(lrm.AdamW.from_model(Deep(64)))
+    assert len(text) < 1500
+    assert "64 of 64 matrices carry multipliers" in text
+    assert "lr=0.001" in text
+
+
+def test_flattened_state_grows_with_the_model_and_not_faster():
+    """Checkpointing tools repeat what a group holds for each of its parameters."""
+
+    def size(depth):
+        model = Deep(depth)
+        optimizer = lrm.AdamW.from_model(model)
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        # Lists of names are torch's own, and repeated by it for any optimizer that has names.
+        return sum(
+            len(str(value))
+            for key, value in saved.items()
+            if key.startswith("param_groups") and not key.endswith("param_names")
+        )
+
+    assert size(64) < 5 * size(16)
+
+
+# -- parameters that change under the optimizer ---------------------------------------------------
+
+
+def test_an_embedding_resized_after_the_optimizer_was_made_is_told():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    train(model, optimizer, 1)
+    model.embed = nn.Embedding(20, 6)
+    with pytest.raises(RuntimeError, match=r"embed\.weight was replaced in the model"):
+        train(model, optimizer, 1)
+
+
+def test_a_weight_unfrozen_later_is_told_once():
+    model = net()
+    model.up.weight.requires_grad_(False)
+    optimizer = lrm.AdamW.from_model(model)
+    train(model, optimizer, 1)
+    model.up.weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"up\.weight was frozen when the optimizer was made"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1)
+    again = lrm.AdamW.from_model(model)
+    train(model, again, 1)
+
+
+def test_many_skipped_steps_in_a_row_are_told_once():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    train(model, optimizer, 1)
+
+    def bad_steps(count):
+        for _ in range(count):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, torch.nan)
+            optimizer.step()
+
+    bad_steps(15)
+    train(model, optimizer, 4)
+    with pytest.warns(UserWarning, match="optimizer steps were skipped") as seen:
+        bad_steps(60)
+    assert len(seen) == 1
+    assert optimizer.num_skipped == 75
+
+
+# -- multipliers alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_multipliers_alone_train_over_fixed_raw_weights_as_on_the_explicit_path(cls, dtype):
+    model, explicit = net(dtype), net(dtype)
+    kept = weights(model)
+    optimizer = cls.from_model(model, lrm.plan(model, train="multipliers"), lr=1e-2)
+    train(model, optimizer, 5)
+    raws, mults = lrm.optim.raw_weights(optimizer), lrm.multipliers(optimizer)
+    for name, raw in raws.items():
+        assert torch.equal(raw, kept[name]), name
+    for name in ("up.bias", "norm.weight", "norm.bias"):
+        assert torch.equal(model.get_parameter(name), kept[name])
+    assert "exp_avg" not in optimizer.state[model.up.weight]
+    plan = lrm.plan(explicit, train="multipliers")
+    lrm.reparametrize(explicit, plan)
+    groups = lrm.param_groups(explicit, plan, lr=1e-2)
+    assert {group["kind"] for group in groups} == {"multiplier"}
+    train(explicit, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)), 5)
+    for name, value in lrm.multipliers(explicit).items():
+        for part in value:
+            torch.testing.assert_close(mults[name][part], value[part], rtol=1e-5, atol=1e-6)
+            assert (value[part] - 1).abs().max() > 0.01
+    merged = lrm.merge(explicit)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, merged.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+def test_one_matrix_can_be_fixed_while_the_rest_trains():
+    model = net()
+    kept = weights(model)
+    optimizer = lrm.AdamW.from_model(
+        model, rules=[Rule("down.weight", train="multipliers")], lr=1e-2
+    )
+    train(model, optimizer, 3)
+    raws = lrm.optim.raw_weights(optimizer)
+    assert torch.equal(raws["down.weight"], kept["down.weight"])
+    assert not torch.equal(model.down.weight, kept["down.weight"])
+    assert not torch.equal(raws["up.weight"], kept["up.weight"])
+    again = lrm.AdamW.from_model(model, optimizer.plan, lr=1e-2)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(lrm.optim.raw_weights(again)["down.weight"], kept["down.weight"])
+
+
+def test_multipliers_over_a_weight_without_gradient_are_refused():
+    model = net()
+    model.up.weight.requires_grad_(False)
+    plan = lrm.plan(model, rules=[Rule("up.weight", train="multipliers")])
+    assert plan["up.weight"].carries
+    with pytest.raises(ValueError, match=r"up\.weight are learned from its gradient"):
+        lrm.AdamW.from_model(model, plan)
