@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._prediction import (
@@ -25,7 +26,7 @@ from learnable_multipliers.equilibrium._readings import (
     read_rows,
     read_tensor,
 )
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim import unwrap
 
 PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
 _COLUMNS = {
@@ -83,7 +84,7 @@ def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict,
 
 @torch.no_grad()
 def diagnose(
-    optimizer: MultiplierOptimizer,
+    optimizer: Optimizer,
     *,
     lrs: Iterable[float] | None = None,
     start: Diagnosis | None = None,
@@ -102,6 +103,7 @@ def diagnose(
             (`row_frequency` makes it from counts). Rows are simulated by it; the moments do not
             contain it: they depend on how long ago a token came last, not on how often it comes.
     """
+    optimizer = unwrap(optimizer)
     tensors = list(trained_tensors(optimizer))
     history = None if lrs is None else [float(lr) for lr in lrs]
     taken = max((tensor.steps for tensor in tensors), default=0)

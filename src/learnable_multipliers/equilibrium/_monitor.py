@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
@@ -23,7 +24,7 @@ from learnable_multipliers.equilibrium._prediction import (
     trained_tensors,
 )
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim import unwrap
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
 
@@ -123,13 +124,14 @@ class Monitor:
 
     def __init__(
         self,
-        optimizer: MultiplierOptimizer,
+        optimizer: Optimizer,
         symmetries: Symmetries | None = None,
         *,
         drift_bound: float = 10.0,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
+        optimizer = unwrap(optimizer)
         self._optimizer, self._bound = optimizer, drift_bound
         self._signs: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[tuple[str, str], float] = {}

@@ -87,11 +87,6 @@ class Trained:
 @torch.no_grad()
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
-    if not isinstance(optimizer, MultiplierOptimizer):
-        raise TypeError(
-            "tensors are read from lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
-        )
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
@@ -111,17 +106,18 @@ def _tensors_of(
     weight_decay = float(group.get("weight_decay", 0.0))
     is_matrix = matrix is not None or group["kind"] == "matrix"
     shared: dict[str, Any] = {"name": parameter.name, "matrix": matrix, "steps": int(state["step"])}
-    yield Trained(
-        part="weight",
-        kind="matrix" if is_matrix else "vector",
-        value=full(state.get("raw", parameter.parameter.detach())),
-        start_rms=None,
-        walk=walk and TensorWalk(walk, lr_scale, weight_decay),
-        first=first,
-        second=second,
-        betas=betas,
-        **shared,
-    )
+    if parameter.trains_raw:
+        yield Trained(
+            part="weight",
+            kind="matrix" if is_matrix else "vector",
+            value=full(state.get("raw", parameter.parameter.detach())),
+            start_rms=None,
+            walk=walk and TensorWalk(walk, lr_scale, weight_decay),
+            first=first,
+            second=second,
+            betas=betas,
+            **shared,
+        )
     if matrix is None or not matrix.carries:
         return
     start, betas = initial_values(matrix), optimizer.adamw_settings(group)[:2]

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix, effective, keep_carried_rows
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, unwrap
 from learnable_multipliers.symmetry import Axis, Symmetry
 
 # Members' coordinates that count as 0 when solving, in log units.
@@ -46,19 +47,17 @@ class Drift:
         return f"rms {self.rms:.3g}, largest {self.largest:.3g}: {self.symmetry}"
 
 
-def symmetry_positions(
-    opt: MultiplierOptimizer, symmetries: Iterable[Symmetry]
-) -> tuple[Tensor, ...]:
+def symmetry_positions(opt: Optimizer, symmetries: Iterable[Symmetry]) -> tuple[Tensor, ...]:
     """Return where each member of each symmetry stands along its orbit, in log units.
 
     t = sum_e p_e log|x_e| / sum_e p_e^2 over the scales of a member: a factor s moves it by log s,
     and it is 0 where all scales are 1. Keep it at the start of a run for `drift(..., since=)`.
     """
-    return Orbits(opt, symmetries).positions()
+    return Orbits(unwrap(opt), symmetries).positions()
 
 
 def drift(
-    opt: MultiplierOptimizer,
+    opt: Optimizer,
     symmetries: Iterable[Symmetry],
     *,
     since: Sequence[Tensor] | None = None,
@@ -68,7 +67,7 @@ def drift(
     Norm weights and multipliers that take over a model's own factors do not start at 1: what a run
     has moved is the difference from its start.
     """
-    orbits = Orbits(opt, symmetries)
+    orbits = Orbits(unwrap(opt), symmetries)
     now = orbits.positions()
     if since is not None:
         if [len(t) for t in since] != [len(t) for t in now]:
@@ -85,7 +84,7 @@ def drift(
 
 
 def rebalance_(
-    opt: MultiplierOptimizer, symmetries: Iterable[Symmetry], *, powers_of_two: bool = False
+    opt: Optimizer, symmetries: Iterable[Symmetry], *, powers_of_two: bool = False
 ) -> None:
     """Move along all symmetries to the point of least squared logs; the model's outputs stay.
 
@@ -102,6 +101,7 @@ def rebalance_(
     Call it between steps, every few hundred: the next step moves multipliers by the same amounts as
     it would have, which are other shares of them.
     """
+    opt = unwrap(opt)
     orbits = Orbits(opt, symmetries)
     doublings = orbits.balanced() / math.log(2)
     if powers_of_two:

@@ -16,8 +16,6 @@ from learnable_multipliers.pretrain.config import OptimizerConfig
 
 def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
     """Decide which multipliers each matrix carries; leaves the model alone."""
-    if config.placement == "none":
-        return plan(model, "full", [Rule("", "none")])
     rules = [Rule("", init="fold")] if config.multiplier_init == "fold" else []
     return plan(model, config.placement, rules)
 
