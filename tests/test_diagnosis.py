@@ -376,7 +376,7 @@ def test_verdicts():
 def test_impossible_requests_say_what_to_do():
     model = Stack()
     plan = lrm.plan(model)
-    with pytest.raises(TypeError, match=r"wrap it: lrm.LearnableMultipliers"):
+    with pytest.raises(TypeError, match=r"expected an optimizer of this library"):
         lrm.diagnose(torch.optim.AdamW(model.parameters()))
     optimizer = lrm.AdamW(lrm.param_groups(model, plan))
     with pytest.raises(ValueError, match="lrs has 2 learning rates, but the optimizer has taken 0"):

@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-import zstandard
-
 _HUGGING_FACE = "hf:"
 _COMPRESSED = (".gz", ".xz", ".zst")
 _JSON_LINES = {".jsonl", ".ndjson"}
@@ -289,7 +287,7 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 @contextmanager
 def _errors_with_place(path: Path) -> Iterator[None]:
-    damage = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+    damage = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
     try:
         yield
     except damage as error:
@@ -304,6 +302,8 @@ def _errors_with_place(path: Path) -> Iterator[None]:
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
     """Decompress frame after frame; unlike zstandard's own reader this notices a cut file."""
+    import zstandard
+
     # Files made with --long use windows beyond the library's own limit.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     with path.open("rb") as file:
@@ -313,7 +313,10 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
             while not frame.eof:
                 if not data:
                     raise EOFError("the last zstd frame has no end")
-                yield frame.decompress(data)
+                try:
+                    yield frame.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from error
                 data = frame.unused_data or file.read(_CHUNK)
 
 
