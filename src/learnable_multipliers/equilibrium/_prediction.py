@@ -6,13 +6,14 @@ Tensors come with their moments, rate and decay, and are read only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix, carried_rows, initial_values
 from learnable_multipliers.equilibrium._random_walk import (
@@ -25,7 +26,7 @@ from learnable_multipliers.equilibrium._random_walk import (
     muon_walk,
 )
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, unwrap
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
@@ -85,13 +86,9 @@ class Trained:
 
 
 @torch.no_grad()
-def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
+def trained_tensors(optimizer: Optimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
-    if not isinstance(optimizer, MultiplierOptimizer):
-        raise TypeError(
-            "tensors are read from lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
-        )
+    optimizer = unwrap(optimizer)
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
@@ -240,6 +237,16 @@ class Expectations:
             own, decay = lr * walk.lr_scale, walk.weight_decay
             state = brownian_step(state, own, decay, walk.walk)
             self._states[walk] = state, kept * abs(1 - own * decay)
+
+    def positions(self) -> list[list[float]]:
+        """Return where each walk is, from which `move_to` goes on."""
+        return [[*state, kept] for state, kept in self._states.values()]
+
+    def move_to(self, steps: int, positions: Iterable[Sequence[float]]) -> None:
+        """Be where other expectations of the same walks were after some steps."""
+        self.steps = steps
+        for walk, (rms, heading, taken, kept) in zip(list(self._states), positions, strict=True):
+            self._states[walk] = BrownianState(rms, heading, int(taken)), kept
 
     def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
         """Return what is expected of a tensor after the steps taken, or None and the reason."""

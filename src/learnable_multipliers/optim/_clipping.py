@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from learnable_multipliers.optim._base import MultiplierOptimizer
+from torch.optim import Optimizer
 
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
@@ -21,11 +17,14 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
 
 
-def clip_grad_norm_(optimizer: MultiplierOptimizer, max_norm: float) -> Tensor:
+def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
     The norm is that of the raw weights' gradients and of every parameter without multipliers.
     Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
     `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
     """
-    return optimizer.clip_grad_norm_(max_norm)
+    # Not above: that module imports this one.
+    from learnable_multipliers.optim._base import unwrap
+
+    return unwrap(optimizer).clip_grad_norm_(max_norm)
