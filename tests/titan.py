@@ -1,8 +1,8 @@
 """torchtitan's own trainer and debug model on CPU ranks, on tokens made up as they are asked for.
 
-torchtitan 0.3.0 takes CUDA for granted in three places: which device it trains on, what memory that
-has, and a call to change timeouts that this torch has under another name. They are replaced here,
-and flex attention by torch's own. All else is torchtitan's.
+torchtitan 0.3.0 takes CUDA and a later torch for granted: which device it trains on, what memory
+that has, a call to change timeouts, and sums of gradients that are scaled on the way. That is
+replaced here, and flex attention by torch's own. All else is torchtitan's.
 """
 
 import os
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 import learnable_multipliers as lrm
 
@@ -145,6 +146,10 @@ def train(folder, stop=STEPS, name="AdamW", **settings):
 
     config = with_multipliers(config, name, **settings)
     trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            # Gloo sums, and divides by nothing on the way.
+            module.set_force_sum_reduction_for_comms(True)
     start = _result(trainer)
     trainer.should_continue_training = lambda: trainer.step < stop
     trainer.train()
