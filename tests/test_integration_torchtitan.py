@@ -72,13 +72,13 @@ def test_torchtitan_trains_as_a_plain_loop(whole, reference):
 
 def test_torchtitan_clips_the_raw_norm_and_logs_it(whole, reference):
     found = logged(whole[0])
-    norms = [norm for norm, _ in reference[1]]
-    assert min(norms) > titan.CLIP
-    assert list(found["raw_grad_norm"].values()) == pytest.approx(norms, rel=5e-6)
-    # What it logs as grad_norm is that of effective gradients: the same in the first step alone.
-    effective = list(found["grad_norm"].values())
-    assert effective[0] == pytest.approx(norms[0], rel=5e-6)
-    assert effective[-1] != pytest.approx(norms[-1], rel=5e-6)
+    raw, effective = ([reading[i] for reading in reference[1]] for i in (0, 1))
+    assert min(raw) > titan.CLIP
+    assert list(found["raw_grad_norm"].values()) == pytest.approx(raw, rel=1e-5)
+    # What torchtitan logs as grad_norm is another norm once multipliers have moved.
+    assert list(found["grad_norm"].values()) == pytest.approx(effective, rel=1e-4)
+    assert raw[0] == pytest.approx(effective[0], rel=1e-6)
+    assert raw[-1] != pytest.approx(effective[-1], rel=1e-3)
 
 
 def test_torchtitan_resumes_bit_for_bit(ranks, whole, tmp_path):
@@ -93,7 +93,7 @@ def test_torchtitan_resumes_bit_for_bit(ranks, whole, tmp_path):
 
 def test_torchtitan_logs_health_with_its_metrics(whole, reference):
     found = logged(whole[0])
-    for step, (_, health) in enumerate(reference[1], start=1):
+    for step, (_, _, health) in enumerate(reference[1], start=1):
         for name, value in health.items():
             assert found[name][step] == pytest.approx(value, rel=0.02, abs=1e-3), name
     assert found["loss_metrics/global_avg_loss"].keys() == found["noise/matrices"].keys()

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 import learnable_multipliers as lrm
 
 VOCABULARY, BATCH, LENGTH, STEPS, CLIP = 2048, 2, 16, 4, 0.5
+SETTINGS = {"multiplier_lr_scale": 20.0}
+"""Multipliers that move far enough in four steps to tell raw from effective norms."""
 
 
 def _devices():
@@ -138,13 +140,13 @@ def _result(trainer):
     }
 
 
-def train(folder, stop=STEPS, name="AdamW", **settings):
+def train(folder, stop=STEPS, name="AdamW"):
     """Train to the end, or die after some steps; return the start and where it got."""
     config = debug_config(folder)
     # Not above: torchtitan is prepared for the CPU before anything imports it.
     from learnable_multipliers.integrations.torchtitan import with_multipliers
 
-    config = with_multipliers(config, name, **settings)
+    config = with_multipliers(config, name, **SETTINGS)
     trainer = config.build()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
@@ -190,7 +192,7 @@ def plain(start, rates, make, settings):
     with torch.no_grad():
         model.init_weights()
     model.load_state_dict(start, strict=False)
-    optimizer = make.from_model(model, max_grad_norm=CLIP, **settings)
+    optimizer = make.from_model(model, max_grad_norm=CLIP, **SETTINGS, **settings)
     monitor, found = lrm.Monitor(optimizer), []
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
@@ -198,9 +200,10 @@ def plain(start, rates, make, settings):
         tokens = torch.cat([_tokens(step, rank) for rank in range(dist.get_world_size())])
         output = model(tokens[:, :-1])
         F.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        effective = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
         optimizer.step()
         optimizer.zero_grad()
-        found.append((float(optimizer.grad_norm), monitor.health().metrics()))
+        found.append((float(optimizer.grad_norm), effective, monitor.health().metrics()))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     raw = {name: value.clone() for name, value in optimizer.raw_weights().items()}
     return {"weights": weights, "raw": raw, "multipliers": lrm.multipliers(optimizer)}, found
