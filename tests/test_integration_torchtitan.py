@@ -66,7 +66,7 @@ def assert_same(ours, theirs, **tolerance):
 
 def test_torchtitan_trains_as_a_plain_loop(whole, reference):
     assert whole[2]["step"] == titan.STEPS
-    assert len(whole[2]["multipliers"]) == 11
+    assert len(whole[2]["multipliers"]) == 12
     assert_same(whole[2], reference[0], **TOLERANCE)
 
 
@@ -101,7 +101,8 @@ def test_torchtitan_logs_health_with_its_metrics(whole, reference):
 
 def test_torchtitan_trains_with_muon(ranks, tmp_path):
     _, end = ranks.run(titan.train, tmp_path, 1, "Muon")[0]
-    assert any(bool((parts["row"] != 1).any()) for parts in end["multipliers"].values())
+    moved = [value for parts in end["multipliers"].values() for value in parts.values()]
+    assert all(bool((value != 1).any()) for value in moved)
 
 
 def test_torchtitan_refuses_what_would_train_without_multipliers(ranks, tmp_path):

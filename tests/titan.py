@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 import learnable_multipliers as lrm
 
 VOCABULARY, BATCH, LENGTH, STEPS, CLIP = 2048, 2, 16, 4, 0.5
-SETTINGS = {"multiplier_lr_scale": 20.0}
-"""Multipliers that move far enough in four steps to tell raw from effective norms."""
+SETTINGS = {"multiplier_lr_scale": 20.0, "rules": [lrm.Rule("lm_head", "scalar")]}
+"""Multipliers that move far enough in four steps to tell raw from effective norms, also that of the
+head, whose gradient is most of the norm."""
 
 
 def _devices():

@@ -22,7 +22,7 @@ from learnable_multipliers.optim import unwrap
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+    from lightning.pytorch.utilities import rank_zero_warn
 except ImportError as error:
     raise missing("lightning") from error
 
@@ -89,7 +89,8 @@ class MultiplierCallback(Callback):
     ) -> None:
         """Log after the optimizer steps that are due; on all ranks, as sharded tensors need it."""
         step = trainer.global_step
-        every = self.every or trainer.log_every_n_steps
+        # Set by the trainer's logger connector, where a type checker does not see it.
+        every = self.every or getattr(trainer, "log_every_n_steps")  # noqa: B009
         if step == self._last or not every or step % every:
             return
         self._last = step

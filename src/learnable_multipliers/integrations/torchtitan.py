@@ -105,7 +105,8 @@ class OptimizersContainer(optimizer.OptimizersContainer):
             self._monitor = Monitor(self.optimizers[0])
         return self._monitor
 
-    def step(self, closure: None = None) -> None:
+    # torchtitan declares closures that it refuses.
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step; the monitor is made before the first, when weights have been loaded."""
         _ = self.monitor
         super().step(closure)
