@@ -269,7 +269,8 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
 
 @pytest.mark.parametrize("framework", ["lightning", "torchtitan"])
 def test_a_missing_framework_is_told_in_one_line(framework, monkeypatch):
-    monkeypatch.setitem(sys.modules, framework, None)
+    for name in (framework, "lightning.pytorch", "torchtitan.components"):
+        monkeypatch.setitem(sys.modules, name, None)
     module = f"learnable_multipliers.integrations.{framework}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     line = f"pip install 'learnable-multipliers[{framework}]'"
