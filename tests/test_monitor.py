@@ -65,6 +65,29 @@ def test_readings_are_those_of_a_diagnosis_with_all_rates(make):
     assert monitor.health().readings == lrm.diagnose(opt, lrs=lrs, start=start).readings
 
 
+def test_a_monitor_with_a_loaded_state_reports_what_the_first_one_would():
+    model, plan, opt = set_up(weight_decay=0.1)
+    symmetries = lrm.find_symmetries(model, plan, torch.randn(64, 24))
+    monitor = lrm.Monitor(opt, symmetries)
+    take_steps(model, opt, 10)
+    saved = copy.deepcopy([model.state_dict(), opt.state_dict(), monitor.state_dict()])
+    torch.manual_seed(2)
+    take_steps(model, opt, 10)
+    model, _, again = set_up(weight_decay=0.1)
+    model.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    resumed = lrm.Monitor(again, symmetries)
+    resumed.load_state_dict(saved[2])
+    torch.manual_seed(2)
+    take_steps(model, again, 10)
+    assert resumed.health() == monitor.health()
+    with pytest.raises(ValueError, match="saved for other symmetries"):
+        lrm.Monitor(again).load_state_dict(saved[2])
+    other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="saved for another model or another plan"):
+        lrm.Monitor(lrm.AdamW.from_model(other)).load_state_dict(saved[2])
+
+
 def test_noise_traps_and_a_steady_gradient_frees():
     # Multipliers stand still: they would change the scale of the raw gradients.
     model, _, opt = set_up(multiplier_lr_scale=1e-6)
@@ -248,7 +271,7 @@ def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
         "its optimizer's random walk on noise is not known"
     }
     assert health.metrics()["trapped/matrices"] == 0.0
-    with pytest.raises(TypeError, match=r"expected an optimizer of this library, got SGD"):
+    with pytest.raises(TypeError, match=r"expected an optimizer of this library, not SGD"):
         lrm.Monitor(torch.optim.SGD(model.parameters(), lr=LR))
     with pytest.raises(ValueError, match="drift_bound is a factor greater than 1, got 0.5"):
         lrm.Monitor(opt, drift_bound=0.5)

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,6 +175,35 @@ class Monitor:
         self._expectations = Expectations(self._expectations.walks, lrs)
         self._skipped_before = self._optimizer.num_skipped - num_skipped
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the monitor of a resumed run needs: numbers and tensors, for a checkpoint."""
+        skipped = self._optimizer.num_skipped - self._skipped_before
+        return {
+            "steps": [self._before, self._expectations.steps, skipped],
+            "walks": self._expectations.positions(),
+            "starts": {_label(key): rms for key, rms in self._starts.items()},
+            "signs": {_label(key): signs.to(torch.int8) for key, signs in self._signs.items()},
+            "drift": {words: list(along) for words, along in self._positions.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the monitor whose state this is: of the same model, plan and symmetries."""
+        starts = {_label(key): key for key in self._starts}
+        signs = {_label(key): key for key in self._signs}
+        if set(starts) != set(state["starts"]) or set(signs) != set(state["signs"]):
+            raise ValueError("this monitor's state was saved for another model or another plan")
+        if set(self._positions) != set(state["drift"]):
+            raise ValueError("this monitor's state was saved for other symmetries")
+        self._before, steps, skipped = state["steps"]
+        self._skipped_before = self._optimizer.num_skipped - skipped
+        self._expectations.move_to(steps, state["walks"])
+        self._starts = {key: state["starts"][label] for label, key in starts.items()}
+        for label, key in signs.items():
+            self._signs[key] = state["signs"][label].to(self._signs[key])
+        for words, along in self._positions.items():
+            saved = zip(state["drift"][words], along, strict=True)
+            self._positions[words] = tuple(then.to(now) for then, now in saved)
+
     def close(self) -> None:
         """Stop following."""
         self._hook.remove()
@@ -202,6 +232,10 @@ def rms_of(drifts: Sequence[Drift]) -> float:
     members = sum(each.symmetry.num_members for each in drifts)
     squares = sum(each.rms**2 * each.symmetry.num_members for each in drifts)
     return math.sqrt(squares / members)
+
+
+def _label(key: tuple[str, str]) -> str:
+    return " ".join(key)
 
 
 def _values(tensor: Trained) -> Tensor:

@@ -6,7 +6,7 @@ Tensors come with their moments, rate and decay, and are read only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -236,6 +236,16 @@ class Expectations:
             own, decay = lr * walk.lr_scale, walk.weight_decay
             state = brownian_step(state, own, decay, walk.walk)
             self._states[walk] = state, kept * abs(1 - own * decay)
+
+    def positions(self) -> list[list[float]]:
+        """Return where each walk is, from which `move_to` goes on."""
+        return [[*state, kept] for state, kept in self._states.values()]
+
+    def move_to(self, steps: int, positions: Iterable[Sequence[float]]) -> None:
+        """Be where other expectations of the same walks were after some steps."""
+        self.steps = steps
+        for walk, (rms, heading, taken, kept) in zip(list(self._states), positions, strict=True):
+            self._states[walk] = BrownianState(rms, heading, int(taken)), kept
 
     def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
         """Return what is expected of a tensor after the steps taken, or None and the reason."""

@@ -61,7 +61,7 @@ class MultiplierOptimizer(Optimizer):
     _model: Callable[[], nn.Module | None] | None = None
     _calls = 0
     _told_of_skips = False
-    _plan: Plan | None = None
+    _plan: Plan | None
     _settings: tuple[str, ...] = (
         "_plan",
         "max_grad_norm",
@@ -89,6 +89,7 @@ class MultiplierOptimizer(Optimizer):
             value = defaults.get(name, 0)
             if isinstance(value, int | float | Tensor) and value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
+        self._plan = None
         self.max_grad_norm = max_grad_norm
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
@@ -313,6 +314,7 @@ class MultiplierOptimizer(Optimizer):
 
     def _current(self) -> Binding:
         """Return the binding, made again where parameters, their storage or the state changed."""
+        self = unwrap(self)
         bound = self._bound()
         moved = bound.guard.moved()
         if self._has_stepped:
@@ -329,6 +331,7 @@ class MultiplierOptimizer(Optimizer):
 
     def _bound(self) -> Binding:
         """Return the binding, made from parameter groups and state at its first use."""
+        self = unwrap(self)
         if self._binding is None:
             with torch.no_grad():
                 self._bind()
@@ -469,6 +472,7 @@ class MultiplierOptimizer(Optimizer):
         Where a multiplier is near zero no raw weight can follow; the multipliers of such a matrix
         start at 1. Moments are kept.
         """
+        self = unwrap(self)
         self._binding = None
         self._follow_model_(self._bound().states)
 
@@ -531,7 +535,8 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
     a list `optimizers`.
     """
     found = optimizer
-    while not isinstance(found, MultiplierOptimizer):
+    # What Lightning and Fabric put around an optimizer passes for one of its class.
+    while not isinstance(found, MultiplierOptimizer) or hasattr(found, "optimizer"):
         several = getattr(found, "optimizers", None)
         if isinstance(several, Sequence) and len(several) > 1:
             raise ValueError(
@@ -542,8 +547,9 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
         inner = getattr(found, "optimizer", None) if inner is None else inner
         if inner is None or inner is found:
             raise TypeError(
-                f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
-                "with lrm.AdamW.from_model(model)"
+                f"expected an optimizer of this library, not {type(optimizer).__name__}; make one "
+                "with lrm.AdamW.from_model(model), or wrap it: "
+                "lrm.LearnableMultipliers(optimizer, model, plan)"
             )
         found = inner
     return found
