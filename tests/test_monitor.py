@@ -178,6 +178,29 @@ def test_a_run_that_goes_on_is_followed_as_if_it_had_never_stopped():
     assert resumed.health().metrics() == monitor.health().metrics()
 
 
+def test_a_monitor_made_after_loading_goes_on_from_its_state():
+    rules = [lrm.Rule("down", "row+col", init=-2.0)]
+    model, plan, opt = set_up(rules)
+    symmetries = lrm.find_symmetries(model, plan, torch.randn(16, 24))
+    monitor = lrm.Monitor(opt, symmetries)
+    take_steps(model, opt, 10)
+    take_steps(model, opt, 1, gradient=lambda p: torch.full_like(p, math.nan))
+    kept, weights = copy.deepcopy((opt.state_dict(), model.state_dict()))
+    seen = json.loads(json.dumps(monitor.state_dict()))
+    torch.manual_seed(2)
+    take_steps(model, opt, 5)
+    other, _, again = set_up(rules)
+    other.load_state_dict(weights)
+    again.load_state_dict(kept)
+    resumed = lrm.Monitor(again, symmetries)
+    resumed.load_state_dict(seen)
+    torch.manual_seed(2)
+    take_steps(other, again, 5)
+    assert resumed.health() == monitor.health()
+    with pytest.raises(ValueError, match="of another run"):
+        lrm.Monitor(set_up(make=lrm.Muon)[2]).load_state_dict(seen)
+
+
 def test_skipped_steps_do_not_count():
     model, _, opt = set_up()
     monitor = lrm.Monitor(opt)

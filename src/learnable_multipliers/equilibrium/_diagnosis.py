@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._prediction import (
@@ -25,7 +26,6 @@ from learnable_multipliers.equilibrium._readings import (
     read_rows,
     read_tensor,
 )
-from learnable_multipliers.optim._base import MultiplierOptimizer
 
 PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
 _COLUMNS = {
@@ -83,7 +83,7 @@ def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict,
 
 @torch.no_grad()
 def diagnose(
-    optimizer: MultiplierOptimizer,
+    optimizer: Optimizer,
     *,
     lrs: Iterable[float] | None = None,
     start: Diagnosis | None = None,

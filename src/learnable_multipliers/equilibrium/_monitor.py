@@ -10,9 +10,11 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
@@ -23,7 +25,7 @@ from learnable_multipliers.equilibrium._prediction import (
     trained_tensors,
 )
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import unwrap
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
 
@@ -123,13 +125,14 @@ class Monitor:
 
     def __init__(
         self,
-        optimizer: MultiplierOptimizer,
+        optimizer: Optimizer,
         symmetries: Symmetries | None = None,
         *,
         drift_bound: float = 10.0,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
+        optimizer = unwrap(optimizer)
         self._optimizer, self._bound = optimizer, drift_bound
         self._signs: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[tuple[str, str], float] = {}
@@ -172,6 +175,47 @@ class Monitor:
         self._expectations = Expectations(self._expectations.walks, lrs)
         self._skipped_before = self._optimizer.num_skipped - num_skipped
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it has followed so far: numbers and strings, also for JSON."""
+        return {
+            "before": self._before,
+            "num_skipped": self._optimizer.num_skipped - self._skipped_before,
+            "expectations": self._expectations.state(),
+            "starts": {_joined(key): rms for key, rms in self._starts.items()},
+            # Multipliers start at 1 unless a rule says otherwise.
+            "signs": {
+                _joined(key): signs.flatten().tolist()
+                for key, signs in self._signs.items()
+                if bool((signs != 1).any())
+            },
+            "positions": {
+                words: [position.tolist() for position in positions]
+                for words, positions in self._positions.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where another monitor of the same run has been; the optimizer is loaded first.
+
+        Drift is measured from now on where the other monitor did not know the symmetry.
+        """
+        expectations = Expectations(self._expectations.walks)
+        expectations.load(state["expectations"])
+        self._expectations = expectations
+        self._before = state["before"]
+        self._skipped_before = self._optimizer.num_skipped - state["num_skipped"]
+        self._starts = {key: state["starts"][_joined(key)] for key in self._starts}
+        for key, signs in self._signs.items():
+            found = state["signs"].get(_joined(key))
+            ones = torch.ones_like(signs)
+            self._signs[key] = ones if found is None else signs.new_tensor(found).view_as(signs)
+        for words, positions in self._positions.items():
+            if words in state["positions"]:
+                self._positions[words] = tuple(
+                    here.new_tensor(there)
+                    for here, there in zip(positions, state["positions"][words], strict=True)
+                )
+
     def close(self) -> None:
         """Stop following."""
         self._hook.remove()
@@ -193,6 +237,11 @@ class Monitor:
         }
         alarms = (*_crossings(ranges), *_drifted(drifts, self._bound))
         return Health(tuple(ranges), drifts, tuple(readings), alarms)
+
+
+def _joined(key: tuple[str, str]) -> str:
+    """Return name and part of a tensor as one word."""
+    return "/".join(key)
 
 
 def rms_of(drifts: Sequence[Drift]) -> float:

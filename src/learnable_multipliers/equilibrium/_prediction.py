@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix, carried_rows, initial_values
 from learnable_multipliers.equilibrium._random_walk import (
@@ -25,7 +26,7 @@ from learnable_multipliers.equilibrium._random_walk import (
     muon_walk,
 )
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, unwrap
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
@@ -85,13 +86,9 @@ class Trained:
 
 
 @torch.no_grad()
-def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
+def trained_tensors(optimizer: Optimizer) -> Iterator[Trained]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
-    if not isinstance(optimizer, MultiplierOptimizer):
-        raise TypeError(
-            "tensors are read from lrm.AdamW, lrm.Muon and lrm.LearnableMultipliers, not "
-            f"{type(optimizer).__name__}; wrap it: lrm.LearnableMultipliers(optimizer, model, plan)"
-        )
+    optimizer = unwrap(optimizer)
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
@@ -240,6 +237,25 @@ class Expectations:
             own, decay = lr * walk.lr_scale, walk.weight_decay
             state = brownian_step(state, own, decay, walk.walk)
             self._states[walk] = state, kept * abs(1 - own * decay)
+
+    def state(self) -> dict[str, Any]:
+        """Return where the walks stand, as plain numbers."""
+        return {
+            "steps": self.steps,
+            "walks": {str(walk): [*s, kept] for walk, (s, kept) in self._states.items()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from where walks of the same tensors stood."""
+        missing = [str(walk) for walk in self._states if str(walk) not in state["walks"]]
+        if missing:
+            raise ValueError(
+                f"this state is of another run, or settings were changed: it knows no {missing[0]}"
+            )
+        self.steps = state["steps"]
+        for walk in self._states:
+            *brownian, kept = state["walks"][str(walk)]
+            self._states[walk] = BrownianState(*brownian), kept
 
     def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
         """Return what is expected of a tensor after the steps taken, or None and the reason."""

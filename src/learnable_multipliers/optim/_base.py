@@ -549,6 +549,16 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
     return found
 
 
+def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
+    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
+
+    The norm is that of the raw weights' gradients and of every parameter without multipliers.
+    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
+    `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
+    """
+    return unwrap(optimizer).clip_grad_norm_(max_norm)
+
+
 def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
     return unwrap(optimizer).raw_weights()

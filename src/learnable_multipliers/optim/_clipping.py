@@ -1,14 +1,9 @@
-"""The clip rule: which norm is clipped, and by what factor gradients are scaled."""
+"""The clip rule: by what factor gradients are scaled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from learnable_multipliers.optim._base import MultiplierOptimizer
 
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
@@ -19,13 +14,3 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(norm)
     return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
-
-
-def clip_grad_norm_(optimizer: MultiplierOptimizer, max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
-
-    The norm is that of the raw weights' gradients and of every parameter without multipliers.
-    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
-    `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
-    """
-    return optimizer.clip_grad_norm_(max_norm)

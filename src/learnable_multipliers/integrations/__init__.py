@@ -1,0 +1,6 @@
+"""Thin adapters for training frameworks, one module each; nothing here is needed in a plain loop."""
+
+
+def missing(extra: str) -> ImportError:
+    """Return the error for a framework that is not installed."""
+    return ImportError(f"install it with: pip install 'learnable-multipliers[{extra}]'")
