@@ -68,6 +68,7 @@ def make_trainer(args, model=None, trainer=Trainer, callback=True, **settings):
         model=model or tiny(),
         args=args,
         train_dataset=dataset(),
+        eval_dataset=dataset(1),
         optimizer_cls_and_kwargs=(OptimizerFactory, kwargs),
     )
     if callback:
@@ -83,8 +84,8 @@ def plain_loop(make=lrm.AdamW.from_model, steps=STEPS, model=None, **settings):
     monitor, norms, healths = lrm.Monitor(optimizer), [], []
     for batch in batches(steps):
         # As Trainer computes it: a sum over tokens, divided by their number.
-        loss = model(batch, labels=batch, num_items_in_batch=torch.tensor(BATCH * (LENGTH - 1))).loss
-        loss.backward()
+        tokens = torch.tensor(BATCH * (LENGTH - 1))
+        model(batch, labels=batch, num_items_in_batch=tokens).loss.backward()
         optimizer.step()
         norms.append(optimizer.grad_norm.item())
         schedule.step()
@@ -97,7 +98,7 @@ def assert_same(model, optimizer, other, expected):
     """Weights, raw weights and multipliers of two runs are equal bit for bit."""
     for (name, weight), there in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, there), name
-    raw, there = lrm.raw_weights(optimizer), lrm.raw_weights(expected)
+    raw, there = lrm.unwrap(optimizer).raw_weights(), lrm.unwrap(expected).raw_weights()
     for name, found in lrm.multipliers(expected).items():
         assert torch.equal(raw[name], there[name]), name
         for part, values in found.items():
@@ -141,18 +142,22 @@ def test_gradients_are_accumulated_as_trainer_does(tmp_path):
             torch.testing.assert_close(lrm.multipliers(trainer.optimizer)[name][part], values)
 
 
+class KillError(Exception):
+    pass
+
+
+class Kill(transformers.TrainerCallback):
+    """Ends training in the middle, after a step that no checkpoint has."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            raise KillError
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trainer_resumes_bit_for_bit_with_its_monitor(tmp_path, dtype):
     whole = make_trainer(arguments(tmp_path / "whole"), tiny().to(dtype))
     whole.train()
-
-    class KillError(Exception):
-        pass
-
-    class Kill(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise KillError
 
     args = {"save_strategy": "steps", "save_steps": 3}
     killed = make_trainer(arguments(tmp_path / "run", **args), tiny().to(dtype))
@@ -162,9 +167,7 @@ def test_trainer_resumes_bit_for_bit_with_its_monitor(tmp_path, dtype):
     resumed = make_trainer(arguments(tmp_path / "run", **args), tiny().to(dtype))
     resumed.train(resume_from_checkpoint=True)
     assert_same(resumed.model, resumed.optimizer, whole.model, whole.optimizer)
-    ignored = {"train_runtime"}
     for record, other in zip(training_logs(whole), training_logs(resumed), strict=True):
-        assert record.keys() == other.keys() - ignored
         assert record == other
     # A run that had no callback is followed from where it is.
     bare = make_trainer(arguments(tmp_path / "bare", **args), callback=False)
@@ -243,22 +246,68 @@ def test_raw_weights_follow_the_best_model(tmp_path):
         eval_steps=2,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,
+        greater_is_better=False,
     )
     trainer = make_trainer(args)
-    trainer.eval_dataset = dataset(1)
     trainer.train()
     best = LlamaForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     assert not trainer.state.best_model_checkpoint.endswith("-6")
     optimizer = lrm.unwrap(trainer.optimizer)
-    raw, multipliers = lrm.raw_weights(optimizer), lrm.multipliers(optimizer)
+    raw, multipliers = optimizer.raw_weights(), optimizer.multipliers()
     for name, weight in best.named_parameters():
         found = multipliers.get(name, {})
         product = found.get("row", torch.ones(1)).view(-1, *[1] * (weight.dim() - 1)) * raw[name]
-        torch.testing.assert_close(product * found.get("col", torch.ones(1)), weight, rtol=1e-6, atol=0)
+        product = product * found.get("col", torch.ones(1))
+        torch.testing.assert_close(product, weight, rtol=1e-6, atol=0)
         torch.testing.assert_close(trainer.model.get_parameter(name), weight, rtol=1e-6, atol=0)
     # Training can go on from there.
     ids = batches(1)[0]
     trainer.model(ids, labels=ids).loss.backward()
     optimizer.step()
     assert math.isfinite(optimizer.grad_norm.item())
+
+
+def test_sft_trainer_trains_logs_and_resumes_as_a_plain_loop(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(32)}
+    bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bare, bos_token="w0", eos_token="w1", pad_token="w1", unk_token="w2"
+    )
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in dataset()]
+
+    def make(folder, **changed):
+        args = arguments(folder, **changed).to_dict()
+        kept = {key: value for key, value in args.items() if value is not None}
+        args = trl.SFTConfig(**{**kept, "max_length": None, "packing": False, "bf16": False})
+        made = trl.SFTTrainer(
+            model=tiny(),
+            args=args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+            optimizer_cls_and_kwargs=(
+                OptimizerFactory,
+                {"training_args": args, "max_grad_norm": SETTINGS["max_grad_norm"]},
+            ),
+        )
+        MultiplierCallback().attach(made)
+        return made
+
+    trainer = make(tmp_path / "whole")
+    trainer.train()
+    model, expected, norms, healths = plain_loop()
+    assert_same(trainer.model, trainer.optimizer, model, expected)
+    logs = training_logs(trainer)
+    assert [record["raw_grad_norm"] for record in logs] == norms
+    for record, health in zip(logs, healths, strict=True):
+        assert {name: record[name] for name in health} == health
+    half = {"save_strategy": "steps", "save_steps": 3}
+    first = make(tmp_path / "run", **half)
+    first.add_callback(Kill())
+    with pytest.raises(KillError):
+        first.train()
+    resumed = make(tmp_path / "run", **half)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed.model, resumed.optimizer, model, expected)
