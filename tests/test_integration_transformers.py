@@ -76,16 +76,19 @@ def make_trainer(args, model=None, trainer=Trainer, callback=True, **settings):
     return made
 
 
-def plain_loop(make=lrm.AdamW.from_model, steps=STEPS, model=None, **settings):
+def model_loss(model, batch, tokens):
+    return model(batch, labels=batch, num_items_in_batch=tokens).loss
+
+
+def plain_loop(make=lrm.AdamW.from_model, model=None, loss=model_loss, **settings):
     """Return model, optimizer, raw norms and health after a loop in plain torch."""
     model = model or tiny()
     optimizer = make(model, **{**SETTINGS, **settings})
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     monitor, norms, healths = lrm.Monitor(optimizer), [], []
-    for batch in batches(steps):
+    for batch in batches():
         # As Trainer computes it: a sum over tokens, divided by their number.
-        tokens = torch.tensor(BATCH * (LENGTH - 1))
-        model(batch, labels=batch, num_items_in_batch=tokens).loss.backward()
+        loss(model, batch, torch.tensor(BATCH * (LENGTH - 1))).backward()
         optimizer.step()
         norms.append(optimizer.grad_norm.item())
         schedule.step()
@@ -276,12 +279,13 @@ def test_sft_trainer_trains_logs_and_resumes_as_a_plain_loop(tmp_path):
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bare, bos_token="w0", eos_token="w1", pad_token="w1", unk_token="w2"
     )
+    plain = {"max_length": None, "bf16": False}
     rows = [{"input_ids": row["input_ids"].tolist()} for row in dataset()]
 
     def make(folder, **changed):
         args = arguments(folder, **changed).to_dict()
         kept = {key: value for key, value in args.items() if value is not None}
-        args = trl.SFTConfig(**{**kept, "max_length": None, "packing": False, "bf16": False})
+        args = trl.SFTConfig(**{**kept, **plain})
         made = trl.SFTTrainer(
             model=tiny(),
             args=args,
@@ -297,7 +301,14 @@ def test_sft_trainer_trains_logs_and_resumes_as_a_plain_loop(tmp_path):
 
     trainer = make(tmp_path / "whole")
     trainer.train()
-    model, expected, norms, healths = plain_loop()
+    # TRL's loss, which sums in chunks, in a plain loop.
+    fresh = make(tmp_path / "plain")
+
+    def loss(model, batch, tokens):
+        inputs = {"input_ids": batch, "labels": batch, "attention_mask": torch.ones_like(batch)}
+        return fresh.compute_loss(model, inputs, num_items_in_batch=tokens)
+
+    model, expected, norms, healths = plain_loop(model=fresh.model, loss=loss)
     assert_same(trainer.model, trainer.optimizer, model, expected)
     logs = training_logs(trainer)
     assert [record["raw_grad_norm"] for record in logs] == norms
