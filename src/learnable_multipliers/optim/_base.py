@@ -331,6 +331,7 @@ class MultiplierOptimizer(Optimizer):
         return self._binding
 
     def _bind(self) -> None:
+        self._drop_replaced()
         states: list[ParameterState] = []
         matrices = self._matrices()
         for group in self.param_groups:
@@ -363,6 +364,17 @@ class MultiplierOptimizer(Optimizer):
             self._skipped = torch.zeros((), dtype=torch.int64, device=bound.device)
             self._in_a_row = torch.zeros_like(self._skipped)
         self._binding = bound
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, as torch's optimizers do."""
+        self._drop_replaced()
+        return super().state_dict()
+
+    def _drop_replaced(self) -> None:
+        """Drop the state of parameters that a framework has put others in the place of."""
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        for parameter in [p for p in self.state if p not in held]:
+            del self.state[parameter]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
