@@ -284,20 +284,28 @@ class LearnableMultipliers(MultiplierOptimizer):
             if inner:
                 theirs[index] = inner
         super().load_state_dict({**state_dict, "state": ours})
+        if state_dict["state"]:
+            self._load_inner(theirs, state_dict["param_groups"])
+        else:
+            # Nothing is made for parameters that a framework may yet replace.
+            self.inner.state.clear()
+        for ours, inner, last in self._paired_groups():
+            kept = {key: value for key, value in ours.items() if key not in _OURS}
+            inner.update(kept)
+            last.update(kept)
+
+    def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
+        """Load the wrapped optimizer's part of a state."""
         bound = self._bound()
         # Parameters under the names that the state was saved with: numbers, or the model's own in
         # distributed checkpoints.
         groups = [
             {**group, "params": saved["params"]}
             for group, saved in zip(
-                self.inner.state_dict()["param_groups"], state_dict["param_groups"], strict=True
+                self.inner.state_dict()["param_groups"], saved_groups, strict=True
             )
         ]
         made_early = bool(self.inner.state) and not self._only_shown
-        self.inner.load_state_dict({"state": theirs, "param_groups": groups})
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
-        for ours, inner, last in self._paired_groups():
-            kept = {key: value for key, value in ours.items() if key not in _OURS}
-            inner.update(kept)
-            last.update(kept)
