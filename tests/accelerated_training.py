@@ -89,6 +89,7 @@ def fsdp2(kind, folder, save_at=None, resume=False):
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     model, optimizer = accelerator.prepare(*build(kind))
+    monitor = lrm.Monitor(optimizer)
     if resume:
         accelerator.load_state(folder)
     for step in range(2 if resume else 0, STEPS):
@@ -100,5 +101,5 @@ def fsdp2(kind, folder, save_at=None, resume=False):
             accelerator.save_state(folder)
             # As killed: nothing after the checkpoint.
             break
-    sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
-    return snapshot(model, optimizer), sharded, str(accelerator.distributed_type)
+    num_sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
+    return snapshot(model, optimizer), monitor.health().metrics(), num_sharded

@@ -194,13 +194,15 @@ class LearnableMultipliers(MultiplierOptimizer):
         """
         groups = [{**group} for group in self.inner.param_groups]
         self._hand_down()
-        for state in self.parameter_states():
-            raw = self._raw.get(state.index)
-            if raw is not None and state.parameter.grad is not None:
-                raw.grad = torch.zeros_like(raw)
+        held = [parameter for group in groups for parameter in group["params"]]
+        grads = [parameter.grad for parameter in held]
+        for group in self.inner.param_groups:
+            group["lr"] = group["lr"] * 0
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter)
         self.inner.step()
-        for raw in self._raw.values():
-            raw.grad = None
+        for parameter, grad in zip(held, grads, strict=True):
+            parameter.grad = grad
         for group, before in zip(self.inner.param_groups, groups, strict=True):
             group.update(before)
         self._only_shown = True
@@ -263,6 +265,12 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
+        self._drop_replaced()
+        if self.state and not self.inner.state and not self._has_stepped:
+            # Something has read our state before the first step. Checkpointing tools load what
+            # they see here, so that the wrapped optimizer's must be there, too.
+            self._bound()
+            self._show_state()
         saved = super().state_dict()
         for index, state in self.inner.state_dict()["state"].items():
             kept = saved["state"].setdefault(index, {})
