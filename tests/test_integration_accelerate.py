@@ -149,5 +149,3 @@ def test_fsdp2_trains_all_as_one_process_does_and_resumes(kind, tmp_path, two_ra
 def snapshot_at_start(kind):
     model, _ = build(kind)
     return {f"weight {name}": p.detach().clone() for name, p in model.named_parameters()}
-
-

@@ -8,10 +8,10 @@ import learnable_multipliers as lrm
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from learnable_multipliers.integrations.transformers import OptimizerFactory
-
+LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM
+OptimizerFactory = pytest.importorskip(
+    "learnable_multipliers.integrations.transformers"
+).OptimizerFactory
 ADAPTED = ("q_proj", "v_proj", "down_proj")
 
 
@@ -26,9 +26,7 @@ def adapted(**settings):
             num_attention_heads=2,
         )
     )
-    return peft.get_peft_model(
-        base, peft.LoraConfig(r=4, target_modules=list(ADAPTED), **settings)
-    )
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=list(ADAPTED), **settings))
 
 
 def take_steps(model, optimizer, count=4):

@@ -1,7 +1,9 @@
 """Trainer, SFTTrainer and PEFT train what a plain loop trains, bit for bit."""
 
+import importlib
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import learnable_multipliers as lrm
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+integration = pytest.importorskip("learnable_multipliers.integrations.transformers")
 
-from learnable_multipliers.integrations.transformers import MultiplierCallback, OptimizerFactory
-
+LlamaConfig, LlamaForCausalLM = transformers.LlamaConfig, transformers.LlamaForCausalLM
+Trainer, TrainingArguments = transformers.Trainer, transformers.TrainingArguments
+MultiplierCallback, OptimizerFactory = integration.MultiplierCallback, integration.OptimizerFactory
 STEPS, BATCH, LENGTH = 6, 4, 12
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "max_grad_norm": 0.5}
 
@@ -205,6 +208,13 @@ def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r"tensorboard sees every log before.*attach\(trainer\)"):
         trainer.train()
     assert "multipliers/largest" in training_logs(trainer)[0]
+
+
+def test_without_transformers_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "learnable_multipliers.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'learnable-multipliers\[transformers\]'"):
+        importlib.import_module("learnable_multipliers.integrations.transformers")
 
 
 def test_clipping_by_trainer_is_told(tmp_path):

@@ -1,4 +1,4 @@
-"""Thin adapters for training frameworks, one module each; nothing here is needed in a plain loop."""
+"""Thin adapters for training frameworks, one module each."""
 
 
 def missing(extra: str) -> ImportError:

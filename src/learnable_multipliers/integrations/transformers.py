@@ -1,13 +1,13 @@
 """Hugging Face Trainer, and what is built on it: TRL's trainers and axolotl.
 
-    trainer = Trainer(
-        model=model,
-        args=args,  # with max_grad_norm=0: the optimizer clips
-        train_dataset=dataset,
-        optimizer_cls_and_kwargs=(OptimizerFactory, {"training_args": args, "max_grad_norm": 1.0}),
-    )
-    MultiplierCallback().attach(trainer)
-    trainer.train()
+trainer = Trainer(
+    model=model,
+    args=args,  # with max_grad_norm=0: the optimizer clips
+    train_dataset=dataset,
+    optimizer_cls_and_kwargs=(OptimizerFactory, {"training_args": args, "max_grad_norm": 1.0}),
+)
+MultiplierCallback().attach(trainer)
+trainer.train()
 """
 
 from __future__ import annotations

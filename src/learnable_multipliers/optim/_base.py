@@ -555,7 +555,8 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
         if inner is None or inner is found:
             raise TypeError(
                 f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
-                "with lrm.AdamW.from_model(model)"
+                "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
+                "model, plan)"
             )
         found = inner
     return found
