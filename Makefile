@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: venv demo test test-all check format clean
+INTEGRATIONS := $(VENV)/.integrations
+
+.PHONY: venv integrations demo test test-all check format clean
 
 venv: $(READY)
 
@@ -12,6 +14,15 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	touch $@
+
+integrations: $(INTEGRATIONS)
+
+# torchtitan pins an older datasets than trl needs, and uses none of it in our tests.
+$(INTEGRATIONS): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[integrations]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+		torchtitan spmd_types torch_checkpointing torchdata einops
 	touch $@
 
 demo: venv
@@ -31,11 +42,11 @@ test: venv
 	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n $(WORKERS) --quick
 
 # The whole grid of cases, and the long runs.
-test-all: venv
+test-all: venv integrations
 	$(BIN)/pytest -n $(WORKERS) $(NOT_DOCS)
 	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n $(WORKERS)
 
-check: venv
+check: venv integrations
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell

@@ -22,7 +22,7 @@ Placement = Literal["full", "symmetry-aware", "scalar", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 # Carry no multipliers, or none that symmetries have a say in, in every placement.
-_WITHOUT = {"head", "router", "tied-embedding"}
+_WITHOUT = {"head", "router", "adapter", "tied-embedding"}
 _KINDS: dict[tuple[bool, bool], Kind] = {
     (False, False): "none",
     (True, False): "row",
@@ -75,6 +75,8 @@ def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice
         if parameter.column_norm:
             columns = f"{_leaf(parameter.column_norm)} scales its columns"
         return Choice("none", f"{columns}; rows would scale single logits")
+    if part.role == "adapter":
+        return Choice("none", parameter.note)
     if part.role == "router":
         return Choice("none", "routing is left as it is in every placement")
     if placement == "scalar":

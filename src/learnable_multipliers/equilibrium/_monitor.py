@@ -176,33 +176,47 @@ class Monitor:
         self._skipped_before = self._optimizer.num_skipped - num_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the monitor of a resumed run needs: numbers and tensors, for a checkpoint."""
-        skipped = self._optimizer.num_skipped - self._skipped_before
+        """Return what it has followed so far: numbers and strings, also for JSON."""
         return {
-            "steps": [self._before, self._expectations.steps, skipped],
-            "walks": self._expectations.positions(),
-            "starts": {_label(key): rms for key, rms in self._starts.items()},
-            "signs": {_label(key): signs.to(torch.int8) for key, signs in self._signs.items()},
-            "drift": {words: list(along) for words, along in self._positions.items()},
+            "before": self._before,
+            "num_skipped": self._optimizer.num_skipped - self._skipped_before,
+            "expectations": self._expectations.state(),
+            "starts": {_joined(key): rms for key, rms in self._starts.items()},
+            # Multipliers start at 1 unless a rule says otherwise.
+            "signs": {
+                _joined(key): signs.flatten().tolist()
+                for key, signs in self._signs.items()
+                if bool((signs != 1).any())
+            },
+            "positions": {
+                words: [position.tolist() for position in positions]
+                for words, positions in self._positions.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the monitor whose state this is: of the same model, plan and symmetries."""
-        starts = {_label(key): key for key in self._starts}
-        signs = {_label(key): key for key in self._signs}
-        if set(starts) != set(state["starts"]) or set(signs) != set(state["signs"]):
+        """Continue where another monitor of the same run has been; the optimizer is loaded first.
+
+        Drift is measured from now on where the other monitor did not know the symmetry.
+        """
+        if {_joined(key) for key in self._starts} != set(state["starts"]):
             raise ValueError("this monitor's state was saved for another model or another plan")
-        if set(self._positions) != set(state["drift"]):
-            raise ValueError("this monitor's state was saved for other symmetries")
-        self._before, steps, skipped = state["steps"]
-        self._skipped_before = self._optimizer.num_skipped - skipped
-        self._expectations.move_to(steps, state["walks"])
-        self._starts = {key: state["starts"][label] for label, key in starts.items()}
-        for label, key in signs.items():
-            self._signs[key] = state["signs"][label].to(self._signs[key])
-        for words, along in self._positions.items():
-            saved = zip(state["drift"][words], along, strict=True)
-            self._positions[words] = tuple(then.to(now) for then, now in saved)
+        expectations = Expectations(self._expectations.walks)
+        expectations.load(state["expectations"])
+        self._expectations = expectations
+        self._before = state["before"]
+        self._skipped_before = self._optimizer.num_skipped - state["num_skipped"]
+        self._starts = {key: state["starts"][_joined(key)] for key in self._starts}
+        for key, signs in self._signs.items():
+            found = state["signs"].get(_joined(key))
+            ones = torch.ones_like(signs)
+            self._signs[key] = ones if found is None else signs.new_tensor(found).view_as(signs)
+        for words, positions in self._positions.items():
+            if words in state["positions"]:
+                self._positions[words] = tuple(
+                    here.new_tensor(there)
+                    for here, there in zip(positions, state["positions"][words], strict=True)
+                )
 
     def close(self) -> None:
         """Stop following."""
@@ -227,15 +241,16 @@ class Monitor:
         return Health(tuple(ranges), drifts, tuple(readings), alarms)
 
 
+def _joined(key: tuple[str, str]) -> str:
+    """Return name and part of a tensor as one word."""
+    return "/".join(key)
+
+
 def rms_of(drifts: Sequence[Drift]) -> float:
     """Return the drift in log units over all members of symmetries that are alike."""
     members = sum(each.symmetry.num_members for each in drifts)
     squares = sum(each.rms**2 * each.symmetry.num_members for each in drifts)
     return math.sqrt(squares / members)
-
-
-def _label(key: tuple[str, str]) -> str:
-    return " ".join(key)
 
 
 def _values(tensor: Trained) -> Tensor:

@@ -6,7 +6,7 @@ Tensors come with their moments, rate and decay, and are read only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -237,15 +237,24 @@ class Expectations:
             state = brownian_step(state, own, decay, walk.walk)
             self._states[walk] = state, kept * abs(1 - own * decay)
 
-    def positions(self) -> list[list[float]]:
-        """Return where each walk is, from which `move_to` goes on."""
-        return [[*state, kept] for state, kept in self._states.values()]
+    def state(self) -> dict[str, Any]:
+        """Return where the walks stand, as plain numbers."""
+        return {
+            "steps": self.steps,
+            "walks": {str(walk): [*s, kept] for walk, (s, kept) in self._states.items()},
+        }
 
-    def move_to(self, steps: int, positions: Iterable[Sequence[float]]) -> None:
-        """Be where other expectations of the same walks were after some steps."""
-        self.steps = steps
-        for walk, (rms, heading, taken, kept) in zip(list(self._states), positions, strict=True):
-            self._states[walk] = BrownianState(rms, heading, int(taken)), kept
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from where walks of the same tensors stood."""
+        missing = [str(walk) for walk in self._states if str(walk) not in state["walks"]]
+        if missing:
+            raise ValueError(
+                f"this state is of another run, or settings were changed: it knows no {missing[0]}"
+            )
+        self.steps = state["steps"]
+        for walk in self._states:
+            *brownian, kept = state["walks"][str(walk)]
+            self._states[walk] = BrownianState(*brownian), kept
 
     def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
         """Return what is expected of a tensor after the steps taken, or None and the reason."""

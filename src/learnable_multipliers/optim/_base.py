@@ -339,6 +339,7 @@ class MultiplierOptimizer(Optimizer):
         return self._binding
 
     def _bind(self) -> None:
+        self._drop_replaced()
         states: list[ParameterState] = []
         matrices = self._matrices()
         for group in self.param_groups:
@@ -371,6 +372,17 @@ class MultiplierOptimizer(Optimizer):
             self._skipped = torch.zeros((), dtype=torch.int64, device=bound.device)
             self._in_a_row = torch.zeros_like(self._skipped)
         self._binding = bound
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, as torch's optimizers do."""
+        self._drop_replaced()
+        return super().state_dict()
+
+    def _drop_replaced(self) -> None:
+        """Drop the state of parameters that a framework has put others in the place of."""
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        for parameter in [p for p in self.state if p not in held]:
+            del self.state[parameter]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
@@ -547,9 +559,9 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
         inner = getattr(found, "optimizer", None) if inner is None else inner
         if inner is None or inner is found:
             raise TypeError(
-                f"expected an optimizer of this library, not {type(optimizer).__name__}; make one "
-                "with lrm.AdamW.from_model(model), or wrap it: "
-                "lrm.LearnableMultipliers(optimizer, model, plan)"
+                f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
+                "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
+                "model, plan)"
             )
         found = inner
     return found

@@ -1,4 +1,4 @@
-"""The clip rule: which norm is clipped, and by what factor gradients are scaled."""
+"""The clip rule: by what factor gradients are scaled."""
 
 from __future__ import annotations
 

@@ -194,13 +194,15 @@ class LearnableMultipliers(MultiplierOptimizer):
         """
         groups = [{**group} for group in self.inner.param_groups]
         self._hand_down()
-        for state in self.parameter_states():
-            raw = self._raw.get(state.index)
-            if raw is not None and state.parameter.grad is not None:
-                raw.grad = torch.zeros_like(raw)
+        held = [parameter for group in groups for parameter in group["params"]]
+        grads = [parameter.grad for parameter in held]
+        for group in self.inner.param_groups:
+            group["lr"] = group["lr"] * 0
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter)
         self.inner.step()
-        for raw in self._raw.values():
-            raw.grad = None
+        for parameter, grad in zip(held, grads, strict=True):
+            parameter.grad = grad
         for group, before in zip(self.inner.param_groups, groups, strict=True):
             group.update(before)
         self._only_shown = True
@@ -263,6 +265,12 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
+        self._drop_replaced()
+        if self.state and not self.inner.state and not self._has_stepped:
+            # Something has read our state before the first step. Checkpointing tools load what
+            # they see here, so that the wrapped optimizer's must be there, too.
+            self._bound()
+            self._show_state()
         saved = super().state_dict()
         for index, state in self.inner.state_dict()["state"].items():
             kept = saved["state"].setdefault(index, {})
@@ -289,20 +297,28 @@ class LearnableMultipliers(MultiplierOptimizer):
             if inner:
                 theirs[index] = inner
         super().load_state_dict({**state_dict, "state": ours})
+        if state_dict["state"]:
+            self._load_inner(theirs, state_dict["param_groups"])
+        else:
+            # Nothing is made for parameters that a framework may yet replace.
+            self.inner.state.clear()
+        for ours, inner, last in self._paired_groups():
+            kept = {key: value for key, value in ours.items() if key not in _OURS}
+            inner.update(kept)
+            last.update(kept)
+
+    def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
+        """Load the wrapped optimizer's part of a state."""
         bound = self._bound()
         # Parameters under the names that the state was saved with: numbers, or the model's own in
         # distributed checkpoints.
         groups = [
             {**group, "params": saved["params"]}
             for group, saved in zip(
-                self.inner.state_dict()["param_groups"], state_dict["param_groups"], strict=True
+                self.inner.state_dict()["param_groups"], saved_groups, strict=True
             )
         ]
         made_early = bool(self.inner.state) and not self._only_shown
-        self.inner.load_state_dict({"state": theirs, "param_groups": groups})
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
-        for ours, inner, last in self._paired_groups():
-            kept = {key: value for key, value in ours.items() if key not in _OURS}
-            inner.update(kept)
-            last.update(kept)

@@ -54,7 +54,7 @@ _PARTS = {
     "blue": ("query", "attention-out", "value", "key", "query-latent", "kv-latent"),
     "teal": ("ssm-in", "ssm-x", "ssm-z", "ssm-out", "ssm-B", "ssm-C", "ssm-dt"),
     "rust": ("down", "gate", "up", "ungated-up"),
-    "plum": ("head", "router"),
+    "plum": ("head", "router", "adapter"),
 }
 _LOOKS = {
     role: (COLOURS[colour], marker)

@@ -39,6 +39,8 @@ _HEADS = (
     "qa_outputs",
 )
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
+_ADAPTED = "base_layer"
+"""PEFT's name of a layer that it has put adapters around."""
 _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
@@ -70,8 +72,10 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
     shape = tuple(owner.get_parameter(leaf).shape)
     if note := _vector(owner_name, owner, leaf, shape):
         return ParameterRole(name=name, shape=shape, note=note)
-    if name in groups:
-        return groups[name]
+    if _is_adapter(tree, name):
+        return _whole(name, shape, "adapter", "adapter: a low-rank update", opaque=len(shape) != 2)
+    if (adapted := name.replace(f".{_ADAPTED}.", ".")) in groups:
+        return replace(groups[adapted], name=name)
     if ".parametrizations." in f".{name}":
         return _whole(name, shape, UNKNOWN, "parametrized by other means", opaque=True)
     if isinstance(owner, nn.Embedding):
@@ -81,7 +85,7 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
     if _is_router(tree, owner_name):
         return _whole(name, shape, "router", "chooses experts")
     if is_linear(owner) and leaf == "weight":
-        if _is_head(tree, owner_name):
+        if _is_head(tree, owner_name.removesuffix(f".{_ADAPTED}")):
             note = "gives the logits"
             return _whole(name, shape, "head", note, column_norm=final_norm(tree))
         note = f"{type(owner).__name__} in no recognized group"
@@ -112,6 +116,17 @@ def _merge_aliases(seen: list[ParameterRole]) -> ParameterRole:
 
 def _whole(name: str, shape: tuple[int, ...], role: str, note: str, **more: Any) -> ParameterRole:
     return ParameterRole(name=name, shape=shape, parts=(Part(role, shape[0]),), note=note, **more)
+
+
+def _is_adapter(tree: Tree, name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, and not to the layer that it adapts."""
+    path = name.split(".")
+    for depth, part in enumerate(path[:-1]):
+        holder = tree.modules[".".join(path[:depth])]
+        # PEFT keeps the adapted layer beside its adapters; others name them as the LoRA paper does.
+        if part != _ADAPTED and isinstance(getattr(holder, _ADAPTED, None), nn.Module):
+            return True
+    return any(part.startswith("lora_") for part in path)
 
 
 def _is_position_table(name: str, owner: nn.Embedding) -> bool:

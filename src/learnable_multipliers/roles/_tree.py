@@ -20,10 +20,11 @@ ROLES = (
     *("query", "key", "value", "attention-out", "query-latent", "kv-latent"),
     *("gate", "up", "ungated-up", "down"),
     *("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt", "ssm-out"),
-    *("router", UNKNOWN),
+    *("router", "adapter", UNKNOWN),
 )
 """`ungated-up` is the first matrix of an MLP without a gate: its rows meet the activation alone.
-The two latents are the low-rank inputs of multi-head latent attention."""
+The two latents are the low-rank inputs of multi-head latent attention. An `adapter` is a part of a
+low-rank update of another matrix, as in LoRA."""
 
 
 def check_role(role: str) -> None:

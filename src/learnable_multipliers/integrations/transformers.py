@@ -1,0 +1,182 @@
+"""Hugging Face Trainer, and what is built on it: TRL's trainers and axolotl.
+
+trainer = Trainer(
+    model=model,
+    args=args,  # with max_grad_norm=0: the optimizer clips
+    train_dataset=dataset,
+    optimizer_cls_and_kwargs=(OptimizerFactory, {"training_args": args, "max_grad_norm": 1.0}),
+)
+MultiplierCallback().attach(trainer)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from learnable_multipliers._placement import Placement
+from learnable_multipliers._plan import Plan
+from learnable_multipliers._planner import plan
+from learnable_multipliers._rules import Rule, Train
+from learnable_multipliers.equilibrium._monitor import Monitor
+from learnable_multipliers.integrations import missing
+from learnable_multipliers.optim import AdamW, LearnableMultipliers, Muon, unwrap
+from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.symmetry import Symmetries
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+    from transformers.utils import logging
+except ImportError as error:
+    raise missing("transformers") from error
+
+_logger = logging.get_logger(__name__)
+_OURS: dict[str, type[MultiplierOptimizer]] = {"adamw": AdamW, "muon": Muon}
+
+
+class OptimizerFactory:
+    """Makes the optimizer of a Trainer: `optimizer_cls_and_kwargs=(OptimizerFactory, {...})`.
+
+    Trainer gives a factory the model and these keyword arguments:
+
+    Args:
+        training_args: Where learning rate, weight decay, betas and eps come from, unless they are
+            given themselves. axolotl passes them on; for Trainer itself, name them here.
+        optimizer: `"adamw"`, `"muon"`, or a class of torch, which gets multipliers around it.
+        placement: That of `lrm.plan`, or a plan itself; `rules` and `train` likewise.
+        settings: The optimizer's: `lr`, `multiplier_lr_scale`, `max_grad_norm`, ...
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        training_args: Any = None,
+        *,
+        optimizer: str | type[Optimizer] = "adamw",
+        placement: Placement | Plan = "full",
+        rules: Sequence[Rule] = (),
+        train: Train = "all",
+        **settings: Any,
+    ) -> MultiplierOptimizer:
+        """Return the optimizer of a model."""
+        made = _OURS.get(optimizer) if isinstance(optimizer, str) else optimizer
+        if made is None:
+            known = ", ".join(repr(name) for name in _OURS)
+            raise ValueError(
+                f"unknown optimizer {optimizer!r}; choose from {known} or give a class of torch"
+            )
+        if training_args is not None:
+            _check_clipping(training_args)
+            settings = {**_settings_of(training_args, made), **settings}
+        elif "lr" not in settings:
+            raise ValueError(
+                "Trainer tells an optimizer factory nothing of its arguments, so its learning rate "
+                'would not count: give OptimizerFactory {"training_args": args}, or {"lr": ...}'
+            )
+        if train != "all" and not isinstance(placement, Plan):
+            placement, rules = plan(model, placement, rules, train=train), ()
+        if issubclass(made, MultiplierOptimizer):
+            return made.from_model(model, placement, rules=rules, **settings)
+        return LearnableMultipliers.from_model(made, model, placement, rules=rules, **settings)
+
+
+class MultiplierCallback(TrainerCallback, ExportableState):
+    """Adds the health of multipliers to every log of the training loss.
+
+    `MultiplierCallback().attach(trainer)` puts it before TensorBoard and other trackers; among
+    `Trainer(callbacks=...)` it comes after them, and its numbers reach `log_history` and the
+    console alone. They are those of `lrm.Monitor`, with `raw_grad_norm`, the norm that the
+    optimizer clips, and `skipped_steps`. Alarms are logged once each. What the monitor has seen is
+    part of every checkpoint. After `load_best_model_at_end` raw weights follow the model.
+
+    Args:
+        symmetries: Along which drift is measured; none by default.
+        drift_bound: The factor of drift that raises an alarm.
+    """
+
+    def __init__(self, symmetries: Symmetries | None = None, *, drift_bound: float = 10.0):
+        self.symmetries, self.drift_bound = symmetries, drift_bound
+        self.monitor: Monitor | None = None
+        self.seen: dict[str, Any] | None = None
+        self._in_front = False
+        self._told: set[str] = set()
+
+    def attach(self, trainer: Any) -> MultiplierCallback:
+        """Put the callback before all others of a trainer; return it."""
+        trainer.callback_handler.callbacks.insert(0, self)
+        self._in_front = True
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start to follow the optimizer, from a checkpoint where there is one."""
+        optimizer = unwrap(kwargs["optimizer"])
+        _check_clipping(args)
+        if not self._in_front and args.report_to:
+            warnings.warn(
+                f"{', '.join(args.report_to)} sees every log before this callback: attach it with "
+                "MultiplierCallback().attach(trainer)",
+                stacklevel=2,
+            )
+        if self.monitor is not None:
+            self.monitor.close()
+        self.monitor = Monitor(optimizer, self.symmetries, drift_bound=self.drift_bound)
+        # Trainer expects an entry here, also where the checkpoint was made without this callback.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step and kept["attributes"]["seen"] is not None:
+            self.monitor.load_state_dict(kept["attributes"]["seen"])
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: what the monitor has seen."""
+        seen = None if self.monitor is None else self.monitor.state_dict()
+        return {"args": {"drift_bound": self.drift_bound}, "attributes": {"seen": seen}}
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add health to a log of the training loss."""
+        logs = kwargs["logs"]
+        if self.monitor is None or "loss" not in logs:
+            return
+        optimizer, health = unwrap(kwargs["optimizer"]), self.monitor.health()
+        found = {**health.metrics(), "skipped_steps": optimizer.num_skipped}
+        if optimizer.grad_norm is not None:
+            found["raw_grad_norm"] = optimizer.grad_norm.item()
+        logs.update(found)
+        state.log_history[-1].update(found)
+        for alarm in health.alarms:
+            if alarm.about not in self._told and state.is_world_process_zero:
+                _logger.warning(str(alarm))
+            self._told.add(alarm.about)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the optimizer follow the best model, where that has been loaded."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            unwrap(kwargs["optimizer"]).sync_from_model_()
+
+
+def _settings_of(args: Any, optimizer: type[Optimizer]) -> dict[str, Any]:
+    """Return the training arguments that an optimizer takes."""
+    found = {
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
+    taken = inspect.signature(optimizer).parameters
+    return {name: value for name, value in found.items() if name in taken}
+
+
+def _check_clipping(args: Any) -> None:
+    """Warn where Trainer clips, too, and by another norm."""
+    if args.max_grad_norm:
+        warnings.warn(
+            f"Trainer clips the gradients of effective weights at {args.max_grad_norm:g} before "
+            "the optimizer sees them: set max_grad_norm=0 in the training arguments, and give "
+            "OptimizerFactory max_grad_norm, which clips by the norm of the raw gradients",
+            stacklevel=3,
+        )
