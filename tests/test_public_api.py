@@ -1,7 +1,10 @@
 """What `import learnable_multipliers as lrm` offers, name by name."""
 
+import importlib
 import subprocess
 import sys
+
+import pytest
 
 import learnable_multipliers as lrm
 
@@ -57,3 +60,16 @@ def test_import_needs_torch_alone():
         "assert not extra, extra\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("extra", ["transformers", "lightning", "torchtitan"])
+def test_a_missing_framework_is_one_clear_line(extra, monkeypatch):
+    name = f"learnable_multipliers.integrations.{extra}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    for module in [m for m in sys.modules if m.split(".")[0] == extra]:
+        monkeypatch.delitem(sys.modules, module)
+    # A module that is None raises ImportError where it is imported.
+    monkeypatch.setitem(sys.modules, extra, None)
+    line = rf"^{extra} is not installed: pip install 'learnable-multipliers\[{extra}\]'$"
+    with pytest.raises(ImportError, match=line):
+        importlib.import_module(name)

@@ -3,4 +3,6 @@
 
 def missing(extra: str) -> ImportError:
     """Return the error for a framework that is not installed."""
-    return ImportError(f"install it with: pip install 'learnable-multipliers[{extra}]'")
+    return ImportError(
+        f"{extra} is not installed: pip install 'learnable-multipliers[{extra}]'", name=extra
+    )
