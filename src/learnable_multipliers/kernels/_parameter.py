@@ -41,6 +41,8 @@ class ParameterState:
     """The parameter itself: the effective weight."""
     raw: Tensor = field(init=False)
     """What is trained, float32 or float64; the weight itself where nothing differs."""
+    owns_raw: bool = False
+    """Whether the raw weight is kept apart from the parameter."""
     moments: tuple[Tensor, ...] = field(init=False)
     """(exp_avg, exp_avg_sq) for AdamW, (momentum,) for Muon."""
     multipliers: dict[str, Tensor] = field(default_factory=dict)
@@ -75,11 +77,6 @@ class ParameterState:
     def trains_raw(self) -> bool:
         """Whether the raw weight is trained, or its multipliers alone."""
         return self.group.get("train") != "multipliers"
-
-    @property
-    def owns_raw(self) -> bool:
-        """Whether the raw weight is kept apart from the parameter."""
-        return self.raw is not self.weight
 
 
 class ParameterSet:

@@ -219,6 +219,7 @@ class Binding:
         for key, value in kept.items():
             if key in known:
                 value.copy_(local(known[key]).to(value.device))
+        state.owns_raw = owns_raw
         state.raw = kept["raw"] if owns_raw else state.weight
         state.moments = tuple(kept[name] for name in own)
         sharded = as_sharded(kept, state.parameter, state.matrix)
