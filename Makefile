@@ -52,7 +52,7 @@ check: venv integrations
 	$(BIN)/codespell
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/test_readme.py
+	$(BIN)/pytest tests/test_readme.py -n $(WORKERS)
 
 format: venv
 	$(BIN)/ruff check --fix .

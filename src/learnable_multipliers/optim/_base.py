@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -20,8 +19,6 @@ from torch.optim import Optimizer
 from learnable_multipliers._multiplier import Matrix, multiplier
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
-from learnable_multipliers._planner import plan as make_plan
-from learnable_multipliers._reparametrize import explicit_multipliers, is_reparametrized
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
@@ -32,7 +29,10 @@ from learnable_multipliers.optim._clipping import clip_factor
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
+    check_reached,
+    joined_plan,
     param_groups,
+    plan_for,
 )
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import all_agree, full, is_sharded, local
@@ -100,7 +100,7 @@ class MultiplierOptimizer(Optimizer):
         self._process_groups: dict[tuple[int, ...], Any] = {}
         groups = list(params)
         for name in given:
-            _check_reached(name, given[name], groups)
+            check_reached(name, given[name], groups)
         ours = {"lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
         super().__init__(groups, {**ours, **defaults})
         if self._plan is None:
@@ -454,7 +454,7 @@ class MultiplierOptimizer(Optimizer):
         self._model = group.pop("model", self._model)
         super().add_param_group(group)
         if plan is not None:
-            self._plan = plan if self._plan is None else _joined(self._plan, plan)
+            self._plan = plan if self._plan is None else joined_plan(self._plan, plan)
             matrices = self._matrices()
             names = [name for name in group["param_names"] if name in matrices]
             group["plan"] = _loading.fingerprint({name: matrices[name] for name in names})
@@ -528,18 +528,6 @@ class MultiplierOptimizer(Optimizer):
         }
 
 
-def multipliers(source: Optimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the multipliers by the name of their matrix: {"row": ..., "col": ..., "scalar": ...}.
-
-    Takes an optimizer of this library, also inside a framework's, or a reparametrized model. Values
-    are the multipliers themselves on either scale, full tensors; `row` spans all rows, with 1 where
-    a block carries none.
-    """
-    if isinstance(source, nn.Module):
-        return explicit_multipliers(source)
-    return unwrap(source).multipliers()
-
-
 def unwrap(optimizer: Any) -> MultiplierOptimizer:
     """Return the optimizer of this library inside what a framework has put around it.
 
@@ -565,61 +553,6 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
             )
         found = inner
     return found
-
-
-def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
-
-    The norm is that of the raw weights' gradients and of every parameter without multipliers.
-    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
-    `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
-    """
-    return unwrap(optimizer).clip_grad_norm_(max_norm)
-
-
-def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
-    return unwrap(optimizer).raw_weights()
-
-
-def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule]) -> Plan:
-    """Return the plan that `from_model` was asked for."""
-    if is_reparametrized(model):
-        raise ValueError(
-            "this model holds its multipliers itself (lrm.reparametrize): train it with an "
-            "optimizer of torch on lrm.param_groups(model, plan), or call lrm.merge(model) first"
-        )
-    if not isinstance(placement, Plan):
-        return make_plan(model, placement, rules)
-    if rules:
-        raise ValueError("rules are for making a plan, and a plan was given: give them to lrm.plan")
-    return placement
-
-
-def _check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
-    """Raise where an argument has no effect: every matrix's group says otherwise."""
-    own = [
-        group[name]
-        for group in groups
-        if isinstance(group, dict) and name in group and group.get("kind") != "vector"
-    ]
-    others = [g for g in groups if not isinstance(g, dict) or g.get("kind") != "vector"]
-    if own and len(own) == len(others) and all(one != value for one in own):
-        raise ValueError(
-            f"{name}={value} has no effect: the parameter groups carry {name}={own[0]}. Give it to "
-            "lrm.param_groups or to the optimizer, not to both"
-        )
-
-
-def _joined(plan: Plan, other: Plan) -> Plan:
-    """Return one plan of two; raise where they disagree."""
-    if plan == other:
-        return plan
-    known = {entry.name: entry for entry in plan.entries}
-    for entry in other.entries:
-        if known.setdefault(entry.name, entry) != entry:
-            raise ValueError(f"two plans for one optimizer differ at {entry.name}")
-    return replace(plan, entries=tuple(known.values()))
 
 
 def _is_divisible(state: ParameterState) -> bool:

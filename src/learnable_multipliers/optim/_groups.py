@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._planner import plan as make_plan
 from learnable_multipliers._reparametrize import is_reparametrized
-from learnable_multipliers._rules import Train
+from learnable_multipliers._rules import Rule, Train
 
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
@@ -138,3 +142,43 @@ def _multiplier_owner(name: str) -> str | None:
     if len(parts) < 4 or parts[-4] != "parametrizations" or parts[-1] == "original":
         return None
     return ".".join([*parts[:-4], parts[-3]])
+
+
+def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule]) -> Plan:
+    """Return the plan that `from_model` was asked for."""
+    if is_reparametrized(model):
+        raise ValueError(
+            "this model holds its multipliers itself (lrm.reparametrize): train it with an "
+            "optimizer of torch on lrm.param_groups(model, plan), or call lrm.merge(model) first"
+        )
+    if not isinstance(placement, Plan):
+        return make_plan(model, placement, rules)
+    if rules:
+        raise ValueError("rules are for making a plan, and a plan was given: give them to lrm.plan")
+    return placement
+
+
+def check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
+    """Raise where an argument has no effect: every matrix's group says otherwise."""
+    own = [
+        group[name]
+        for group in groups
+        if isinstance(group, dict) and name in group and group.get("kind") != "vector"
+    ]
+    others = [g for g in groups if not isinstance(g, dict) or g.get("kind") != "vector"]
+    if own and len(own) == len(others) and all(one != value for one in own):
+        raise ValueError(
+            f"{name}={value} has no effect: the parameter groups carry {name}={own[0]}. Give it to "
+            "lrm.param_groups or to the optimizer, not to both"
+        )
+
+
+def joined_plan(plan: Plan, other: Plan) -> Plan:
+    """Return one plan of two; raise where they disagree."""
+    if plan == other:
+        return plan
+    known = {entry.name: entry for entry in plan.entries}
+    for entry in other.entries:
+        if known.setdefault(entry.name, entry) != entry:
+            raise ValueError(f"two plans for one optimizer differ at {entry.name}")
+    return replace(plan, entries=tuple(known.values()))

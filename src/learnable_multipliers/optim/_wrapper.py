@@ -18,9 +18,9 @@ from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
 from learnable_multipliers.kernels._reference import raw_gradient, write_effective
-from learnable_multipliers.optim._base import MultiplierOptimizer, plan_for
+from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, param_groups
+from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, param_groups, plan_for
 from learnable_multipliers.optim._sharding import lying_like
 
 _OURS = {
