@@ -326,7 +326,10 @@ class MultiplierOptimizer(Optimizer):
         if not self._has_stepped:
             # Weights may be loaded or initialized until training starts.
             bound.write_factors_()
-            self._follow_model_([state for state in bound.states if _differs(state)])
+            same = [not _differs(state) for state in bound.states]
+            # A shard may be the same where those of other ranks are not.
+            same = all_agree(bound.process_group, same, bound.device)
+            self._follow_model_([s for s, kept in zip(bound.states, same, strict=True) if not kept])
         return bound
 
     def _bound(self) -> Binding:
