@@ -87,14 +87,14 @@ QK_NORMED = {"torchtitan-qk-norm", "litgpt-qk-norm", "timm-norms", "nanochat", "
 def scale_(model, role, side, factor):
     """Multiply all rows or columns of a role, and the biases of rows."""
     for reading in readings(model).values():
-        if not reading.parts:
+        if not reading.parts or reading.opaque:
             continue
         weight = model.get_parameter(reading.name)
         if side == "columns":
             weight.mul_(factor if reading.parts[0].role == role else 1.0)
             continue
         factors = torch.where(rows(reading, role), factor, 1.0).to(weight)
-        weight.mul_(factors[:, None] if weight.ndim == 2 else 1.0)
+        weight.mul_(factors[:, None])
         bias = getattr(model.get_submodule(reading.name.rpartition(".")[0]), "bias", None)
         if bias is not None:
             bias.mul_(factors)
@@ -217,6 +217,59 @@ def test_symmetries_of_the_function_show_the_same_blocks(layout):
     assert with_out.tolist() == rows(reading, "value").tolist()
     paired = rows(reading, "query") | rows(reading, "key")
     assert with_each_other.tolist() == paired.tolist()
+
+
+# torchtitan itself
+
+
+class CausalAttention(nn.Module):
+    """Replaces flex attention, which needs a compiler."""
+
+    def forward(self, q, k, v, **_):
+        return layouts.attend(q, k, v).unflatten(-1, q.shape[2:])
+
+
+def titan(name):
+    pytest.importorskip("torchtitan")
+    from torchtitan.models import llama3, qwen3
+
+    configs = {
+        "llama3": llama3._debugmodel,
+        "qwen3": qwen3._debugmodel,
+        "qwen3-separate": qwen3._debugmodel_non_fused_qkv,
+        "qwen3-moe": qwen3._debugmodel_moe,
+    }
+    config = configs[name]("flex")
+    config.layers = config.layers[:1]
+    model = config.build()
+    model.layers["0"].attention.inner_attention = CausalAttention()
+    torch.manual_seed(1)
+    model.init_states()
+    with torch.no_grad():
+        for parameter in model.layers.parameters():
+            parameter.mul_(5.0 if parameter.ndim > 1 else 1.0)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3-separate", "qwen3-moe"])
+def test_models_of_torchtitan_have_the_symmetries_their_roles_promise(name):
+    model = titan(name)
+    found = {part.role for r in readings(model).values() for part in r.parts}
+    known = {"query", "key", "value", "attention-out", "gate", "up", "down"}
+    assert found - {"embedding", "tied-embedding", "head", "router"} == known
+    tokens, positions = torch.arange(16).view(2, 8), torch.arange(8).expand(2, 8)
+    before = model(tokens, positions)
+    for first, first_side, second, second_side in PAIRS.values():
+        scale_(model, first, first_side, 2.0)
+        alone = (model(tokens, positions) - before).abs().max()
+        scale_(model, second, second_side, 0.5)
+        # Powers of two are exact, but for the epsilon of norms on queries and keys.
+        both = (model(tokens, positions) - before).abs().max()
+        normed = first == "query" and name != "llama3"
+        assert both < 1e-4
+        assert (alone > 1e-2) != normed
 
 
 # Not enough evidence
