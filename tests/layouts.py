@@ -313,17 +313,27 @@ Attention.__module__ = "timm.layers.attention"
 Mlp.__module__ = SwiGLU.__module__ = GluMlp.__module__ = "timm.layers.mlp"
 
 
+class LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
 class Block(nn.Module):
-    def __init__(self, mlp, qk_norm=False, scale_norm=False):
+    def __init__(self, mlp, qk_norm=False, scale_norm=False, layer_scale=False):
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
         self.attn = Attention(qk_norm, scale_norm)
         self.norm2 = nn.LayerNorm(WIDTH)
         self.mlp = mlp(scale_norm=scale_norm)
+        self.ls1, self.ls2 = (LayerScale() if layer_scale else nn.Identity() for _ in range(2))
 
     def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
 
 
 class ResPostBlock(Block):
@@ -365,6 +375,7 @@ LAYOUTS = {
     "timm-packed": lambda: Vit(lambda **norms: GluMlp(gate_last=False, **norms)),
     "timm-glu": lambda: Vit(GluMlp),
     "timm-norms": lambda: Vit(SwiGLU, qk_norm=True, scale_norm=True),
+    "timm-layer-scale": lambda: Vit(layer_scale=True),
     "timm-behind": lambda: Vit(block=ResPostBlock),
 }
 

@@ -144,11 +144,12 @@ def test_norms_said_to_scale_a_matrix_do(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_norm_of_a_layer_is_some_matrix_multiplier(layout):
+def test_every_norm_and_layer_scale_is_a_multiplier_of_some_matrix(layout):
     model = build(layout)
     found = readings(model).values()
     scaling = {r.column_norm for r in found} | {p.row_norm for r in found for p in r.parts}
-    norms = {name for name, m in model.named_modules() if "Norm" in type(m).__name__}
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    norms = {name for name, label in classes.items() if "Norm" in label or label == "LayerScale"}
     assert scaling - {""} == norms
 
 
@@ -166,7 +167,28 @@ def test_a_norm_said_to_follow_a_matrix_scales_its_rows(layout):
     assert (model(inputs(model)) - before).abs().max() < 1e-3
 
 
+@torch.no_grad()
+def test_layer_scale_scales_the_rows_of_the_matrix_in_front():
+    model = build("timm-layer-scale")
+    before = model(inputs(model))
+    for reading in readings(model).values():
+        for part in reading.parts:
+            if part.row_norm:
+                gamma = model.get_submodule(part.row_norm).gamma
+                owner = model.get_submodule(reading.name.rpartition(".")[0])
+                factor = torch.rand_like(gamma) + 0.5
+                gamma.div_(factor)
+                owner.weight.mul_(factor[:, None])
+                owner.bias.mul_(factor)
+    torch.testing.assert_close(model(inputs(model)), before, rtol=0, atol=1e-10)
+    model.blocks[0].ls1.requires_grad_(False)
+    found = readings(model)
+    assert not found["blocks.0.attn.proj.weight"].parts[0].row_norm
+    assert found["blocks.0.mlp.fc2.weight"].parts[0].row_norm == "blocks.0.ls2"
+
+
 AWARE = {
+    "timm-layer-scale": {"attn.proj": ("", "c"), "mlp.fc2": ("", "c")},
     "torchtitan": {"attention.qkv_linear.wqkv": ("row", "", "", ""), "attention.wo": ("row", "c")},
     "litgpt": {"attn.qkv": ("row", "", "", ""), "attn.proj": ("row", "c")},
     "timm": {"attn.qkv": ("row", "", "", ""), "attn.proj": ("row", "c")},

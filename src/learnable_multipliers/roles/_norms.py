@@ -39,6 +39,10 @@ RESIDUAL_POST_NORM = (
     "norms sit on the residual stream behind each block (post-norm: the layer says so, or no norm "
     "follows the last layer), so that their weights are no block's multipliers"
 )
+LAYER_SCALE = (
+    "ls1 follows attention and ls2 the MLP (LayerScale), so that they are the row multipliers of "
+    "attention-out and down"
+)
 _NORM_INSIDE = {
     *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope"),
     *("timm.layers.mlp.Mlp", "timm.layers.mlp.GluMlp", "timm.layers.mlp.SwiGLU"),
@@ -51,7 +55,10 @@ _NORMS_BEHIND = ("ResPostBlock", "SwinTransformerV2Block")
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the learnable norms around a block; empty where there is none."""
+    """Names of the learnable norms around a block; empty where there is none.
+
+    A LayerScale behind it counts as one: it is the weight of a norm alone.
+    """
 
     before: str = ""
     after: str = ""
@@ -79,6 +86,9 @@ def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
     tree.assume(PRE_NORM if norms.before else NO_NORM)
     if norms.after:
         tree.assume(NORM_BEHIND)
+    elif scale := _layer_scale(tree, levels[-1], kind):
+        tree.assume(LAYER_SCALE)
+        return Norms(norms.before, scale)
     return norms
 
 
@@ -168,6 +178,15 @@ def _subject(name: str) -> BlockKind | Literal[""]:
     if name.endswith("1"):
         return "mixer"
     return "mlp" if name.endswith("2") else ""
+
+
+def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
+    """Return the name of the trained LayerScale behind a block, as timm calls it; or none."""
+    name = f"{layer}.{'ls1' if kind == 'mixer' else 'ls2'}"
+    found = tree.modules.get(name)
+    if found is None or type(found).__name__ != "LayerScale":
+        return ""
+    return name if getattr(getattr(found, "gamma", None), "requires_grad", False) else ""
 
 
 def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
