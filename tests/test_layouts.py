@@ -341,6 +341,21 @@ def test_a_class_of_timms_name_defined_elsewhere_is_unknown():
     assert {part.role for r in found.values() for part in r.parts} == {"unknown"}
 
 
+def test_a_norm_that_is_no_module_is_said_and_derived():
+    """nanochat's keys have scales of their own: a norm without weights is behind them."""
+    model = build("nanochat")
+    plan = lrm.plan(model, "symmetry-aware")
+    assert any("normalizes what c_q and c_k return" in sentence for sentence in plan.assumptions)
+    derived = lrm.plan(model, "symmetry-aware", derive=True, inputs=inputs(model))
+    carries = {
+        entry.name: [block.row for block in entry.matrix.blocks]
+        for entry in derived.entries
+        if entry.matrix is not None
+    }
+    layer = "transformer.h.0.attn."
+    assert [carries[f"{layer}c_{leaf}.weight"] for leaf in "qkv"] == [[True], [True], [False]]
+
+
 def test_gates_beside_the_values_are_unknown_and_said():
     model = build("nanochat-values")
     found = read_roles(model)

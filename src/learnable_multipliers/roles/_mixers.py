@@ -20,9 +20,18 @@ from learnable_multipliers.roles._tree import (
 
 # Names by role. A name counts only beside the rest of its group.
 _NAMES = {
-    "query": ("q_proj", "wq", "Wq", "to_q", "q", "query", "q_lin", "query_proj", "project_q", "c_q"),
-    "key": ("k_proj", "wk", "Wk", "to_k", "k", "key", "k_lin", "key_proj", "project_k", "c_k"),
-    "value": ("v_proj", "wv", "Wv", "to_v", "v", "value", "v_lin", "value_proj", "project_v", "c_v"),
+    "query": (
+        *("q_proj", "wq", "Wq", "to_q", "q", "query"),
+        *("q_lin", "query_proj", "project_q", "c_q"),
+    ),
+    "key": (
+        *("k_proj", "wk", "Wk", "to_k", "k", "key"),
+        *("k_lin", "key_proj", "project_k", "c_k"),
+    ),
+    "value": (
+        *("v_proj", "wv", "Wv", "to_v", "v", "value"),
+        *("v_lin", "value_proj", "project_v", "c_v"),
+    ),
 }
 _OUT = (
     *("o_proj", "wo", "Wo", "to_out", "out_proj", "c_proj"),
@@ -41,6 +50,10 @@ _OUT_NORMS = ("attn_sub_norm", "inner_attn_ln", "sub_norm", "inner_norm", "o_nor
 QK_NORM = (
     "query and key norms follow their projections, so that their weights scale those rows and no "
     "scale of Q or K itself reaches the attention logits"
+)
+FUNCTIONAL_QK_NORM = (
+    "no function normalizes what c_q and c_k return; nanochat does, and there only "
+    "`derive=True` finds that rows of K do not pair with rows of Q"
 )
 
 
@@ -108,6 +121,8 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
             row_norm = _row_norm(site, "query")
             yield site.whole(leaves["query"], "query", row_norm, column_norm=norms.before)
         return
+    if leaves["query"] == "c_q" and not _row_norm(site, "query"):
+        site.tree.assume(FUNCTIONAL_QK_NORM)
     for role, leaf in leaves.items():
         column_norm = "" if role != "query" and _is_cross_attention(site) else norms.before
         rows, read = site.rows(leaf), out and features(site.linears[out])[1]
