@@ -2,7 +2,8 @@
 
 A weight's shape does not show whether `qkv` is [q | k | v] or interleaved by head, and both are in
 use. A class is listed here after reading its forward pass; a fused matrix of any other
-class is reported as unknown, and a rule with `split=` describes it.
+class is reported as unknown, and a rule with `split=` describes it. A class whose name many use
+for layouts of their own is listed with the Python module that defines it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from learnable_multipliers.roles._tree import features
+from learnable_multipliers.roles._tree import class_path, features
 
 QKV = ("query", "key", "value")
 
@@ -37,7 +38,8 @@ Reader = Callable[[Any, int], Layout | None]
 
 def known_layout(owner: nn.Module, leaf: str) -> Layout | None:
     """Return the layout of `owner`'s fused matrix `leaf`, None where it is not known."""
-    read = KNOWN.get((type(owner).__name__, leaf))
+    names = (class_path(owner), type(owner).__name__)
+    read = next((KNOWN[name, leaf] for name in names if (name, leaf) in KNOWN), None)
     return None if read is None else read(owner, features(owner.get_submodule(leaf))[0])
 
 
@@ -95,6 +97,43 @@ def _codegen(_: Any, rows: int) -> Layout:
     return Layout((("query", part), ("value", part), ("key", part)), repeats=4)
 
 
+def _litgpt(owner: Any, _: int) -> Layout | None:
+    sizes = _sizes(getattr(owner, "config", None), "n_head", "n_query_groups", "head_size")
+    if sizes is None:
+        return None
+    num_heads, groups, head_dim = sizes
+    return _qkv(num_heads * head_dim, groups * head_dim)
+
+
+def _torchtitan(owner: Any, rows: int) -> Layout | None:
+    """[key head, (its q heads, k, v), head_dim]."""
+    sizes = _sizes(owner, "heads_per_kv", "head_dim")
+    if sizes is None:
+        return None
+    heads_per_key, head_dim = sizes
+    return _qkv(heads_per_key * head_dim, head_dim, rows // ((heads_per_key + 2) * head_dim))
+
+
+def _timm(owner: Any, _: int) -> Layout | None:
+    """[(q, k, v), head, head_dim]."""
+    sizes = _sizes(owner, "num_heads", "head_dim")
+    return None if sizes is None else _qkv(sizes[0] * sizes[1], sizes[0] * sizes[1])
+
+
+def _timm_gated(owner: Any, rows: int) -> Layout | None:
+    last = getattr(owner, "gate_last", None)
+    if not isinstance(last, bool):
+        return None
+    return _evenly(*(("up", "gate") if last else ("gate", "up")))(owner, rows)
+
+
+def _sizes(holder: Any, *names: str) -> list[int] | None:
+    """Return the sizes an object keeps under `names`; None if one is missing or not a size."""
+    found = [getattr(holder, name, None) for name in names]
+    sizes = [size for size in found if isinstance(size, int) and size > 0]
+    return sizes if len(sizes) == len(names) else None
+
+
 _GATE_UP = _evenly("gate", "up")
 
 KNOWN: dict[tuple[str, str], Reader] = {
@@ -102,7 +141,9 @@ KNOWN: dict[tuple[str, str], Reader] = {
     ("CodeGenAttention", "qkv_proj"): _codegen,
     # nanoGPT's.
     ("CausalSelfAttention", "c_attn"): _evenly(*QKV),
+    ("CausalSelfAttention", "qkv"): _litgpt,
     ("FalconAttention", "query_key_value"): _falcon,
+    ("FusedQKVLinear", "wqkv"): _torchtitan,
     ("GPT2Attention", "c_attn"): _gpt2,
     ("GPTBigCodeAttention", "c_attn"): _bigcode,
     ("GPTNeoXAttention", "query_key_value"): _neox,
@@ -119,4 +160,9 @@ KNOWN: dict[tuple[str, str], Reader] = {
     ("ModernBertDecoderMLP", "Wi"): _GATE_UP,
     ("Phi3MLP", "gate_up_proj"): _GATE_UP,
     ("Phi4MultimodalMLP", "gate_up_proj"): _GATE_UP,
+    ("timm.layers.attention.Attention", "qkv"): _timm,
+    ("timm.layers.attention.AttentionRope", "qkv"): _timm,
+    # Where timm kept its attention before.
+    ("timm.models.vision_transformer.Attention", "qkv"): _timm,
+    ("timm.layers.mlp.GluMlp", "fc1"): _timm_gated,
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from learnable_multipliers.roles._fused import QKV, known_layout
-from learnable_multipliers.roles._norms import Norms, norms_around
+from learnable_multipliers.roles._norms import Norms, inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
     UNKNOWN,
     ParameterRole,
@@ -20,9 +20,18 @@ from learnable_multipliers.roles._tree import (
 
 # Names by role. A name counts only beside the rest of its group.
 _NAMES = {
-    "query": ("q_proj", "wq", "Wq", "to_q", "q", "query", "q_lin", "query_proj", "project_q"),
-    "key": ("k_proj", "wk", "Wk", "to_k", "k", "key", "k_lin", "key_proj", "project_k"),
-    "value": ("v_proj", "wv", "Wv", "to_v", "v", "value", "v_lin", "value_proj", "project_v"),
+    "query": (
+        *("q_proj", "wq", "Wq", "to_q", "q", "query"),
+        *("q_lin", "query_proj", "project_q", "c_q"),
+    ),
+    "key": (
+        *("k_proj", "wk", "Wk", "to_k", "k", "key"),
+        *("k_lin", "key_proj", "project_k", "c_k"),
+    ),
+    "value": (
+        *("v_proj", "wv", "Wv", "to_v", "v", "value"),
+        *("v_lin", "value_proj", "project_v", "c_v"),
+    ),
 }
 _OUT = (
     *("o_proj", "wo", "Wo", "to_out", "out_proj", "c_proj"),
@@ -35,10 +44,16 @@ _NORMS = {
 }
 _SHARED_NORM = ("qk_norm", "qk_layernorm")
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+# torchtitan keeps the projections in a module of their own, beside `wo`.
+_PROJECTIONS = ("QKVLinear", "FusedQKVLinear")
 _OUT_NORMS = ("attn_sub_norm", "inner_attn_ln", "sub_norm", "inner_norm", "o_norm", "out_norm")
 QK_NORM = (
     "query and key norms follow their projections, so that their weights scale those rows and no "
     "scale of Q or K itself reaches the attention logits"
+)
+FUNCTIONAL_QK_NORM = (
+    "no function normalizes what c_q and c_k return; nanochat does, and there only "
+    "`derive=True` finds that rows of K do not pair with rows of Q"
 )
 
 
@@ -46,14 +61,15 @@ def attention(site: Site) -> Iterator[ParameterRole]:
     """Read an attention block: its projections, then the matrix that reads the heads."""
     if not _is_softmax_attention(site):
         return
-    out = _only(site, _OUT)
+    out = _only(site.linears, _OUT)
     norms = norms_around(site.tree, site.name, "mixer")
-    inputs = [*_separate(site, norms, out), *_fused(site, norms), *_latent(site, norms)]
+    inputs = [*_separate(site, norms, out), *_fused(site, norms, out), *_latent(site, norms)]
     yield from inputs
     if out is None or not inputs:
         return
     _note_unrecognized(site, {role.name for role in inputs} | {site.path(f"{out}.weight")})
-    yield site.whole(out, "attention-out", norms.after, column_norm=site.norm(*_OUT_NORMS))
+    inner = (*_OUT_NORMS, *inner_norms(site.module))
+    yield site.whole(out, "attention-out", norms.after, column_norm=site.norm(*inner))
 
 
 def torch_attention(site: Site) -> Iterator[ParameterRole]:
@@ -97,13 +113,16 @@ def bert_layer(site: Site) -> Iterator[ParameterRole]:
 
 
 def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
-    leaves = {role: leaf for role, names in _NAMES.items() if (leaf := _only(site, names))}
+    linears = _projections(site)
+    leaves = {role: leaf for role, names in _NAMES.items() if (leaf := _only(linears, names))}
     if leaves.keys() != _NAMES.keys():
         # Latent attention with a full-rank query has no k and v beside it.
         if "query" in leaves and "kv_b_proj" in site.linears:
             row_norm = _row_norm(site, "query")
             yield site.whole(leaves["query"], "query", row_norm, column_norm=norms.before)
         return
+    if leaves["query"] == "c_q" and not _row_norm(site, "query"):
+        site.tree.assume(FUNCTIONAL_QK_NORM)
     for role, leaf in leaves.items():
         column_norm = "" if role != "query" and _is_cross_attention(site) else norms.before
         rows, read = site.rows(leaf), out and features(site.linears[out])[1]
@@ -114,14 +133,18 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
             yield site.whole(leaf, role, _row_norm(site, role), column_norm=column_norm)
 
 
-def _fused(site: Site, norms: Norms) -> Iterator[ParameterRole]:
-    for leaf in site.linears:
-        layout = known_layout(site.module, leaf)
+def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
+    for leaf in _projections(site):
+        owner, _, own_leaf = leaf.rpartition(".")
+        layout = known_layout(site.module.get_submodule(owner), own_leaf)
         if layout is None or layout.parts[0][0] not in QKV:
             continue
         column_norm = "" if _is_cross_attention(site) else norms.before
-        if layout.num_rows != (rows := site.rows(leaf)):
-            note = f"{rows} rows do not fit the layout known for {type(site.module).__name__}"
+        queries = layout.repeats * dict(layout.parts).get("query", 0)
+        unread = queries and out and features(site.linears[out])[1] != queries
+        if layout.num_rows != (rows := site.rows(leaf)) or unread:
+            owner = type(site.module.get_submodule(owner)).__name__
+            note = f"{rows} rows do not fit the layout known for {owner}"
             yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
             continue
         parts = (Part(role, size, _row_norm(site, role)) for role, size in layout.parts)
@@ -177,8 +200,18 @@ def _is_cross_attention(site: Site) -> bool:
     return re.search(r"cross|encoder_?attn|enc_?dec|multihead_attn", label) is not None
 
 
-def _only(site: Site, names: tuple[str, ...]) -> str | None:
-    present = [name for name in names if name in site.linears]
+def _projections(site: Site) -> dict[str, nn.Module]:
+    """Return the linear layers of an attention block, by their names inside it."""
+    found = site.linears
+    for name, child in site.module.named_children():
+        if type(child).__name__ in _PROJECTIONS:
+            inner = Site(site.path(name), child, site.tree).linears
+            found |= {f"{name}.{leaf}": linear for leaf, linear in inner.items()}
+    return found
+
+
+def _only(linears: dict[str, nn.Module], names: tuple[str, ...]) -> str | None:
+    present = [leaf for leaf in linears if leaf.rpartition(".")[2] in names]
     return present[0] if len(present) == 1 else None
 
 

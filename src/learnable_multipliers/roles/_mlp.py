@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from learnable_multipliers.roles._fused import known_layout
-from learnable_multipliers.roles._norms import norms_around
+from learnable_multipliers.roles._norms import inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
     UNKNOWN,
     ParameterRole,
@@ -29,6 +29,10 @@ _GATED = (
     ("w_gate", "w_up", "w_down"),
     ("gate", "up", "down"),
     ("proj_up_gate", "proj_up", "proj_down"),
+    # timm: act(fc1_g x) * (fc1_x x).
+    ("fc1_g", "fc1_x", "fc2"),
+    # torchtitan's stacks of experts, named after their axes.
+    ("w1_EFD", "w3_EFD", "w2_EDF"),
 )
 _UNGATED = (
     ("up_proj", "down_proj"),
@@ -42,6 +46,12 @@ _UNGATED = (
     ("w_in", "w_out"),
     ("up", "down"),
 )
+# litgpt's names say nothing of a gate: its classes do.
+_GATED_CLASSES = {
+    "LLaMAMLP": (("fc_1", "fc_2", "proj"),),
+    "GemmaMLP": (("fc_1", "fc_2", "proj"),),
+}
+_UNGATED_CLASSES = {"GptNeoxMLP": (("fc", "proj"),)}
 _DOWN_NORMS = ("ffn_sub_norm", "ffn_layernorm", "sub_norm", "inner_norm")
 
 
@@ -49,7 +59,8 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
     """Read an MLP whose matrices are children of one module."""
     linears = site.linears
     homogeneous = has_homogeneous_activation(site.module)
-    for gate, up, down in _GATED:
+    name = type(site.module).__name__
+    for gate, up, down in _GATED + _GATED_CLASSES.get(name, ()):
         if {gate, up, down} <= linears.keys():
             shape = features(linears[gate])
             fits = shape == features(linears[up]) == features(linears[down])[::-1]
@@ -61,13 +72,13 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
     for leaf in linears:
         layout = known_layout(site.module, leaf)
         others = [other for other in linears if other != leaf]
-        if layout is None or layout.parts[0][0] != "gate" or len(others) != 1:
+        if layout is None or layout.parts[0][0] not in ("gate", "up") or len(others) != 1:
             continue
         if layout.num_rows == features(linears[leaf])[0] == 2 * features(linears[others[0]])[1]:
             parts = {leaf: [Part(role, size) for role, size in layout.parts]}
             yield from _matrices(site, parts, others[0], homogeneous)
             return
-    for up, down in _UNGATED:
+    for up, down in _UNGATED + _UNGATED_CLASSES.get(name, ()):
         # Alone in their module: a third matrix beside them might be a gate of another name.
         if linears.keys() != {up, down}:
             continue
@@ -151,7 +162,8 @@ def _matrices(
         yield site.linear(leaf, *parts, column_norm=norms.before, homogeneous=homogeneous)
     in_mixture = any(hasattr(module, "experts") for module in site.tree.lineage(site.name))
     row_norm = "" if in_mixture else norms.after
-    yield site.whole(down, "down", row_norm, column_norm=site.norm(*_DOWN_NORMS))
+    inner = (*_DOWN_NORMS, *inner_norms(site.module))
+    yield site.whole(down, "down", row_norm, column_norm=site.norm(*inner))
 
 
 def _gates_plainly(module: nn.Module) -> bool:

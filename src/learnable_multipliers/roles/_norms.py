@@ -15,7 +15,13 @@ from typing import Literal
 
 from torch import nn
 
-from learnable_multipliers.roles._tree import Tree, is_learnable_norm, is_linear, is_norm
+from learnable_multipliers.roles._tree import (
+    Tree,
+    class_path,
+    is_learnable_norm,
+    is_linear,
+    is_norm,
+)
 
 BlockKind = Literal["mixer", "mlp"]
 """`mixer` is attention or a state-space mixer: what comes first in a layer."""
@@ -33,11 +39,26 @@ RESIDUAL_POST_NORM = (
     "norms sit on the residual stream behind each block (post-norm: the layer says so, or no norm "
     "follows the last layer), so that their weights are no block's multipliers"
 )
+LAYER_SCALE = (
+    "ls1 follows attention and ls2 the MLP (LayerScale), so that they are the row multipliers of "
+    "attention-out and down"
+)
+_NORM_INSIDE = {
+    *("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope"),
+    *("timm.layers.mlp.Mlp", "timm.layers.mlp.GluMlp", "timm.layers.mlp.SwiGLU"),
+    "timm.models.vision_transformer.Attention",
+}
+"""Classes whose `norm` feeds their last matrix; in others, a norm of this name may come first."""
+_NORMS_BEHIND = ("ResPostBlock", "SwinTransformerV2Block")
+"""Layers of timm that normalize what a block returns, under the names of norms in front."""
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the learnable norms around a block; empty where there is none."""
+    """Names of the learnable norms around a block; empty where there is none.
+
+    A LayerScale behind it counts as one: it is the weight of a norm alone.
+    """
 
     before: str = ""
     after: str = ""
@@ -59,11 +80,21 @@ def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
         tree.assume(RESIDUAL_POST_NORM)
         return Norms()
     before, after = _sort(list(found), kind)
+    if type(tree.modules[levels[-1]]).__name__ in _NORMS_BEHIND:
+        before, after = [], before
     norms = Norms(_learnable(found, before), _learnable(found, after))
     tree.assume(PRE_NORM if norms.before else NO_NORM)
     if norms.after:
         tree.assume(NORM_BEHIND)
+    elif scale := _layer_scale(tree, levels[-1], kind):
+        tree.assume(LAYER_SCALE)
+        return Norms(norms.before, scale)
     return norms
+
+
+def inner_norms(module: nn.Module) -> tuple[str, ...]:
+    """Return names of norms in front of a block's last matrix that only its class explains."""
+    return ("norm",) if class_path(module) in _NORM_INSIDE else ()
 
 
 def final_norm(tree: Tree) -> str:
@@ -147,6 +178,15 @@ def _subject(name: str) -> BlockKind | Literal[""]:
     if name.endswith("1"):
         return "mixer"
     return "mlp" if name.endswith("2") else ""
+
+
+def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
+    """Return the name of the trained LayerScale behind a block, as timm calls it; or none."""
+    name = f"{layer}.{'ls1' if kind == 'mixer' else 'ls2'}"
+    found = tree.modules.get(name)
+    if found is None or type(found).__name__ != "LayerScale":
+        return ""
+    return name if getattr(getattr(found, "gamma", None), "requires_grad", False) else ""
 
 
 def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:

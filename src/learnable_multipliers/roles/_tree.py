@@ -159,6 +159,12 @@ class Site:
 
 # Questions about single modules.
 
+
+def class_path(module: nn.Module) -> str:
+    """Return a module's class with the Python module that defines it."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 _HOMOGENEOUS = {
     *("ReLU", "LeakyReLU", "PReLU", "ReLUSquaredActivation"),
     *("relu", "leaky_relu", "relu2"),
