@@ -120,7 +120,7 @@ class _Planner:
             return self._vector(parameter)
         parameter = self._describe(parameter)
         derived: Mapping[int, Choice] = {}
-        if parameter.name in self.carried:
+        if parameter.name in self.carried and not parameter.reparametrized:
             parameter, derived = derived_choices(parameter, self.carried[parameter.name])
         decisions = [
             self._decide(parameter, part, derived.get(index))
