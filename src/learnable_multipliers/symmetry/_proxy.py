@@ -126,7 +126,7 @@ def _proxy_copy(
     if not _has_floats(inputs):
         try:
             return ModelCopy(proxy, None, carried)
-        except Exception:  # noqa: S110 (a model that needs more than tokens, as with a decoder)
+        except Exception:  # A model that needs more than tokens, as with a decoder.
             pass
     vocabulary = getattr(getattr(proxy, "config", None), "vocab_size", _VOCABULARY)
     try:
