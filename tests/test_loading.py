@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import learnable_multipliers as lrm
+from families import build, token_ids
 from learnable_multipliers import Rule
 from test_contract import net, train, weights
 
@@ -267,6 +268,34 @@ def test_an_embedding_resized_after_the_optimizer_was_made_is_told():
     model.embed = nn.Embedding(20, 6)
     with pytest.raises(RuntimeError, match=r"embed\.weight was replaced in the model"):
         train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_resized_token_embeddings_are_told_tied_or_not(family, stepped):
+    model = build(family)
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+
+    def step():
+        model(token_ids(), labels=token_ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if stepped:
+        step()
+    model.resize_token_embeddings(70)
+    embedding = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    before = weights(model)
+    with pytest.raises(ValueError, match=f"{embedding} has shape .70, 16.*resize the model first"):
+        step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    optimizer.zero_grad()
+    step()
+    changed = weights(model)
+    assert not torch.equal(changed[embedding], before[embedding])
+    if family != "llama":
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def test_a_weight_unfrozen_later_is_told_once():

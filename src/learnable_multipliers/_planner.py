@@ -23,6 +23,7 @@ from learnable_multipliers._rules import Rule, Train, unmatched
 from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
+from learnable_multipliers.symmetry._proxy import Proxy
 
 
 def plan(
@@ -33,6 +34,7 @@ def plan(
     train: Train = "all",
     derive: bool = False,
     inputs: Any = None,
+    proxy: Proxy = "auto",
 ) -> Plan:
     """Decide for every parameter of `model` which multipliers it carries.
 
@@ -41,7 +43,8 @@ def plan(
     `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
     are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of
-    the forward pass, random tokens by default. The symmetries that remain are listed with the plan.
+    the forward pass, random tokens by default. `proxy` is that of `find_symmetries`. The symmetries
+    that remain are listed with the plan.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)
@@ -50,7 +53,7 @@ def plan(
     roles = read_roles(bare)
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
-    carried, unconfirmed = derived_placement(bare, inputs) if derive else ({}, ())
+    carried, unconfirmed = derived_placement(bare, inputs, proxy) if derive else ({}, ())
     planner = _Planner(placement, tuple(rules), carried, train)
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
@@ -64,7 +67,7 @@ def plan(
         assumptions=(*assumptions, *kept),
     )
     if derive:
-        remaining = find_symmetries(bare, made, inputs)
+        remaining = find_symmetries(bare, made, inputs, proxy=proxy)
         unsure = dict.fromkeys((*unconfirmed, *remaining.unconfirmed))
         words = [str(symmetry) for symmetry in remaining]
         words += [f"perhaps, found on a small proxy but not confirmed: {text}" for text in unsure]
@@ -120,7 +123,7 @@ class _Planner:
             return self._vector(parameter)
         parameter = self._describe(parameter)
         derived: Mapping[int, Choice] = {}
-        if parameter.name in self.carried:
+        if parameter.name in self.carried and not parameter.reparametrized:
             parameter, derived = derived_choices(parameter, self.carried[parameter.name])
         decisions = [
             self._decide(parameter, part, derived.get(index))

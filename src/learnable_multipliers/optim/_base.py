@@ -36,7 +36,7 @@ from learnable_multipliers.optim._groups import (
 )
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import all_agree, full, is_sharded, local
-from learnable_multipliers.optim._write_guard import is_capturing
+from learnable_multipliers.optim._write_guard import is_capturing, wrong_shape
 
 _DEFAULTS = {
     "lr": 1e-3,
@@ -353,11 +353,7 @@ class MultiplierOptimizer(Optimizer):
             for parameter, name in zip(group["params"], names, strict=True):
                 matrix = matrices.get(name)
                 if matrix is not None and tuple(parameter.shape) != matrix.shape:
-                    raise ValueError(
-                        f"{name} has shape {tuple(parameter.shape)}, but its plan is for "
-                        f"{matrix.shape}; flattened parameters (FSDP1, ZeRO) cannot carry "
-                        "multipliers, use FSDP2"
-                    )
+                    raise wrong_shape(name, tuple(parameter.shape), matrix.shape)
                 states.append(
                     ParameterState(
                         index=len(states),

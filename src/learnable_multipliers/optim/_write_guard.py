@@ -110,7 +110,19 @@ def _has_moved(state: ParameterState) -> bool:
     )
 
 
-def _written_outside(state: ParameterState) -> RuntimeError:
+def wrong_shape(name: str, shape: tuple[int, ...], planned: tuple[int, ...]) -> ValueError:
+    """Return the error for a parameter that has not the shape of its plan."""
+    if len(shape) == 1:
+        advice = "flattened parameters (FSDP1, ZeRO) cannot carry multipliers, use FSDP2"
+    else:
+        advice = "resize the model first (resize_token_embeddings), then make plan and optimizer"
+    return ValueError(f"{name} has shape {shape}, but its plan is for {planned}; {advice}")
+
+
+def _written_outside(state: ParameterState) -> Exception:
+    shape = tuple(state.parameter.shape)
+    if state.matrix is not None and shape != state.matrix.shape:
+        return wrong_shape(state.name, shape, state.matrix.shape)
     return RuntimeError(
         f"{state.name} was changed since the last step by something other than this optimizer, "
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "

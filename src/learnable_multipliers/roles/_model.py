@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from learnable_multipliers._names import canonical_name, unwrap
 from learnable_multipliers.roles._mixers import (
@@ -41,6 +42,8 @@ _HEADS = (
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
 _ADAPTED = "base_layer"
 """PEFT's name of a layer that it has put adapters around."""
+_MAGNITUDE = "weight_norm's scales: multipliers already"
+_DIRECTION = "weight_norm scales it already"
 _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
@@ -70,6 +73,10 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
     owner_name, _, leaf = name.rpartition(".")
     owner = tree.modules[owner_name]
     shape = tuple(owner.get_parameter(leaf).shape)
+    if note := _weight_norm(owner, leaf):
+        if note == _MAGNITUDE:
+            return ParameterRole(name=name, shape=shape, note=note)
+        return _whole(name, shape, UNKNOWN, note, opaque=True, reparametrized=True)
     if note := _vector(owner_name, owner, leaf, shape):
         return ParameterRole(name=name, shape=shape, note=note)
     if _is_adapter(tree, name):
@@ -77,7 +84,8 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
     if (adapted := name.replace(f".{_ADAPTED}.", ".")) in groups:
         return replace(groups[adapted], name=name)
     if ".parametrizations." in f".{name}":
-        return _whole(name, shape, UNKNOWN, "parametrized by other means", opaque=True)
+        note = "parametrized by other means"
+        return _whole(name, shape, UNKNOWN, note, opaque=True, reparametrized=True)
     if isinstance(owner, nn.Embedding):
         position = _is_position_table(owner_name, owner)
         note = "rows are positions" if position else "rows are tokens"
@@ -160,6 +168,17 @@ def _is_router(tree: Tree, name: str) -> bool:
     if not any(hasattr(holder, "experts") for holder in holders):
         return False
     return name.rpartition(".")[2] in _ROUTERS and not is_norm(own)
+
+
+def _weight_norm(owner: nn.Module, leaf: str) -> str:
+    """Return what a parameter is to `weight_norm`, in its new or its old form; empty if nothing."""
+    names = {"weight_g": _MAGNITUDE, "weight_v": _DIRECTION}
+    if isinstance(owner, ParametrizationList):
+        is_normed = type(owner[0]).__name__ == "_WeightNorm"
+        names = {"original0": _MAGNITUDE, "original1": _DIRECTION} if is_normed else {}
+    elif not names.keys() <= owner._parameters.keys():
+        return ""
+    return names.get(leaf, "")
 
 
 def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:

@@ -64,6 +64,8 @@ class ParameterRole:
     """The activation behind it is positively homogeneous (ReLU and its powers)."""
     opaque: bool = False
     """Not known to be laid out as a matrix or a stack of matrices."""
+    reparametrized: bool = False
+    """What the layer's weight is computed from, as under `weight_norm`, and not the weight."""
     note: str = ""
 
     @property
@@ -187,6 +189,9 @@ def is_linear(module: nn.Module) -> bool:
 
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the stored shape of a layer's weight."""
+    if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+        # Computed from other parameters, as under weight_norm: not evaluated here.
+        return module.out_features, module.in_features
     return tuple(module.get_parameter("weight").shape)
 
 

@@ -124,7 +124,8 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
         id(parameter)
         for module in model.modules()
         if hasattr(module, "kernel_size")
-        for parameter in module.parameters(recurse=False)
+        for owner in (module, *getattr(module, "parametrizations", nn.ModuleDict()).values())
+        for parameter in owner.parameters(recurse=False)
     }
     found = {}
     for name, parameter in named_parameters(model):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers.symmetry._axes import Axis, Layout
 from learnable_multipliers.symmetry._model_copy import ModelCopy
-from learnable_multipliers.symmetry._proxy import search
+from learnable_multipliers.symmetry._proxy import Proxy, search
 from learnable_multipliers.symmetry._symmetry import Symmetries, Term
 from learnable_multipliers.symmetry._transfer import namesakes
 
@@ -39,14 +39,16 @@ class Carried:
     reason: str
 
 
-def derived_placement(model: nn.Module, inputs: Any) -> tuple[dict[str, Carried], tuple[str, ...]]:
+def derived_placement(
+    model: nn.Module, inputs: Any, proxy: Proxy = "auto"
+) -> tuple[dict[str, Carried], tuple[str, ...]]:
     """Return what every matrix of a model is to carry, computed from its symmetries.
 
     Also the symmetries of its proxy that were not confirmed: they remove nothing.
     """
-    symmetries, itself, proxy = search(model, inputs)
-    heads = _heads(itself if proxy is None else proxy)
-    if proxy is not None:
+    symmetries, itself, small = search(model, inputs, proxy=proxy)
+    heads = _heads(itself if small is None else small)
+    if small is not None:
         heads = namesakes(heads, itself.parameters)
     return _placement(itself, symmetries, heads), symmetries.unconfirmed
 

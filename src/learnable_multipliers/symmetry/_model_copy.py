@@ -89,12 +89,24 @@ class ModelCopy:
             # A padding token has an embedding that is used but gets no gradient.
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
+        if inputs is None:
+            self._check_tokens_suffice()
         self.epsilons = list(_epsilons(self.model))
         self._generator = torch.Generator().manual_seed(0)
         self._randomize()
         for name in self._find_shifted() if shifted is None else shifted:
             self.layouts[name] = replace(self.layouts[name], one_plus=True)
         self.set_epsilon(0.0)
+
+    @torch.no_grad()
+    def _check_tokens_suffice(self) -> None:
+        try:
+            self.outputs()
+        except Exception as error:  # Whatever a model's own checks raise.
+            raise ValueError(
+                f"{type(self.model).__name__} does not run on random tokens alone "
+                f"({type(error).__name__}: {error}): give inputs, what it is called with"
+            ) from error
 
     @property
     def axes(self) -> list[Axis]:

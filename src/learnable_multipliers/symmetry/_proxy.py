@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import unwrap
@@ -31,18 +31,31 @@ if TYPE_CHECKING:
 # Time grows with the cube of the number of scales: half a minute on one core for these.
 _MOST_SCALES = 1500
 
-Proxy = nn.Module | Literal["auto"] | None
+Proxy = nn.Module | tuple[nn.Module, Any] | Literal["auto"] | None
+
+_ADVICE = (
+    "make a small model of the same architecture yourself and pass it with inputs for it, "
+    "proxy=(small, inputs), or pass proxy=None to search the model itself"
+)
 
 # Sizes are small, and differ where they can, so that none is mistaken for another.
+_VOCABULARY = 13
 _HEAD_DIM = 6
 _NUM_LAYERS = 2
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _SIZES = {
-    ("vocab_size",): 13,
+    ("vocab_size",): _VOCABULARY,
     _WIDTHS: 8,
-    ("head_dim",): _HEAD_DIM,
-    ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"): 7,
+    ("head_dim", "d_kv"): _HEAD_DIM,
+    ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size", "d_ff"): 7,
+    ("encoder_ffn_dim", "decoder_ffn_dim"): 7,
+    ("projection_dim",): 10,
+    ("embed_dim",): 6,
+    ("num_conv_pos_embedding_groups",): 2,
     ("num_local_experts", "num_experts", "n_routed_experts"): 3,
     ("num_experts_per_tok",): 2,
     ("mamba_d_ssm", "ssm_size"): 15,
@@ -51,7 +64,10 @@ _SIZES = {
     ("mamba_d_state", "ssm_state_size", "state_size"): 4,
     ("mamba_chunk_size", "ssm_chunk_size", "chunk_size"): 8,
 }
+# One for each stage of a hierarchy.
+_STAGES = {"depths": 1, "num_heads": 3}
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
+_SIDES = ("encoder_attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -66,8 +82,10 @@ def find_symmetries(
     not given.
 
     A small model is searched itself, in float64; a large one through its `proxy`, a small model of
-    the same class: made from the model's config ("auto"), or given. Each symmetry of the proxy is
-    confirmed on the model before it is returned. None searches the model itself, whatever its size.
+    the same class: made from the model's config ("auto"), or given, alone or as a pair with its own
+    inputs. Without these it is run on random tokens if that is possible, else on `inputs`, with
+    tokens wrapped around its small vocabulary. Each symmetry of the proxy is confirmed on the model
+    before it is returned. None searches the model itself, whatever its size.
     """
     carried = None
     if plan is not None:
@@ -89,9 +107,55 @@ def search(
     if proxy is None:
         itself = ModelCopy(model, inputs, carried)
         return null_space_symmetries(itself), itself, None
-    small = ModelCopy(proxy, None, None if carried is None else _fitted(carried, proxy))
+    proxy, own_inputs = proxy if isinstance(proxy, tuple) else (proxy, None)
+    on_proxy = None if carried is None else _fitted(carried, proxy)
+    small = _proxy_copy(proxy, own_inputs, inputs, on_proxy)
     large = copy_like(small, model, inputs, carried)
     return transfer(null_space_symmetries(small), small, large), large, small
+
+
+def _proxy_copy(
+    proxy: nn.Module, own_inputs: Any, inputs: Any, carried: Mapping[str, Matrix] | None
+) -> ModelCopy:
+    """Return a copy of the proxy to run on its own inputs, or on what can be made of the model's.
+
+    Tokens of its own reach all of a language model; other models take the inputs given.
+    """
+    if own_inputs is not None or inputs is None:
+        return ModelCopy(proxy, own_inputs, carried)
+    if not _has_floats(inputs):
+        try:
+            return ModelCopy(proxy, None, carried)
+        except Exception:  # A model that needs more than tokens, as with a decoder.
+            pass
+    vocabulary = getattr(getattr(proxy, "config", None), "vocab_size", _VOCABULARY)
+    try:
+        return ModelCopy(proxy, _with_tokens_below(vocabulary, inputs), carried)
+    except Exception as error:  # Whatever the model raises.
+        raise ValueError(
+            f"a small {type(proxy).__name__} does not run on the inputs given "
+            f"({type(error).__name__}: {error}): {_ADVICE}"
+        ) from error
+
+
+def _has_floats(inputs: Any) -> bool:
+    if isinstance(inputs, Tensor):
+        return inputs.is_floating_point()
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    return isinstance(inputs, tuple | list) and any(map(_has_floats, inputs))
+
+
+def _with_tokens_below(count: int, inputs: Any) -> Any:
+    """Return inputs in which every whole number of `count` and above is wrapped around."""
+    if isinstance(inputs, Tensor):
+        whole = not inputs.is_floating_point() and inputs.dtype != torch.bool
+        return torch.where(inputs >= count, inputs % count, inputs) if whole else inputs
+    if isinstance(inputs, Mapping):
+        return {key: _with_tokens_below(count, value) for key, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_with_tokens_below(count, value) for value in inputs)
+    return inputs
 
 
 def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix]:
@@ -102,6 +166,8 @@ def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix
         if matrix is None:
             continue
         sizes = [part.size for part in role.parts]
+        if len(matrix.blocks) == 1:
+            sizes = [role.shape[-1 if role.transposed else -2] // role.repeats]
         if len(sizes) != len(matrix.blocks):
             raise ValueError(
                 f"{role.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} in "
@@ -118,12 +184,8 @@ def make_proxy(model: nn.Module) -> nn.Module:
     """Return a small model of the class and architecture of `model`, with random weights."""
     bare = unwrap(model)
     config = getattr(bare, "config", None)
-    advice = (
-        "make a small model of the same architecture yourself and pass it instead, or pass "
-        "proxy=None to search the model itself"
-    )
     if config is None:
-        raise ValueError(f"{type(bare).__name__} has no config to make a proxy from: {advice}")
+        raise ValueError(f"{type(bare).__name__} has no config to make a proxy from: {_ADVICE}")
     problems = []
     for sizes in _candidates(config):
         try:
@@ -132,7 +194,7 @@ def make_proxy(model: nn.Module) -> nn.Module:
         except Exception as error:  # Whatever a model's own checks raise.
             problems.append(f"{type(error).__name__}: {error}")
     raise ValueError(
-        f"no small proxy of {type(bare).__name__} could be made ({problems[-1]}): {advice}"
+        f"no small proxy of {type(bare).__name__} could be made ({problems[-1]}): {_ADVICE}"
     )
 
 
@@ -152,11 +214,23 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
         many, few = getattr(config, heads), getattr(config, grouped)
         kv_heads = 3 if few == many else 1 if few == 1 else 2
         sizes |= {grouped: kv_heads, heads: kv_heads if few == many else 3 * kv_heads}
+    for name in filter(partial(_present, config), _SIDES):
+        sizes[name] = 3
+    if isinstance(getattr(config, "depths", None), list | tuple):
+        sizes |= {name: [size] * min(2, len(config.depths)) for name, size in _STAGES.items()}
+    if isinstance(getattr(config, "conv_dim", None), list | tuple):
+        sizes["conv_dim"] = [5] * len(config.conv_dim)
+    if _present(config, "vocab_size"):
+        # The numbers of special tokens lie in the vocabulary.
+        for name, token in vars(config).items():
+            if name.endswith("_token_id") and isinstance(token, int) and token >= _VOCABULARY:
+                sizes[name] = token % _VOCABULARY
     for name in ("layer_types", "layers_block_type"):
         # Some configurations compute the list from others and do not let it be set.
         if isinstance(vars(config).get(name), list):
             sizes[name] = list(getattr(config, name))[:_NUM_LAYERS]
     width = _first_present(config, _WIDTHS)
+    heads = heads or _first_present(config, _SIDES)
     tries = [sizes]
     if width and heads:
         inner = sizes[heads] * _HEAD_DIM
@@ -164,6 +238,14 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
         expand = getattr(config, "expand", None)
         if isinstance(expand, int):
             tries.insert(0, {**sizes, width: inner // expand})
+    # Models of several modalities have a configuration for each.
+    inside = {k: v for k, v in vars(config).items() if hasattr(v, "to_dict")}
+    for name, part in inside.items():
+        options = _candidates(part)
+        tries = [*tries, *(tries[-1:] * (len(options) - len(tries)))]
+        tries = [
+            {**sizes, name: options[min(i, len(options) - 1)]} for i, sizes in enumerate(tries)
+        ]
     return tries
 
 
@@ -178,6 +260,8 @@ def _present(config: Any, name: str) -> bool:
 
 
 def _changed(config: Any, sizes: dict[str, Any]) -> Any:
+    inside = {k: _changed(getattr(config, k), v) for k, v in sizes.items() if isinstance(v, dict)}
+    sizes = {**sizes, **inside}
     if is_dataclass(config) and not isinstance(config, type):
         return replace(config, **sizes)
     changed = copy.deepcopy(config)

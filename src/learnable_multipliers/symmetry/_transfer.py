@@ -65,8 +65,10 @@ def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetrie
     guesses = _Guesses(proxy, model)
     carried: dict[_Place, Symmetry] = {}
     tried: dict[_Place, str] = {}
+    alike = proxy.parameters.keys() == model.parameters.keys()
     for symmetry in found:
-        places = list(_namesakes(symmetry, model))
+        places = _namesakes(symmetry, model, as_named=alike)
+        places = [names for names in places if guesses.known(symmetry, names)]
         if not places:
             tried[_place(symmetry.terms)] = str(symmetry)
         for names in places:
@@ -96,6 +98,11 @@ class _Guesses:
         sizes = [model.num_entries(axis) for axis in model.axes]
         self.effects = dict(zip(model.axes, derivatives.split(sizes, 1), strict=True))
 
+    def known(self, symmetry: Symmetry, names: Mapping[str, list[str]]) -> bool:
+        """Return whether the model has all axes of a symmetry: one channel has no columns."""
+        axes = (Axis(n, t.axis.kind) for t in symmetry.terms for n in names[t.axis.name])
+        return all(axis in self.effects for axis in axes)
+
     def confirmed(self, symmetry: Symmetry, names: Mapping[str, list[str]]) -> Symmetry | None:
         """Return a symmetry of the proxy at the model's sizes, if the model confirms it."""
         guess = self._as_a_whole if symmetry.num_members == 1 else self._by_member
@@ -110,22 +117,24 @@ class _Guesses:
     ) -> Iterator[list[Term]]:
         """Yield what the terms of a symmetry with several members may be at the model's sizes."""
         known: dict[tuple[Axis, float], Pattern] = {}
-        runs: list[tuple[Axis, float]] = []
+        runs: dict[tuple[Axis, float], None] = {}
         for term in symmetry.terms:
-            slot = Axis(names[term.axis.name][0], term.axis.kind), term.power
             pattern = describe(term.members)
-            if pattern is None:
-                runs.append(slot)
-            else:
-                known[slot] = pattern
+            # Those of several layers of the proxy stand for the same ones here: each once.
+            for name in names[term.axis.name]:
+                slot = Axis(name, term.axis.kind), term.power
+                if pattern is None:
+                    runs[slot] = None
+                else:
+                    known[slot] = pattern
         lengths = [self.model.num_entries(axis) for axis, _ in known]
         for patterns in resized_patterns(list(known.values()), lengths) if known else ():
             placed = [
                 Term(axis, power, pattern.members())
                 for (axis, power), pattern in zip(known, patterns, strict=True)
             ]
-            placed += self._runs(runs, placed)
-            if len(placed) == len(symmetry.terms):
+            placed += self._runs(list(runs), placed)
+            if len(placed) == len(known) + len(runs):
                 yield placed
 
     def _as_a_whole(
@@ -179,15 +188,21 @@ class _Guesses:
         return float(left.max()) <= _CONFIRMED and bool(size[:count].any())
 
 
-def _namesakes(symmetry: Symmetry, model: ModelCopy) -> Iterator[dict[str, list[str]]]:
+def _namesakes(
+    symmetry: Symmetry, model: ModelCopy, *, as_named: bool
+) -> Iterator[dict[str, list[str]]]:
     """Yield for each place in the model the names that stand for those of the proxy.
 
     A symmetry inside one layer comes back in every layer that has all its parameters; one that
-    spans layers takes all parameters of its kinds.
+    spans layers takes all parameters of its kinds, or those of its own names if the model has as
+    many layers as the proxy.
     """
     names = [term.axis.name for term in symmetry.terms]
     same = {name: namesakes([name], model.parameters) for name in names}
     numbers = {_numbers(name) for name in names} - {()}
+    if len(numbers) > 1 and as_named:
+        yield {name: [name] for name in names}
+        return
     if len(numbers) > 1:
         if all(same.values()):
             yield same
