@@ -1,9 +1,6 @@
 """Lightning and Fabric train, clip, resume and log as a plain loop does, bit for bit."""
 
 import csv
-import importlib
-import re
-import sys
 import warnings
 
 import pytest
@@ -265,14 +262,3 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
     for name, parts in optimizer.multipliers().items():
         for part, value in parts.items():
             assert torch.equal(value, inner.multipliers()[name][part])
-
-
-@pytest.mark.parametrize("framework", ["lightning", "torchtitan"])
-def test_a_missing_framework_is_told_in_one_line(framework, monkeypatch):
-    for name in (framework, "lightning.pytorch", "torchtitan.components"):
-        monkeypatch.setitem(sys.modules, name, None)
-    module = f"learnable_multipliers.integrations.{framework}"
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    line = f"pip install 'learnable-multipliers[{framework}]'"
-    with pytest.raises(ImportError, match=re.escape(line)):
-        importlib.import_module(module)

@@ -1,9 +1,7 @@
 """Trainer, SFTTrainer and PEFT train what a plain loop trains, bit for bit."""
 
-import importlib
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -210,11 +208,16 @@ def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
     assert "multipliers/largest" in training_logs(trainer)[0]
 
 
-def test_without_transformers_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "learnable_multipliers.integrations.transformers")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'learnable-multipliers\[transformers\]'"):
-        importlib.import_module("learnable_multipliers.integrations.transformers")
+def test_the_class_without_the_factory_is_refused(tmp_path):
+    """Trainer's own groups carry no plan."""
+    trainer = Trainer(
+        model=tiny(),
+        args=arguments(tmp_path),
+        train_dataset=dataset(),
+        optimizer_cls_and_kwargs=(lrm.AdamW, {"lr": 1e-2}),
+    )
+    with pytest.raises(ValueError, match=r"use lrm\.AdamW\.from_model\(model\)"):
+        trainer.train()
 
 
 def test_clipping_by_trainer_is_told(tmp_path):
