@@ -176,7 +176,7 @@ def test_a_wrapped_optimizer_refuses_the_state_of_another():
 # -- before the first step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict"])
+@pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict", "after a look"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_loaded_before_the_first_step_are_taken_over(write, dtype):
     model, other = net(dtype), net(dtype)
@@ -184,8 +184,11 @@ def test_weights_loaded_before_the_first_step_are_taken_over(write, dtype):
         for p in other.parameters():
             p.mul_(3.0)
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    if write == "after a look":
+        # Checkpointing tools take a step without rate and gradient where there is no state.
+        get_optimizer_state_dict(model, optimizer)
     lrm.multipliers(optimizer)
-    if write == "load_state_dict":
+    if write in ("load_state_dict", "after a look"):
         model.load_state_dict(other.state_dict())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         if write == "data":

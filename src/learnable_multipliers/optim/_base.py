@@ -197,8 +197,9 @@ class MultiplierOptimizer(Optimizer):
             # Checkpointing tools take a step without rate and gradient to see the state; it must
             # leave no trace.
             go = go & (norm != 0)
+        else:
+            self._has_stepped = True
         self._count_skipped(finite)
-        self._has_stepped = True
         if bound.kernels.decides_on_host and not bool(go):
             return
         moved = bound.has_gradient(active)

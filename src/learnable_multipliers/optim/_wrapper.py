@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -109,18 +110,15 @@ class LearnableMultipliers(MultiplierOptimizer):
         placement: Placement | Plan = "full",
         *,
         rules: Sequence[Rule] = (),
-        multiplier_betas: tuple[float, float] = (0.9, 0.95),
-        multiplier_eps: float = 1e-8,
-        multiplier_lr_scale: float = 1.0,
-        multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
-        max_grad_norm: float | None = None,
-        backend: Backend = "auto",
         **settings: Any,
     ) -> Self:
         """Return an optimizer of torch on a model whose matrices carry multipliers.
 
-        `settings` are those of the optimizer: `lr`, `momentum`, ... Vectors train without decay.
+        `settings` are the optimizer's (`lr`, `momentum`, ...) and the constructor's
+        (`multiplier_lr_scale`, `max_grad_norm`, ...). Vectors train without decay.
         """
+        names = inspect.getfullargspec(cls.__init__).kwonlyargs
+        own_settings = {name: settings.pop(name) for name in names if name in settings}
         plan = plan_for(model, placement, rules)
         groups = []
         for group in param_groups(model, plan):
@@ -134,17 +132,8 @@ class LearnableMultipliers(MultiplierOptimizer):
             groups.append(own)
         # The groups say it now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
-        return cls(
-            optimizer(groups, **settings),
-            model,
-            replace(plan, entries=entries),
-            multiplier_betas=multiplier_betas,
-            multiplier_eps=multiplier_eps,
-            multiplier_lr_scale=multiplier_lr_scale,
-            multiplier_weight_decay=multiplier_weight_decay,
-            max_grad_norm=max_grad_norm,
-            backend=backend,
-        )
+        planned = replace(plan, entries=entries)
+        return cls(optimizer(groups, **settings), model, planned, **own_settings)
 
     def adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
         """Return beta1, beta2 and eps of the multipliers."""
