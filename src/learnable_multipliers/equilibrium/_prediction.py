@@ -245,7 +245,7 @@ class Expectations:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from where walks of the same tensors stood."""
+        """Continue from where walks of the same tensors stood."""
         missing = [str(walk) for walk in self._states if str(walk) not in state["walks"]]
         if missing:
             raise ValueError(

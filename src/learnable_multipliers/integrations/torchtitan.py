@@ -95,7 +95,6 @@ class OptimizersContainer(optimizer.OptimizersContainer):
         self._monitor: Monitor | None = None
         trained = [p for group in ours.param_groups for p in group["params"]]
         self._post_init(trained)
-        assert ours.plan is not None
         logger.info("lrm.%s: %s", config.name, ours.plan.summary)
 
     @property

@@ -133,9 +133,9 @@ def converted(
     Multipliers of both plans are kept. Those of the old one alone become part of the raw weight,
     whose moments follow; those of the new one alone start at 1. No effective weight changes.
     """
+    before = {entry.name: entry.matrix for entry in from_plan.entries if entry.matrix}
     by_name = {}
     for group in saved["param_groups"]:
-        before = {entry.name: entry.matrix for entry in from_plan.entries if entry.matrix}
         names = group["param_names"]
         if group["plan"] != fingerprint({n: before[n] for n in names if n in before}):
             raise ValueError("from_plan is not the plan that this optimizer state was saved under")
@@ -144,9 +144,7 @@ def converted(
             by_name[name] = _converted(old, new, kept) if old and new and kept else kept
     settings = {name: group for group in saved["param_groups"] for name in group["param_names"]}
     _check_names(groups, by_name)
-    kept_settings = [
-        {**group, **_settings(settings[group["param_names"][0]])} for group in groups if group
-    ]
+    kept_settings = [{**group, **_settings(settings[group["param_names"][0]])} for group in groups]
     return packed(kept_settings, by_name)
 
 

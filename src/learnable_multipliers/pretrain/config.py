@@ -233,7 +233,7 @@ class TrainConfig:
     z_loss: float = 1e-4
     """Weight of the squared log normalizer in the loss (paper: 1e-4)."""
     resume: bool = False
-    """Go on from the newest good checkpoint in the folder."""
+    """Resume from the newest valid checkpoint in the folder."""
     dry_run: bool = False
     """Show plan, sizes, memory and the first batch, and train nothing."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -68,7 +68,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} could not be saved to {folder}: {error}. "
             f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
-            "then go on with --resume"
+            "then continue with --resume"
         ) from error
     try:
         world.run_on_all(lambda: world.is_first and _prune(folder, checkpoint.step, keep))
@@ -150,7 +150,7 @@ def load_newest(
         raise CheckpointError(f"{folder} holds no good checkpoint: the first rank says why")
     if wrong:
         raise CheckpointError("no checkpoint is good: " + "; ".join(wrong))
-    raise CheckpointError(f"{folder} holds no checkpoint to go on from")
+    raise CheckpointError(f"{folder} holds no checkpoint to resume from")
 
 
 def load_newest_of(

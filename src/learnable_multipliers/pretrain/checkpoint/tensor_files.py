@@ -2,7 +2,7 @@
 
 A rank writes `model-00003.safetensors` with its pieces, and in the file's metadata where each lies
 in its tensor; a process by itself writes `model.safetensors`. Each reader takes what it needs of
-either, so that a run can go on with any number of ranks.
+either, so that a run can resume on any number of ranks.
 """
 
 from __future__ import annotations
