@@ -148,6 +148,9 @@ def test_lightning_resumes_bit_for_bit(tmp_path):
     model, optimizer, _, health = plain_run()
     assert_same(module.net, trainer.optimizers[0], model, optimizer)
     assert callback.health.metrics() == health[-1]
+    whole = MultiplierCallback()
+    fit(tmp_path / "whole", Module(), callbacks=[whole], gradient_clip_val=CLIP)
+    assert callback.state_dict() == whole.state_dict()
 
 
 def test_lightning_logs_health_at_its_own_steps(tmp_path):

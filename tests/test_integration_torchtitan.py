@@ -88,6 +88,7 @@ def test_torchtitan_resumes_bit_for_bit(ranks, whole, tmp_path):
     assert end["step"] == titan.STEPS
     assert_same(end, whole[2])
     assert end["health"] == whole[2]["health"]
+    assert end["monitor"] == whole[2]["monitor"]
     assert not math.isnan(end["health"]["noise/matrices"])
 
 

@@ -173,6 +173,8 @@ def test_trainer_resumes_bit_for_bit_with_its_monitor(tmp_path, dtype):
     assert_same(resumed.model, resumed.optimizer, whole.model, whole.optimizer)
     for record, other in zip(training_logs(whole), training_logs(resumed), strict=True):
         assert record == other
+    monitors = [trainer.callback_handler.callbacks[0].monitor for trainer in (whole, resumed)]
+    assert monitors[0].state_dict() == monitors[1].state_dict()
     # A run that had no callback is followed from where it is.
     bare = make_trainer(arguments(tmp_path / "bare", **args), callback=False)
     bare.add_callback(Kill())

@@ -137,6 +137,7 @@ def _result(trainer):
         "multipliers": lrm.multipliers(trainer.optimizers),
         "grad_norm": float(optimizer.grad_norm) if optimizer.grad_norm is not None else None,
         "health": health.metrics() if health else None,
+        "monitor": trainer.optimizers.monitor.state_dict(),
         "step": trainer.step,
     }
 
