@@ -1,0 +1,54 @@
+"""Checksums that our JSON files carry of themselves: a changed byte is noticed on reading.
+
+They detect accidents, not an attacker who writes a new checksum too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from typing import Any
+
+KEY = "sha256"
+_LINE_END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?')
+_LINE_END_BYTES = len(', "crc32": "00000000"}')
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with the SHA-256 of its content added."""
+    return content | {KEY: _digest(content)}
+
+
+def unsealed(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the content of a sealed object; raise a ValueError if it was changed since."""
+    content = {key: value for key, value in found.items() if key != KEY}
+    if KEY not in found:
+        raise ValueError(f"{name} carries no {KEY} of its content")
+    if found[KEY] != _digest(content):
+        raise ValueError(f"{name} was changed after it was written: its {KEY} does not fit")
+    return content
+
+
+def sealed_line(record: dict[str, Any]) -> bytes:
+    """Return a record, not an empty one, as a line of JSON that ends with its CRC-32."""
+    text = json.dumps(record, allow_nan=False)[:-1].encode()
+    return text + b', "crc32": "%08x"}\n' % zlib.crc32(text)
+
+
+def unsealed_line(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; raise a ValueError if it was changed since."""
+    line = line.removesuffix(b"\n")
+    text, end = line[:-_LINE_END_BYTES], _LINE_END.fullmatch(line[-_LINE_END_BYTES:])
+    if end is None:
+        raise ValueError("it does not end with its crc32")
+    if int(end[1], 16) != zlib.crc32(text):
+        raise ValueError("it was changed after it was written: its crc32 does not fit")
+    return json.loads(text + b"}")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Return a SHA-256 that does not depend on white space or the order of keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
