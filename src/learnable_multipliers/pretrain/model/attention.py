@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,24 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in heads)
         grouped = self.num_kv_heads < self.num_heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return scaled(y.transpose(1, 2).flatten(-2), self.mup_attention_out)
+        y = _ContiguousGradient.apply(y.transpose(1, 2).flatten(-2))
+        return scaled(y, self.mup_attention_out)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient.
+
+    torch caches cuDNN's backward plans by the strides of q, k and v, not of the gradient: a plan
+    made for a slice of a joined gradient misreads a contiguous one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 def angles(length: int, head_dim: int, theta: float, device: torch.device) -> Angles:
