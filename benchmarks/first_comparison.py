@@ -142,7 +142,7 @@ def command_of(options: argparse.Namespace, config: TrainConfig) -> str:
     """Return the command that makes the same run."""
     chosen, schedule = config.optimizer, config.schedule
     extra = "".join(
-        f" --{name.replace('_', '-')} {value}"
+        f" --{name.replace('_', '-')} {value.strip('[]').replace(',', ' ')}"
         for name, _, value in (setting.partition("=") for setting in options.set)
         if not name.startswith("schedule.")
     )
