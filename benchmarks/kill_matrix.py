@@ -34,6 +34,11 @@ from forked import Ended
 from kill_moments import Moment, Operation, moments, torn_files
 from kill_ranks import RANKS, TIMEOUT, VICTIMS, Kill, Launcher, Victim
 
+# These and what torch loads when it is first used: imported before the fork, not after each.
+import torch._dynamo  # isort: skip
+import torch.distributed.fsdp  # isort: skip
+import torch.distributed.tensor.debug  # isort: skip
+import learnable_multipliers.cli.train  # noqa: F401
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
@@ -119,7 +124,7 @@ class Tally:
     restarts: int = 0
     """Kills before the first checkpoint: there is nothing to resume then."""
     longest_wait: float = 0.0
-    """Seconds from a kill to the end of all other processes of a run."""
+    """Seconds from the kill of a rank to the end of all other processes."""
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -343,7 +348,7 @@ class Trials:
         self.tally.kills[f"{who}{place}"] += 1
         if moment is not None:
             self.tally.places[f"{who}{moment.phase}: {done.told}"] += 1
-        if kill.after is not None:
+        if kill.after is not None and kill.victim.ranks:
             waited = round(done.seconds - kill.after, 1)
             self.tally.longest_wait = max(self.tally.longest_wait, waited)
 

@@ -23,11 +23,6 @@ from typing import Literal
 from forked import CRASHED, Ended, Tell, processes
 from kill_moments import Moment, Operation, kill_at, record
 
-# These and what torch loads when it is first used: imported before the fork, not after each.
-import torch._dynamo  # isort: skip
-import torch.distributed.fsdp  # isort: skip
-import torch.distributed.tensor.debug  # noqa: F401  # isort: skip
-import learnable_multipliers.cli.train  # noqa: F401
 from learnable_multipliers.cli import main as lrm
 from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 
@@ -183,8 +178,8 @@ def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> Ended:
         for victim in [*victims, *[launcher] * kill.victim.launcher]:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-    # A run that is not killed, or not yet, takes its time.
-    patience = COLD if kill is None or kill.moment else PATIENCE
+    # A run that nobody or only torchrun is killed of goes on.
+    patience = PATIENCE if kill and kill.after is not None and kill.victim.ranks else COLD
     rest, end = _reap(patience), time.time()
     code = rest.codes[launcher]
     deaths = [*folder.glob("told-*")]
