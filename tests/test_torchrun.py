@@ -140,11 +140,11 @@ def test_a_rank_that_is_gone_ends_the_run(data, tmp_path, number, told):
     assert told in text
 
 
-def train_here(rank, port, dying_in, arguments, pipe):
+def train_here(rank, number, port, dying_in, arguments, pipe):
     """Be a rank that torchrun started; the last one is killed in a function."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if rank == 1:
+    if rank == number - 1:
         module, name = dying_in
         module = importlib.import_module(f"learnable_multipliers.pretrain.{module}")
         setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -156,38 +156,45 @@ def train_here(rank, port, dying_in, arguments, pipe):
         pipe.send(traceback.format_exc())
 
 
+CONNECTING = "could not connect to the others within 3 s"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dying_in", "told"),
+    ("number", "dying_in", "told"),
     [
-        (("trainer.trainer", "join"), "could not connect to the others within 3 s"),
-        (("distributed", "init_device_mesh"), "could not connect to the others within 3 s"),
-        (("trainer.trainer", "optimizer_for"), "lost a rank or waited too long (3 s"),
+        (2, ("trainer.trainer", "join"), CONNECTING),
+        # The groups of four ranks on two axes connect one after the other.
+        (4, ("distributed", "init_device_mesh"), CONNECTING),
+        (2, ("trainer.trainer", "optimizer_for"), "lost a rank or waited too long (3 s"),
     ],
-    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+    ids=["joining", "meshing", "set-up"],
 )
-def test_a_rank_that_dies_before_the_first_step_is_one_line_on_the_other(
-    data, tmp_path, dying_in, told
+def test_a_rank_that_dies_before_the_first_step_is_one_line_on_all_others(
+    data, tmp_path, number, dying_in, told
 ):
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(ranks.PRELOADED)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipe, far_end = context.Pipe()
     line = arguments(data, tmp_path / "run", "--parallel.timeout", "3")
-    started = [
-        context.Process(target=train_here, args=(rank, port, dying_in, line, far_end))
-        for rank in range(2)
-    ]
-    for process in started:
+    pipes, started = [], []
+    for rank in range(number):
+        pipe, far_end = context.Pipe()
+        process = context.Process(
+            target=train_here, args=(rank, number, port, dying_in, line, far_end)
+        )
         process.start()
+        pipes.append(pipe)
+        started.append(process)
     try:
-        assert pipe.poll(PATIENCE)
-        text = pipe.recv()
-        assert text.startswith("lrm train (rank 0): rank 0 of 2 ")
-        assert told in text
-        assert len(text.splitlines()) == 1
+        for rank, pipe in enumerate(pipes[:-1]):
+            assert pipe.poll(40), f"rank {rank} waits"
+            text = pipe.recv()
+            assert text.startswith(f"lrm train (rank {rank}): rank {rank} of {number} "), text
+            assert told in text
+            assert len(text.splitlines()) == 1
     finally:
         for process in started:
             process.kill()

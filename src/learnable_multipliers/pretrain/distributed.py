@@ -187,7 +187,12 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     try:
         if not started:
             dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
-        mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=AXES)
+        mesh = init_device_mesh(
+            device_type,
+            tuple(axes),
+            mesh_dim_names=AXES,
+            backend_override=_options(axes, limit) if device_type == "cpu" else None,
+        )
         for name in AXES:
             # A mesh makes its groups with a timeout of its own.
             _set_pg_timeout(limit, mesh.get_group(name))
@@ -204,3 +209,11 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     made = [group for group in (*mesh.get_all_groups(), control) if group != dist.group.WORLD]
     made = made if started else [dist.group.WORLD]
     return World(dist.get_rank(), size, axes, mesh, control, timeout, made)
+
+
+def _options(axes: Axes, limit: timedelta) -> dict[str, Any]:
+    """Return what a mesh makes its gloo groups with: they connect at once, within the timeout."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = limit
+    # An axis of all ranks shares the default group.
+    return {name: options for name, n in zip(AXES, axes, strict=True) if n < math.prod(axes)}
