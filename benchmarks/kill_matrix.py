@@ -160,7 +160,7 @@ def matrix(folder: Path, counts: dict[Launcher, int], workers: int, seed: int) -
         if not count:
             continue
         untouched = Untouched(launcher, folder / launcher, data)
-        plans = spread(untouched.operations(), count // 2, draw)
+        plans = spread(untouched.operations(), count // 2, draw) if count > 1 else []
         for worker, share in enumerate(shares):
             kills = len(range(worker, count, workers))
             share.append(Share(untouched, plans[worker::workers], kills))
