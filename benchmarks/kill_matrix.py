@@ -298,7 +298,8 @@ class Trials:
     def __init__(self, untouched: Untouched, folder: Path, draw: random.Random):
         self.tally = Tally()
         self._draw = draw
-        self._launcher, self._data = untouched.launcher, untouched.data
+        self._launcher: Launcher = untouched.launcher
+        self._data = untouched.data
         self._whole, self._seconds = untouched.run, untouched.seconds
         self._output, self._part = folder / "output", folder / "part"
         self._published: list[int] = []

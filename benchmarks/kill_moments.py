@@ -60,7 +60,7 @@ class Operation:
     """Bytes of each file being written, before the operation."""
 
 
-def kill_at(moment: Moment, tell: Callable[[str], None]) -> None:
+def kill_at(moment: Moment, tell: Callable[[str], object]) -> None:
     """Let this process die at a moment; `tell` hears where, just before."""
 
     def on_operation(number: int, call: str, side: str) -> None:

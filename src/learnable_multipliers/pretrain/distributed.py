@@ -211,9 +211,9 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     return World(dist.get_rank(), size, axes, mesh, control, timeout, made)
 
 
-def _options(axes: Axes, limit: timedelta) -> dict[str, Any]:
+def _options(axes: Axes, limit: timedelta) -> dict[Any, Any]:
     """Return what a mesh makes its gloo groups with: they connect at once, within the timeout."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = limit
     # An axis of all ranks shares the default group.
     return {name: options for name, n in zip(AXES, axes, strict=True) if n < math.prod(axes)}
