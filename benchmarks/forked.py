@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -89,7 +90,8 @@ def _wait(child: int, reader: int, start: float, deadline: float | None) -> Ende
     while True:
         left = None if deadline is None else max(0, deadline - time.perf_counter())
         if not select.select([reader], [], [], left)[0]:
-            os.kill(child, signal.SIGKILL)
+            # Its stack goes to its output.
+            os.kill(child, signal.SIGABRT)
             deadline, hung = None, True
         elif part := os.read(reader, 1 << 16):
             told += part
@@ -113,6 +115,7 @@ def _become(arguments: list[str], output: Path, prepared: Prepare, tell: Tell) -
         descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
+        faulthandler.enable()
         sys.argv = ["lrm", *arguments]
         finish = prepared(tell)
         lrm(arguments)

@@ -30,8 +30,10 @@ Launcher = Literal["alone", "ranks", "torchrun"]
 RANKS = 2
 TIMEOUT = 10.0
 """Seconds that a rank waits for the other."""
-PATIENCE = 2 * TIMEOUT + 5
-"""Seconds after which what a kill has left counts as hung; torchrun kills it after 30."""
+PATIENCE = 3 * TIMEOUT + 5
+"""Seconds after which what a kill has left counts as hung: torch tries twice to connect."""
+TORCHRUN_PATIENCE = 28.0
+"""The same under torchrun, which kills it after 30."""
 COLD = 120.0
 """The longest start of torchrun and its ranks, in seconds."""
 _FOLDER, _KILL = "KILL_FOLDER", "KILL_AT"
@@ -179,7 +181,7 @@ def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> Ended:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
     # A run that nobody or only torchrun is killed of goes on.
-    patience = PATIENCE if kill and kill.after is not None and kill.victim.ranks else COLD
+    patience = TORCHRUN_PATIENCE if kill and kill.after is not None and kill.victim.ranks else COLD
     rest, end = _reap(patience), time.time()
     code = rest.codes[launcher]
     deaths = [*folder.glob("told-*")]
@@ -189,7 +191,7 @@ def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> Ended:
         code=CRASHED if [*folder.glob("crashed-*")] else -signal.SIGKILL if killed else code,
         told="".join(file.read_text() for file in deaths),
         seconds=time.perf_counter() - start,
-        hung=rest.hung or any(end - file.stat().st_mtime > PATIENCE for file in deaths),
+        hung=rest.hung or any(end - file.stat().st_mtime > TORCHRUN_PATIENCE for file in deaths),
     )
 
 
