@@ -1,16 +1,22 @@
 """`torchrun ... lrm train` on two ranks: signals save, and no rank waits forever for a dead one."""
 
 import contextlib
+import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 
 import processes
+import ranks
+from learnable_multipliers.cli import main as lrm
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 
@@ -40,6 +46,18 @@ def start(data, out, *more):
         "--no-python",
         BIN / "lrm",
     ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return processes.start(
+        [*command, *arguments(data, out, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def arguments(data, out, *more):
+    """Return the command line of a rank."""
     settings = SMALL | {"model": SMALL["model"] | SHAPE}
     given = [
         word
@@ -47,11 +65,8 @@ def start(data, out, *more):
         for key, value in named.items()
         for word in (f"--{section}.{key}", str(value))
     ]
-    command += ["train", "tiny-llama", "--data.path", data, "--out", out, *given, *SWITCHES, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return processes.start(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    place = ["--data.path", str(data), "--out", str(out)]
+    return ["train", "tiny-llama", *place, *given, *SWITCHES, *more]
 
 
 def wait_for_steps(run, out, count):
@@ -123,3 +138,64 @@ def test_a_rank_that_is_gone_ends_the_run(data, tmp_path, number, told):
     code, text = ended(run)
     assert code != 0
     assert told in text
+
+
+def train_here(rank, number, port, dying_in, arguments, pipe):
+    """Be a rank that torchrun started; the last one is killed in a function."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if rank == number - 1:
+        module, name = dying_in
+        module = importlib.import_module(f"learnable_multipliers.pretrain.{module}")
+        setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        lrm(arguments)
+    except SystemExit as stop:
+        pipe.send(stop.code)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+CONNECTING = "could not connect to the others within 3 s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "dying_in", "told"),
+    [
+        (2, ("trainer.trainer", "join"), CONNECTING),
+        # The groups of four ranks on two axes connect one after the other.
+        (4, ("distributed", "init_device_mesh"), CONNECTING),
+        (2, ("trainer.trainer", "optimizer_for"), "lost a rank or waited too long (3 s"),
+    ],
+    ids=["joining", "meshing", "set-up"],
+)
+def test_a_rank_that_dies_before_the_first_step_is_one_line_on_all_others(
+    data, tmp_path, number, dying_in, told
+):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(ranks.PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = arguments(data, tmp_path / "run", "--parallel.timeout", "3")
+    pipes, started = [], []
+    for rank in range(number):
+        pipe, far_end = context.Pipe()
+        process = context.Process(
+            target=train_here, args=(rank, number, port, dying_in, line, far_end)
+        )
+        process.start()
+        pipes.append(pipe)
+        started.append(process)
+    try:
+        for rank, pipe in enumerate(pipes[:-1]):
+            assert pipe.poll(40), f"rank {rank} waits"
+            text = pipe.recv()
+            assert text.startswith(f"lrm train (rank {rank}): rank {rank} of {number} "), text
+            assert told in text
+            assert len(text.splitlines()) == 1
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
