@@ -199,3 +199,17 @@ def test_a_rank_that_dies_before_the_first_step_is_one_line_on_all_others(
         for process in started:
             process.kill()
             process.join()
+
+
+def test_ranks_that_never_connect_end_at_the_deadline():
+    program = """
+import time
+from learnable_multipliers.pretrain.distributed import _deadline
+with _deadline(60.0, "in time"):
+    pass
+with _deadline(0.1, "rank 1 of 2 could not connect"):
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "rank 1 of 2 could not connect\n"

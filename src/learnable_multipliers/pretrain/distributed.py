@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,31 +186,59 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     if size == 1 and not started:
         return World()
     limit = timedelta(seconds=timeout)
+    lost = (
+        f"rank {os.environ.get('RANK', 0)} of {size} could not connect to the others within "
+        f"{timeout:g} s: one of them has died, hangs or was not started, and its own messages "
+        "say why. Start all of them again."
+    )
     try:
-        if not started:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
-        mesh = init_device_mesh(
-            device_type,
-            tuple(axes),
-            mesh_dim_names=AXES,
-            backend_override=_options(axes, limit) if device_type == "cpu" else None,
-        )
-        for name in AXES:
-            # A mesh makes its groups with a timeout of its own.
-            _set_pg_timeout(limit, mesh.get_group(name))
-        control = dist.new_group(backend="gloo", timeout=limit)
+        with _deadline(3 * timeout, lost):
+            mesh, control = _connect(axes, limit, device_type, started)
     except RuntimeError as error:
         if not _is_connection_error(error):
             raise
-        raise RankLostError(
-            f"rank {os.environ.get('RANK', 0)} of {size} could not connect to the others within "
-            f"{timeout:g} s: one of them has died, hangs or was not started, and its own messages "
-            f"say why. Start all of them again. ({str(error).splitlines()[0]})"
-        ) from error
+        raise RankLostError(f"{lost} ({str(error).splitlines()[0]})") from error
     # Destroying the default group destroys all others. A mesh may use it for one of its axes.
     made = [group for group in (*mesh.get_all_groups(), control) if group != dist.group.WORLD]
     made = made if started else [dist.group.WORLD]
     return World(dist.get_rank(), size, axes, mesh, control, timeout, made)
+
+
+def _connect(axes: Axes, limit: timedelta, device_type: str, started: bool) -> tuple[Any, Any]:
+    """Return the mesh, and the group of all ranks for plain data."""
+    if not started:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
+    mesh = init_device_mesh(
+        device_type,
+        tuple(axes),
+        mesh_dim_names=AXES,
+        backend_override=_options(axes, limit) if device_type == "cpu" else None,
+    )
+    for name in AXES:
+        # A mesh makes its groups with a timeout of its own.
+        _set_pg_timeout(limit, mesh.get_group(name))
+    return mesh, dist.new_group(backend="gloo", timeout=limit)
+
+
+@contextmanager
+def _deadline(seconds: float, text: str) -> Iterator[None]:
+    """End the process if the work inside takes longer.
+
+    A gloo group that loses a rank while it connects may wait beyond its timeout, and cannot be
+    interrupted. Nothing has been written by then.
+    """
+
+    def end() -> None:
+        print(text, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _options(axes: Axes, limit: timedelta) -> dict[Any, Any]:
