@@ -24,7 +24,7 @@ from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, Op
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.
@@ -155,7 +155,7 @@ def rates(config: SimulateConfig) -> list[float]:
         decay_factor=config.decay_factor,
         decay_shape=config.decay_shape,
     )
-    return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
+    return [config.lr * step.lr_factor for step in Schedule(schedule, 1, 1)]
 
 
 def rows(

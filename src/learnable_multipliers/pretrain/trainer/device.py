@@ -21,7 +21,7 @@ from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 KINDS = ("cuda", "mps", "cpu")
 PEAK_TFLOPS = {"H200": 790.0, "H100 80GB HBM3": 790.0}
@@ -173,9 +173,8 @@ def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
         return
     data = config.data
     micro = data.micro_batch_sequences
-    planned = steps(config.schedule, data.batch_sequences, data.sequence_length)
-    batches = sorted({step.sequences for step in planned})
-    uneven = [n for n in batches if micro and n % min(micro, n)]
+    planned = Schedule(config.schedule, data.batch_sequences, data.sequence_length)
+    uneven = [n for n in planned.batch_sizes if micro and n % min(micro, n)]
     if uneven:
         yield SlowPath(
             f"data.micro_batch_sequences={micro} does not divide batches of "

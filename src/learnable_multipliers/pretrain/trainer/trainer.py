@@ -8,6 +8,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -90,7 +91,7 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.schedule = schedule.steps(
+        self.schedule = schedule.Schedule(
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
@@ -186,9 +187,9 @@ class Trainer:
         return self.samples * self.config.data.sequence_length
 
     @property
-    def tokens_after(self) -> list[int]:
+    def tokens_after(self) -> schedule.TokensAfter:
         """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
-        return schedule.tokens_after(self.schedule, self.config.data.sequence_length)
+        return schedule.TokensAfter(self.schedule)
 
     @property
     def seconds(self) -> float:
@@ -330,7 +331,8 @@ class Trainer:
     def _restore(self, loaded: checkpoints.Checkpoint, state: RunState) -> None:
         """Restore all state except elapsed time."""
         restore_(self.model, self.optimizer, loaded)
-        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.schedule[: loaded.step]]
+        taken = islice(self.schedule, loaded.step)
+        lrs = (self.config.optimizer.lr * step.lr_factor for step in taken)
         self.monitor.resume(lrs, state.skipped_steps)
         self.step, self.samples = loaded.step, state.samples
         self.passed_over = state.passed_over
