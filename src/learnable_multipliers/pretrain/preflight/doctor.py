@@ -31,9 +31,9 @@ from learnable_multipliers.pretrain.preflight.checks import (
     run_check,
     skipped,
 )
-from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of

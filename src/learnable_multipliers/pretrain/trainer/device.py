@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from learnable_multipliers.kernels._backend import HAS_TRITON
-from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig, check_threads
 from learnable_multipliers.pretrain.model.attention import kernels_take
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
@@ -70,6 +70,7 @@ def choose_device(config: RuntimeConfig) -> Device:
     from_dict(RuntimeConfig, to_dict(config), "runtime")
     if config.num_threads < 0:
         raise ValueError(f"runtime.num_threads must not be negative, got {config.num_threads}")
+    check_threads("runtime.num_threads", config.num_threads)
     kind = config.device
     if kind == "auto":
         kind = "mps" if torch.backends.mps.is_available() else "cpu"

@@ -27,6 +27,7 @@ from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
+from learnable_multipliers.pretrain.trainer.memory import check_fits
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
@@ -83,6 +84,12 @@ class Trainer:
         self.config = config = resolved(config, self.data)
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
+        # Before there is a folder, so that a run that cannot be leaves none.
+        self.schedule = schedule.Schedule(
+            config.schedule, config.data.batch_sequences, config.data.sequence_length
+        )
+        schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
+        check_fits(config, self.device, self.world.axes)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
         try:
             self._set_up(config)
@@ -91,10 +98,6 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.schedule = schedule.Schedule(
-            config.schedule, config.data.batch_sequences, config.data.sequence_length
-        )
-        schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         self.model = build(config.model, config.seed, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
