@@ -28,6 +28,7 @@ from learnable_multipliers.report.page import TEMPLATES
 from learnable_multipliers.report.plots import (
     MAX_POINTS,
     drift_over_steps,
+    few_points,
     gap_curves,
     learning_rates,
     loss_curves,
@@ -441,6 +442,36 @@ def test_long_training_curves_are_means_of_neighbours(tmp_path):
     assert len(drawn[0]) == 167 <= MAX_POINTS
     assert drawn[1][0] == pytest.approx(sum(losses[:3]) / 3)
     assert drawn[1][-1] == pytest.approx(sum(losses[498:]) / 2)
+
+
+def test_a_spike_of_one_batch_is_seen_in_a_long_curve(runs):
+    def spike(records):
+        return [
+            r | {"loss": 9.0} if r["kind"] == "train" and r["step"] == 700 else r for r in records
+        ]
+
+    folder = write_run(runs[0].folder.parent / "long", steps=1000)
+    losses = values(edit_metrics(folder, spike), "train", "loss")
+    (band,) = loss_curves([Run.load(folder)]).axes[0].collections
+    vertices = band.get_paths()[0].vertices
+    assert vertices[:, 1].max() == 9.0 == max(losses)
+    assert vertices[:, 1].min() == min(losses)
+    assert not loss_curves([runs[0]]).axes[0].collections
+
+
+def test_curves_have_a_bounded_number_of_points_with_all_extremes():
+    x = [float(i) for i in range(100_000)]
+    y = [math.sin(i) for i in range(100_000)]
+    y[12_345], y[54_321], y[70_000] = 40.0, -40.0, math.nan
+    drawn = few_points(x, y)
+    assert len(drawn[0]) <= 2 * MAX_POINTS + 2
+    pairs = list(zip(*drawn, strict=True))
+    assert {(12_345.0, 40.0), (54_321.0, -40.0), (0.0, 0.0), (x[-1], y[-1])} <= set(pairs)
+    assert drawn[0] == sorted(drawn[0])
+    assert few_points(x[: 2 * MAX_POINTS], y[: 2 * MAX_POINTS]) == (
+        x[: 2 * MAX_POINTS],
+        y[: 2 * MAX_POINTS],
+    )
 
 
 def test_gap_figure_draws_the_gaps_and_a_zero_line(tmp_path, runs):

@@ -28,7 +28,7 @@ _FIELDS = {
     "end": ("step",),
 }
 # Records of a kind that are held, or up to twice as many: those of the weights are long.
-_MOST = {"train": 20_000, "weights": 100, "health": 1000}
+_MOST = {"train": 20_000, "weights": 64, "health": 1000}
 _MOST_OTHERS = 50_000
 
 
