@@ -278,8 +278,6 @@ class TrainConfig:
                 "spikes.max_rollbacks needs logged losses and checkpoints to go back to: set "
                 "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
-        if not -(1 << 63) <= self.seed < 1 << 64:
-            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
         _check_at_least(0, "", self, "z_loss")
         for section in ("data", "optimizer", "log", "checkpoint", "parallel", "runtime"):
             config = getattr(self, section)
