@@ -1,11 +1,14 @@
 """Small data and small runs for tests of the trainer."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from learnable_multipliers._checksum import sealed_line, unsealed_line
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, fingerprint, manifest_json
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
@@ -51,6 +54,16 @@ def prepared(folder: Path) -> Path:
         )
     )
     return folder / "data"
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write records as the lines of a metrics.jsonl."""
+    path.write_bytes(b"".join(map(sealed_line, records)))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl as they are written."""
+    return [unsealed_line(line) for line in path.read_bytes().splitlines(keepends=True)]
 
 
 def small_run(data: Path, out: Path, steps: int = 12, **changes: object) -> TrainConfig:

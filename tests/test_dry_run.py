@@ -10,12 +10,12 @@ import torch
 from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.dry_run import describe
-from learnable_multipliers.pretrain.preflight.memory import (
+from learnable_multipliers.pretrain.trainer.device import choose_device
+from learnable_multipliers.pretrain.trainer.memory import (
     activation_bytes,
     estimate,
     state_bytes,
 )
-from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run

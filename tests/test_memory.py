@@ -14,9 +14,9 @@ from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.preflight import checks, doctor
 from learnable_multipliers.pretrain.preflight.checks import run_check
 from learnable_multipliers.pretrain.preflight.dry_run import describe
-from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device
+from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import AXES, Ranks
 from runs import HYBRID, LLAMA, small_run

@@ -4,13 +4,24 @@ import json
 import math
 import sys
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from learnable_multipliers.pretrain.metrics.log import FILE_NAME, MetricLog, read_metrics
+from learnable_multipliers._checksum import sealed_line
+from learnable_multipliers.pretrain.metrics.log import (
+    FILE_NAME,
+    NEWEST,
+    MetricLog,
+    is_kept,
+    read_metrics,
+)
+from runs import read_lines
 
 
 def metrics_of(step):
@@ -55,8 +66,7 @@ def recorder(monkeypatch, name):
 
 def test_a_line_is_a_step(tmp_path):
     write(tmp_path / "run", range(3))
-    lines = (tmp_path / "run" / FILE_NAME).read_text().splitlines()
-    assert json.loads(lines[2]) == {
+    assert read_lines(tmp_path / "run" / FILE_NAME)[2] == {
         "step": 2,
         "loss": 4 / 3,
         "raw_rms": {"attention": 0.2, "mlp": 1.0},
@@ -69,7 +79,7 @@ def test_a_line_is_a_step(tmp_path):
 def test_a_line_is_on_disk_before_the_next_step(tmp_path):
     with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         log.log(0, {"loss": 1.0})
-        assert (tmp_path / FILE_NAME).read_text() == '{"step": 0, "loss": 1.0}\n'
+        assert read_lines(tmp_path / FILE_NAME) == [{"step": 0, "loss": 1.0}]
 
 
 def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
@@ -81,6 +91,7 @@ def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
         raise AssertionError(f"{constant} is not JSON")
 
     raw = json.loads((tmp_path / FILE_NAME).read_text(), parse_constant=refuse)
+    del raw["crc32"]
     assert raw == {"step": 0, "nan": "nan", "high": "inf", "low": {"x": "-inf"}, "list": [1, "nan"]}
     (record,) = read_metrics(tmp_path)
     assert math.isnan(record["nan"])
@@ -147,15 +158,113 @@ def test_torn_line_is_not_glued_to_the_next(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2]
 
 
-def test_broken_line_is_named(tmp_path):
-    (tmp_path / FILE_NAME).write_text('{"step": 0}\n{"loss": 1}\n')
-    with pytest.raises(ValueError, match="line 2"):
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"step": 1}\n',
+        sealed_line({"step": 1, "loss": 1.0}).replace(b"1.0", b"2.0"),
+        sealed_line({"loss": 1}),
+        b"\n",
+    ],
+)
+def test_broken_line_is_named(tmp_path, broken):
+    (tmp_path / FILE_NAME).write_bytes(sealed_line({"step": 0}) + broken)
+    with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl .*: remove the line"):
         read_metrics(tmp_path)
     with (
         closing(MetricLog(tmp_path, tensorboard=False)) as log,
         pytest.raises(ValueError, match="line 2"),
     ):
         log.truncate_after(0)
+
+
+INTERVALS = {"train": 2, "weights": 10}
+
+
+def long_log(folder, steps, intervals=INTERVALS):
+    """Write records as a run does: at the first step, at all intervals, and at the last step."""
+    with closing(MetricLog(folder, tensorboard=False, intervals=intervals)) as log:
+        for step in steps:
+            for kind, every in INTERVALS.items():
+                if step % every == 0 or step in (1, LAST):
+                    log.log(step, {"kind": kind, "value": step**0.5})
+            if step % 100 == 0:
+                log.log(step, {"kind": "rollback"})
+    return log
+
+
+LAST = 3_001
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    counts = {"train": 50, "weights": 8}
+    for kind, count in counts.items():
+        monkeypatch.setitem(NEWEST, kind, count)
+    return counts
+
+
+def test_old_records_are_thinned_on_strides_of_powers_of_two(tmp_path, newest):
+    long_log(tmp_path / "thin", range(1, LAST + 1))
+    long_log(tmp_path / "whole", range(1, LAST + 1), intervals={})
+    thin, whole = read_metrics(tmp_path / "thin"), read_metrics(tmp_path / "whole")
+    for kind, every in INTERVALS.items():
+        found, logged = ([r["step"] for r in run if r["kind"] == kind] for run in (thin, whole))
+        assert len(found) <= 3 * newest[kind] + 2 < len(logged)
+        assert (found[0], found[-1]) == (1, LAST)
+        # The newest are all there, and gaps shrink towards them.
+        assert found[-newest[kind] :] == logged[-newest[kind] :]
+        gaps = [b - a for a, b in pairwise(found[1:-1])]
+        assert gaps == sorted(gaps, reverse=True)
+        assert all(gap % every == 0 for gap in gaps)
+        # Where old and new meet, a gap is shorter than the stride.
+        assert len({gap // every for gap in gaps} - {2**n for n in range(10)}) <= 1
+    # Nothing else is touched, and what is kept is kept as it was, in its order.
+    assert [r for r in thin if r["kind"] == "rollback"] == [
+        r for r in whole if r["kind"] == "rollback"
+    ]
+    assert thin == [r for r in whole if r in thin]
+
+
+@pytest.mark.parametrize(("killed", "saved"), [(700, 650), (1290, 1279), (3000, 160), (401, 400)])
+def test_killed_and_resumed_log_is_thinned_like_an_untouched_one(tmp_path, newest, killed, saved):
+    long_log(tmp_path / "whole", range(1, LAST + 1))
+    long_log(tmp_path / "parts", range(1, killed + 1))
+    with closing(MetricLog(tmp_path / "parts", tensorboard=False)) as log:
+        log.truncate_after(saved)
+    long_log(tmp_path / "parts", range(saved + 1, LAST + 1))
+    whole, parts = ((tmp_path / name / FILE_NAME).read_bytes() for name in ("whole", "parts"))
+    assert parts == whole
+
+
+@given(
+    every=st.integers(1, 20),
+    count=st.integers(1, 30),
+    turns=st.integers(2, 60),
+    more=st.integers(0, 60),
+)
+def test_what_is_kept_at_a_step_was_kept_at_all_earlier_ones(every, count, turns, more):
+    earlier, later = (every * count * n for n in (turns, turns + more))
+    steps = range(every, earlier + 1, every)
+    kept, still = (
+        [step for step in steps if is_kept(step, newest, every, count)]
+        for newest in (earlier, later)
+    )
+    assert set(still) <= set(kept)
+    assert count <= len(kept) <= 2 * count
+    assert kept[-count:] == list(steps)[-count:]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_thinning_that_fails_leaves_the_file_as_it_was(tmp_path, newest, monkeypatch):
+    long_log(tmp_path, range(1, 200))
+    before = (tmp_path / FILE_NAME).read_bytes()
+    with closing(MetricLog(tmp_path, tensorboard=False, intervals=INTERVALS)) as log:
+        monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match=r"metrics.jsonl could not be written: disk full"):
+            log.log(200, {"kind": "train", "value": 1.0})
+    assert (tmp_path / FILE_NAME).read_bytes().startswith(before)
+    assert [r["step"] for r in read_metrics(tmp_path)][-1] == 200
 
 
 def test_tensorboard_has_the_numbers_under_kind_and_key(tmp_path):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.trainer.schedule import steps, tokens_after
+from learnable_multipliers.pretrain.trainer.schedule import Schedule, TokensAfter
 
 TRAIN = {
     "kind": "train",
@@ -122,7 +122,7 @@ def test_the_loss_of_the_first_step_is_not_shown_for_that_of_the_last():
 
 CONFIG = RECIPES["falcon-h1-0.5b"][1]
 LENGTH = CONFIG.data.sequence_length
-TOKENS = tokens_after(steps(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH), LENGTH)
+TOKENS = TokensAfter(Schedule(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH))
 SPEED = 1e5
 """Tokens per second: the run takes 83 hours."""
 
@@ -141,7 +141,7 @@ def truth_at(step):
 
 
 def test_a_schedule_says_the_tokens_after_every_step():
-    plan = steps(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH)
+    plan = Schedule(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH)
     assert TOKENS[:3] == [0, 64 * LENGTH, 128 * LENGTH]
     assert TOKENS[:-1] == [step.tokens_before for step in plan]
     assert 0 <= TOKENS[-1] - CONFIG.schedule.tokens < 512 * LENGTH

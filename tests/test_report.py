@@ -6,16 +6,18 @@ import random
 import re
 import shutil
 import subprocess
+import zlib
 from html import unescape
 from html.parser import HTMLParser
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
-from learnable_multipliers.report import Run, write_page
+from learnable_multipliers.pretrain.serialization import to_dict
+from learnable_multipliers.report import Run, records, write_page
 from learnable_multipliers.report.comparison import (
     both_evaluated,
     by_setting,
@@ -26,6 +28,7 @@ from learnable_multipliers.report.page import TEMPLATES
 from learnable_multipliers.report.plots import (
     MAX_POINTS,
     drift_over_steps,
+    few_points,
     gap_curves,
     learning_rates,
     loss_curves,
@@ -37,6 +40,7 @@ from learnable_multipliers.report.plots import (
     shares_over_steps,
 )
 from learnable_multipliers.report.style import COLOURS, RUN_COLOURS
+from runs import read_lines, write_lines
 
 HOSTILE = "<script>alert('x')</script>&\"$#852d02"
 ROLES = {
@@ -135,7 +139,7 @@ def write_run(
             log("health", step, **health(noise, placement, step / steps))
     log("sample", steps, prompt="def main(", text="args):\n    return 0\n")
     log("end", steps, steps=steps, seconds=190.5)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     return folder
 
 
@@ -184,15 +188,13 @@ def runs(tmp_path):
 
 def edit_metrics(folder, change):
     path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
+    write_lines(path, change(read_lines(path)))
     return Run.load(folder)
 
 
 def values(run, kind, key):
     """Read the file again, in the plainest way."""
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    return [r[key] for r in map(json.loads, lines) if r["kind"] == kind]
+    return [r[key] for r in read_lines(run.folder / "metrics.jsonl") if r["kind"] == kind]
 
 
 def summarize(runs):
@@ -274,15 +276,62 @@ def test_foreign_folders_are_refused_by_name(tmp_path, runs, missing):
     [
         ("config.json", "{", "config.json' is not JSON"),
         ("config.json", "[1]", "holds a list, not a JSON object"),
-        ("metrics.jsonl", "nonsense\n", "no line of JSON"),
-        ("metrics.jsonl", "[1]\n", 'line 1: expected an object with a "kind"'),
-        ("metrics.jsonl", '{"kind": "eval", "step": 1}\n', r"line 1: .*'eval' lacks \['tokens'"),
+        ("metrics.jsonl", "nonsense\n", "line 1: not a record that a run wrote"),
+        ("metrics.jsonl", '{"kind": "end", "step": 1}\n', "does not end with its crc32"),
     ],
 )
 def test_foreign_files_are_refused_with_the_reason(runs, file, text, message):
     (runs[0].folder / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         Run.load(runs[0].folder)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"step": 1}, 'line 1: expected an object with a "kind"'),
+        ({"kind": "eval", "step": 1}, r"line 1: .*'eval' lacks \['tokens'"),
+        ({"kind": "end", "step": "1"}, "line 1: step is '1', not a whole number"),
+    ],
+)
+def test_foreign_records_are_refused_with_the_reason(runs, record, message):
+    with pytest.raises(ValueError, match=message):
+        edit_metrics(runs[0].folder, lambda records: [record, *records])
+
+
+def test_a_changed_line_of_metrics_is_named(runs):
+    path = runs[0].folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[6] = lines[6].replace(b'"loss": ', b'"loss": 1', 1)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=r"line 7: .* its crc32 does not fit\); remove the line"):
+        Run.load(runs[0].folder)
+
+
+def test_deeply_nested_metrics_are_refused(runs):
+    text = b'{"kind": "end", "step": 1, "deep": ' + b"[" * 100_000 + b"]" * 100_000
+    path = runs[0].folder / "metrics.jsonl"
+    path.write_bytes(text + b', "crc32": "%08x"}\n' % zlib.crc32(text))
+    with pytest.raises(ValueError, match="line 1: not a record that a run wrote"):
+        Run.load(runs[0].folder)
+
+
+def test_a_long_log_is_read_in_bounded_memory_and_keeps_its_spikes(runs, monkeypatch):
+    monkeypatch.setitem(records._MOST, "train", 50)
+    spikes = {3 * 997: 9.0, 20_001: 11.0, 59_998: -5.0, 40_000: math.nan}
+
+    def longer(_):
+        for step in range(1, 60_001):
+            loss = to_dict(spikes.get(step, 2 + math.sin(step)))
+            yield {"kind": "train", "step": step, "tokens": step, "loss": loss, "lr": 1.0}
+
+    run = edit_metrics(runs[0].folder, longer)
+    found = {r["step"]: r["loss"] for r in run.of("train")}
+    assert 25 <= len(found) <= 100
+    assert {step: to_dict(loss) for step, loss in spikes.items()}.items() <= found.items()
+    assert {1, 60_000} <= found.keys()
+    # Evenly over the run.
+    assert all(b - a < 2 * 4096 for a, b in pairwise(sorted(found)))
 
 
 # Comparison and summary
@@ -350,7 +399,7 @@ def test_a_run_that_was_not_evaluated_yet_has_not_diverged(runs):
     assert told == "Run plain was not evaluated yet: no run is compared with it."
 
 
-@pytest.mark.parametrize("loss", [math.nan, None, "nan", "inf"])
+@pytest.mark.parametrize("loss", [None, "nan", "inf"])
 def test_a_diverged_run_is_named_not_compared(tmp_path, runs, loss):
     def diverge(records):
         return [{**r, "loss": loss} if r["kind"] in ("eval", "train") else r for r in records]
@@ -393,6 +442,36 @@ def test_long_training_curves_are_means_of_neighbours(tmp_path):
     assert len(drawn[0]) == 167 <= MAX_POINTS
     assert drawn[1][0] == pytest.approx(sum(losses[:3]) / 3)
     assert drawn[1][-1] == pytest.approx(sum(losses[498:]) / 2)
+
+
+def test_a_spike_of_one_batch_is_seen_in_a_long_curve(runs):
+    def spike(records):
+        return [
+            r | {"loss": 9.0} if r["kind"] == "train" and r["step"] == 700 else r for r in records
+        ]
+
+    folder = write_run(runs[0].folder.parent / "long", steps=1000)
+    losses = values(edit_metrics(folder, spike), "train", "loss")
+    (band,) = loss_curves([Run.load(folder)]).axes[0].collections
+    vertices = band.get_paths()[0].vertices
+    assert vertices[:, 1].max() == 9.0 == max(losses)
+    assert vertices[:, 1].min() == min(losses)
+    assert not loss_curves([runs[0]]).axes[0].collections
+
+
+def test_curves_have_a_bounded_number_of_points_with_all_extremes():
+    x = [float(i) for i in range(100_000)]
+    y = [math.sin(i) for i in range(100_000)]
+    y[12_345], y[54_321], y[70_000] = 40.0, -40.0, math.nan
+    drawn = few_points(x, y)
+    assert len(drawn[0]) <= 2 * MAX_POINTS + 2
+    pairs = list(zip(*drawn, strict=True))
+    assert {(12_345.0, 40.0), (54_321.0, -40.0), (0.0, 0.0), (x[-1], y[-1])} <= set(pairs)
+    assert drawn[0] == sorted(drawn[0])
+    assert few_points(x[: 2 * MAX_POINTS], y[: 2 * MAX_POINTS]) == (
+        x[: 2 * MAX_POINTS],
+        y[: 2 * MAX_POINTS],
+    )
 
 
 def test_gap_figure_draws_the_gaps_and_a_zero_line(tmp_path, runs):

@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.metrics.log import read_metrics
+from learnable_multipliers.pretrain.metrics.log import NEWEST, read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import (
@@ -81,6 +81,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(data, tmp_path, n
     assert_same(whole, resumed)
     assert whole.model.config == resumed.model.config
     assert without_clock(tmp_path / "whole") == without_clock(tmp_path / "part")
+
+
+def test_a_resumed_run_has_the_thinned_log_of_an_uninterrupted_one(data, tmp_path, monkeypatch):
+    for kind in ("train", "weights", "health", "eval"):
+        monkeypatch.setitem(NEWEST, kind, 2)
+    config = small_run(data, tmp_path / "whole", steps=24, name="run")
+    log = replace(config.log, every=1, weights_every=2, evaluate_every=3, sample_tokens=0)
+    config = replace(config, log=log)
+    trained(config)
+    steps = [r["step"] for r in read_metrics(config.out) if r["kind"] == "train"]
+    assert steps == [1, 16, 23, 24]
+    part = replace(config, out=tmp_path / "part")
+    killed_after(part, 14)
+    killed_after(replace(part, resume=True), 17)
+    trained(replace(part, resume=True))
+    assert without_clock(config.out) == without_clock(part.out)
 
 
 def test_a_finished_run_stays_as_it_is(data, tmp_path):

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from learnable_multipliers.pretrain.config import ScheduleConfig
 from learnable_multipliers.pretrain.trainer.schedule import (
+    Schedule,
+    Step,
+    TokensAfter,
     batch_sequences,
     learning_rate_factor,
-    steps,
 )
 
 SMALL = ScheduleConfig(tokens=1000, warmup_tokens=100, decay_tokens=300)
@@ -105,7 +107,7 @@ def test_rampup_by_hand():
 
 def test_plan_by_hand():
     # Sequences of 50 tokens: two batches of 100, one of 200, one of 300 passing 600, then 400s.
-    plan = steps(RAMP, 8, 50)
+    plan = Schedule(RAMP, 8, 50)
     assert [step[:3] for step in plan[:7]] == [
         (0, 0, 2),
         (1, 100, 2),
@@ -121,14 +123,14 @@ def test_plan_by_hand():
 
 
 def test_rate_over_root_batch_is_constant_on_the_ramp():
-    plan = steps(RAMP, 8, 7)
+    plan = Schedule(RAMP, 8, 7)
     assert {step.sequences for step in plan} == {2, 4, 6, 8}
     ratios = [step.lr_factor / math.sqrt(step.sequences) for step in plan]
     assert ratios == pytest.approx([8**-0.5] * len(plan), rel=1e-15)
 
 
 def test_first_step_trains_and_last_step_is_at_the_end_of_the_decay():
-    plan = steps(SMALL, 5, 10)
+    plan = Schedule(SMALL, 5, 10)
     assert len(plan) == 20
     assert plan[0].lr_factor == 0.5
     assert plan[-1].lr_factor == 1 / 8
@@ -140,7 +142,7 @@ def test_plan_accounts_for_every_token(full, length, stages):
     ramp = {"rampup_tokens": 500, "rampup_start_sequences": full} if stages else {}
     config = replace(SMALL, **ramp, rampup_increment_sequences=3)
     full += 3 * stages
-    plan = steps(config, full, length)
+    plan = Schedule(config, full, length)
     assert [step.step for step in plan] == list(range(len(plan)))
     seen = 0
     for step in plan:
@@ -148,6 +150,63 @@ def test_plan_accounts_for_every_token(full, length, stages):
         assert step.sequences == batch_sequences(config, seen, full)
         seen += step.sequences * length
     assert 0 <= seen - config.tokens < plan[-1].sequences * length
+
+
+def one_by_one(config, full, length):
+    """Return all steps by the definition, each from the tokens before it."""
+    plan, tokens = [], 0
+    while tokens < config.tokens:
+        sequences = batch_sequences(config, tokens, full)
+        after = tokens + sequences * length
+        factor = learning_rate_factor(config, after) * math.sqrt(sequences / full)
+        plan.append(Step(len(plan), tokens, sequences, factor))
+        tokens = after
+    return plan
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(data=st.data())
+def test_computed_steps_are_those_of_the_definition_bit_for_bit(shape, data):
+    start, increment = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    full, length = start + increment * data.draw(st.integers(1, 12)), data.draw(st.integers(1, 90))
+    tokens = data.draw(st.integers(1, 20_000))
+    warmup = data.draw(st.integers(0, tokens))
+    config = ScheduleConfig(
+        tokens=tokens,
+        warmup_tokens=warmup,
+        decay_tokens=data.draw(st.integers(0, tokens - warmup)),
+        decay_shape=shape,
+        rampup_tokens=data.draw(st.integers(0, tokens)),
+        rampup_start_sequences=start,
+        rampup_increment_sequences=increment,
+    )
+    plan, expected = Schedule(config, full, length), one_by_one(config, full, length)
+    assert list(plan) == [plan[i] for i in range(len(plan))] == plan[:] == expected
+    assert plan[-1] == expected[-1]
+    assert plan.batch_sizes == list(dict.fromkeys(step.sequences for step in expected))
+    assert plan.peak_factor == max(step.lr_factor for step in expected)
+    counts = [0, *(step.tokens_before + step.sequences * length for step in expected)]
+    assert list(TokensAfter(plan)) == counts
+
+
+def test_a_run_of_any_length_is_planned_at_once():
+    config = ScheduleConfig(tokens=1 << 62, warmup_tokens=10, decay_tokens=1 << 60)
+    plan = Schedule(config, 1, 1)
+    assert len(plan) == 1 << 62
+    assert plan[-1] == Step((1 << 62) - 1, (1 << 62) - 1, 1, 1 / 8)
+    assert plan.peak_factor == plan[9].lr_factor == 1.0
+    assert TokensAfter(plan)[-1] == 1 << 62
+    assert plan.begins_like(Schedule(config, 1, 1), 1 << 61)
+
+
+def test_schedules_begin_alike_up_to_where_they_part():
+    longer = replace(SMALL, tokens=2000)
+    one, other = Schedule(SMALL, 5, 10), Schedule(longer, 5, 10)
+    same = [step == its for step, its in zip(one, other, strict=False)].index(False)
+    assert same == 14
+    assert one.begins_like(other, same)
+    assert not one.begins_like(other, same + 1)
+    assert not one.begins_like(one, len(one) + 1)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +231,16 @@ def test_impossible_settings_are_refused(change, message):
 @pytest.mark.parametrize("full", [1, 2, 7])
 def test_ramp_that_does_not_divide_is_refused(full):
     with pytest.raises(ValueError, match="cannot ramp"):
-        steps(RAMP, full, 50)
+        Schedule(RAMP, full, 50)
 
 
 @pytest.mark.parametrize(("full", "length"), [(0, 5), (5, 0)])
 def test_empty_batch_is_refused(full, length):
     with pytest.raises(ValueError, match="at least 1"):
-        steps(SMALL, full, length)
+        Schedule(SMALL, full, length)
+
+
+def test_a_ramp_of_too_many_stages_is_refused():
+    config = replace(RAMP, rampup_increment_sequences=1)
+    with pytest.raises(ValueError, match="ramps up in 999,998 stages, and 10,000 are the most"):
+        Schedule(config, 1_000_000, 50)

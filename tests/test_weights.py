@@ -7,7 +7,7 @@ from torch import nn
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.config import ScheduleConfig
 from learnable_multipliers.pretrain.metrics.meters import describe_weights
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 LR, DECAY = 0.05, 0.5
 
@@ -31,7 +31,7 @@ def trained_on_noise(make, rules=(), placement="full"):
     optimizer = make(lrm.param_groups(model, plan, weight_decay=DECAY))
     monitor = lrm.Monitor(optimizer)
     schedule = ScheduleConfig(tokens=300, warmup_tokens=30, decay_tokens=100, decay_factor=8.0)
-    for planned in steps(schedule, 1, 1):
+    for planned in Schedule(schedule, 1, 1):
         lr = LR * planned.lr_factor
         for group in optimizer.param_groups:
             group["lr"] = lr

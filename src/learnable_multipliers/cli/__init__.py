@@ -31,6 +31,8 @@ COMMANDS = {
     "export": ("runs", "export a trained model to a Hugging Face folder"),
     "report": ("runs", "write a page that compares one or several runs"),
 }
+# What torch says, in a plain RuntimeError, where memory runs out or no machine has so much.
+_NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 
 
@@ -78,6 +80,21 @@ def _run(given: list[str]) -> None:
         # Under torchrun, name the rank.
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         sys.exit(f"lrm {command}{rank}: {error}")
+    except (MemoryError, RuntimeError) as error:
+        text = _limit_in_words(error)
+        if text is None or os.environ.get("LRM_TRACEBACK"):
+            raise
+        sys.exit(f"lrm {command}: {text}")
+
+
+def _limit_in_words(error: Exception) -> str | None:
+    """Return what to say of an error about the limits of the machine; None for another one."""
+    if isinstance(error, RecursionError):
+        return "a file it reads is nested too deeply: repair or remove it"
+    text = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY):
+        return f"this does not fit into memory ({text or 'no more is left'}): ask for less"
+    return None
 
 
 def _load(command: str) -> Callable[[Sequence[str]], None]:

@@ -8,7 +8,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from fractions import Fraction
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -35,12 +36,37 @@ def _whole_numbers(
 
 
 def _whole_number(word: str) -> int:
-    with suppress(ValueError, ZeroDivisionError):
-        # Exact, which a float is not for long numbers.
-        value = Fraction(word)
-        if value.denominator == 1:
-            return value.numerator
+    with suppress(InvalidOperation):
+        # Exact, which a float is not for long numbers; 1e999999999 is not written out.
+        value = Decimal(word)
+        if value.is_finite() and not -(1 << 63) <= value < 1 << 64:
+            raise ValueError(f"{word!r} does not fit into 64 bits")
+        if value.is_finite() and value == value.to_integral_value():
+            return int(value)
     raise ValueError(f"{word!r} is not a whole number")
+
+
+@_REGISTRY.primitive_rule
+def _paths(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
+    """Refuse an empty path, which Python reads as the current folder."""
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: _path(words[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _path(word: str) -> Path:
+    # A script with an unset variable means no folder, least of all the current one.
+    if not word or "\0" in word:
+        raise ValueError(f"{word!r} is not a path; the current folder is written .")
+    return Path(word)
 
 
 def read(

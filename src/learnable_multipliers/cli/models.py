@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,10 +16,13 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
+from learnable_multipliers._formats import size
 from learnable_multipliers._placement import Placement
 from learnable_multipliers.cli.arguments import closest, command
+from learnable_multipliers.pretrain.model.config import MAX_LAYERS
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.trainer.memory import total_memory
 from learnable_multipliers.report import analysis
 from learnable_multipliers.symmetry import find_symmetries
 
@@ -111,7 +116,47 @@ def _named_model(name: str, *, weights: bool) -> nn.Module:
             "reading a Hugging Face folder needs transformers: "
             "pip install 'learnable-multipliers[transformers]'"
         ) from error
-    config = AutoConfig.from_pretrained(folder)
+    with _errors_of(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder)
     kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    with torch.device("cpu" if weights else "meta"):
-        return kind.from_config(config)
+    _check_layers(folder, getattr(config, "num_hidden_layers", 0))
+    with torch.device("meta"), _errors_of(folder / "config.json"):
+        model = kind.from_config(config)
+    if not weights:
+        return model
+    _check_fits(folder, sum(parameter.nbytes for parameter in model.parameters()))
+    return kind.from_config(config)
+
+
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    """Make one line of whatever transformers raises for a config that it cannot use."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{file} is no config of a model ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]})"
+        ) from error
+
+
+def _check_layers(folder: Path, count: object) -> None:
+    """Raise a ValueError for a model whose layers are too many to be built one by one."""
+    if not isinstance(count, int) or count > MAX_LAYERS:
+        raise ValueError(
+            f"{folder / 'config.json'}: num_hidden_layers is {count}, not a whole number of at "
+            f"most {MAX_LAYERS:,}"
+        )
+
+
+def _check_fits(folder: Path, num_bytes: int) -> None:
+    """Raise a ValueError for a model that memory cannot hold."""
+    total = total_memory(torch.device("cpu"))
+    if total is not None and num_bytes > total:
+        raise ValueError(
+            f"{folder / 'config.json'}: the weights of this model take {size(num_bytes)}, and "
+            f"there are {size(total)} of memory here: lower num_hidden_layers in a copy of the "
+            "file, which has the same symmetries"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     restore_,
     state_of,
 )
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis
 from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
@@ -83,8 +84,8 @@ def _diagnose(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose_optimizer(optimizer)
     restore_(model, optimizer, checkpoint)
-    planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
-    lrs = [config.optimizer.lr * step.lr_factor for step in planned[: checkpoint.step]]
+    planned = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    lrs = [config.optimizer.lr * step.lr_factor for step in islice(planned, checkpoint.step)]
     if state.skipped_steps:
         lrs = _thinned(lrs, state.skipped_steps)
         notes.append(

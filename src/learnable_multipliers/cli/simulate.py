@@ -24,11 +24,12 @@ from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, Op
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.
 _POINTS = 400
+_MOST_STEPS, _MOST_NUMBERS = 10_000_000, 1 << 28
 _COLUMNS: tuple[str, ...] = ("step", "lr", "simulated", "expected", "equilibrium")
 
 
@@ -115,7 +116,7 @@ def simulate(config: SimulateConfig) -> None:
         "equilibrium": _finite(walk.equilibrium(config.lr, config.weight_decay)),
     }
     if config.plot is not None:
-        drawn = rows(config, simulated, walk, min(config.steps, _POINTS))
+        drawn = rows(config, simulated, walk, _POINTS)
         title = f"{config.optimizer} at lr {config.lr:g}, decay {config.weight_decay:g}"
         analysis.save(analysis.random_walk(title, drawn), config.plot)
     if config.json:
@@ -142,6 +143,15 @@ def rates(config: SimulateConfig) -> list[float]:
     """Return the learning rate of every step, on the schedule of `lrm train`."""
     if min(config.steps, config.rows, *config.shape) < 1:
         raise ValueError("--steps, --rows and both sides of --shape must be at least 1")
+    if config.steps > _MOST_STEPS:
+        raise ValueError(
+            f"--steps must be at most {_MOST_STEPS:,}, got {config.steps:,}: every step is kept"
+        )
+    if math.prod(config.shape) > _MOST_NUMBERS:
+        raise ValueError(
+            f"--shape must have at most {_MOST_NUMBERS:,} numbers, got {math.prod(config.shape):,}:"
+            " the rms of a larger matrix is the same, and its sampling error is small already"
+        )
     if not (min(config.warmup, config.decay) >= 0 and config.warmup + config.decay <= 1):
         raise ValueError(
             "--warmup and --decay are shares of the run: from 0 on, and at most 1 together; got "
@@ -155,13 +165,14 @@ def rates(config: SimulateConfig) -> list[float]:
         decay_factor=config.decay_factor,
         decay_shape=config.decay_shape,
     )
-    return [config.lr * step.lr_factor for step in steps(schedule, 1, 1)]
+    return [config.lr * step.lr_factor for step in Schedule(schedule, 1, 1)]
 
 
 def rows(
     config: SimulateConfig, simulated: Trajectory, walk: RandomWalk, count: int
 ) -> list[dict[str, float | None]]:
     """Return a few steps of a run: what was simulated and what was to be expected."""
+    count = min(count, config.steps)
     expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, walk)
     shown = {1, *(-(-config.steps * part // count) for part in range(1, count + 1))}
     return [

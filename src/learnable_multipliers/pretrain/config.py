@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -139,6 +140,7 @@ class SpikeConfig:
         _check_at_least(0, "spikes.", self, "max_rollbacks", "max_skipped")
         _check_at_least(1, "spikes.", self, "patience")
         _check_at_least(2, "spikes.", self, "window")
+        _check_at_most(10_000, "every checkpoint holds these losses", "spikes.", self, "window")
         for name in ("deviations", "min_rise"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
@@ -262,6 +264,8 @@ class TrainConfig:
             raise ValueError(
                 f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
             )
+        reason = "each is a pass of the model over all tokens before it"
+        _check_at_most(10_000, reason, "log.", self.log, "sample_tokens")
         _check_at_least(1, "parallel.", self.parallel, "shard", "tensor")
         if not self.parallel.timeout > 0:
             raise ValueError(f"parallel.timeout must be positive, got {self.parallel.timeout:g}")
@@ -274,8 +278,6 @@ class TrainConfig:
                 "spikes.max_rollbacks needs logged losses and checkpoints to go back to: set "
                 "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
-        if not -(1 << 63) <= self.seed < 1 << 64:
-            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
         _check_at_least(0, "", self, "z_loss")
         for section in ("data", "optimizer", "log", "checkpoint", "parallel", "runtime"):
             config = getattr(self, section)
@@ -311,3 +313,21 @@ def _check_at_least(least: int, prefix: str, config: object, *names: str) -> Non
         value = getattr(config, name)
         if not least <= value < math.inf:
             raise ValueError(f"{prefix}{name} must be a number of at least {least}, got {value:g}")
+        if isinstance(value, int) and value >= 1 << 63:
+            raise ValueError(f"{prefix}{name} must be below 2^63, got {value}")
+
+
+def _check_at_most(most: int, reason: str, prefix: str, config: object, name: str) -> None:
+    value = getattr(config, name)
+    if value > most:
+        raise ValueError(f"{prefix}{name} must be at most {most:,}, got {value:,}: {reason}")
+
+
+def check_threads(name: str, count: int) -> None:
+    """Raise a ValueError for more threads than a machine can start."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if count > most:
+        raise ValueError(
+            f"{name} must be at most {most}, got {count:,}: this machine has {os.cpu_count()} "
+            "cores, and more threads than those make nothing faster"
+        )

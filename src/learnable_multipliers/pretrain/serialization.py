@@ -72,6 +72,9 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
         return float(values)
     # Not isinstance: a bool is an int, and neither stands for the other.
     _expect(type(values) is kind, where, values, _WORDS[kind])
+    if kind is int:
+        # No machine counts further, and a float cannot hold every longer number.
+        _expect(-(1 << 63) <= values < 1 << 64, where, values, "a whole number to fit into 64 bits")
     return values
 
 

@@ -77,9 +77,13 @@ def loss_curves(runs: Sequence[Run]) -> Figure:
         alpha = 0.45 if len(runs) <= 3 else 0.2
         for index, run in enumerate(runs):
             colour, line = run_look(index)
-            train = thin_out(*run.series("train", "loss"))
-            axes.plot(*train, color=colour, lw=0.9, alpha=alpha)
-            axes.plot(*run.series("eval", "loss"), color=colour, ls=line)
+            losses = run.series("train", "loss")
+            axes.plot(*thin_out(*losses), color=colour, lw=0.9, alpha=alpha)
+            if len(losses[0]) > MAX_POINTS:
+                # What the means hide: a spike of one batch is seen here.
+                tokens, low, high = extremes(*losses)
+                axes.fill_between(tokens, low, high, color=colour, alpha=0.3 * alpha, lw=0)
+            axes.plot(*few_points(*run.series("eval", "loss")), color=colour, ls=line)
             # Before any evaluation, the name goes to the training loss.
             axes.lines[-1 if run.of("eval") else -2].set_label(short(run.name))
         _fit(axes)
@@ -94,7 +98,14 @@ def gap_curves(runs: Sequence[Run]) -> Figure:
             colour, line = run_look(index)
             both = both_evaluated(run, runs[0])
             tokens, gaps = [t for t, *_ in both], [loss - base for _, loss, base in both]
-            axes.plot(tokens, gaps, color=colour, ls=line, marker="o", ms=3, label=short(run.name))
+            axes.plot(
+                *few_points(tokens, gaps),
+                color=colour,
+                ls=line,
+                marker="o",
+                ms=3,
+                label=short(run.name),
+            )
         _fit(axes, margin=0.22, also=[0.0])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.4g}" if value else "0")
         note(axes, 0.98, 0.98, "higher loss", ha="right", va="top")
@@ -113,7 +124,7 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
             if len(sharing) > 1:
                 name = "all runs" if len(sharing) == len(runs) else f"{name} +{len(sharing) - 1}"
             colour, line = run_look(sharing[0])
-            axes.plot(*series, color=colour, ls=line, label=name)
+            axes.plot(*few_points(*series), color=colour, ls=line, label=name)
         axes.set_ylim(0.0, 1.08 * axes.get_ylim()[1])
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 5, 10]))
         axes.yaxis.set_major_formatter("{x:.4g}")
@@ -122,9 +133,41 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
 
 def thin_out(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return at most MAX_POINTS points: the means of as many groups of neighbours."""
-    size = math.ceil(len(x) / MAX_POINTS) or 1
-    pieces = [slice(start, start + size) for start in range(0, len(x), size)]
+    pieces = _pieces(len(x))
     return [fmean(x[piece]) for piece in pieces], [fmean(y[piece]) for piece in pieces]
+
+
+def extremes(
+    x: Sequence[float], y: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the middle, the lowest and the highest finite value of the same groups."""
+    groups = [
+        (fmean(x[piece]), finite)
+        for piece in _pieces(len(x))
+        if (finite := [value for value in y[piece] if math.isfinite(value)])
+    ]
+    middles = [middle for middle, _ in groups]
+    return middles, [min(finite) for _, finite in groups], [max(finite) for _, finite in groups]
+
+
+def few_points(x: Sequence[float], y: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return a curve with about twice MAX_POINTS points at most: the extremes of each group."""
+    if len(x) <= 2 * MAX_POINTS:
+        return x, y
+    kept = {0, len(x) - 1}
+    for piece in _pieces(len(x)):
+        group = range(len(x))[piece]
+        # Of a group without any finite value one stays: a gap in the line.
+        finite = [i for i in group if math.isfinite(y[i])] or group[:1]
+        kept |= {min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)}
+    places = sorted(kept)
+    return [x[i] for i in places], [y[i] for i in places]
+
+
+def _pieces(count: int) -> list[slice]:
+    """Return at most MAX_POINTS groups of neighbours."""
+    size = math.ceil(count / MAX_POINTS) or 1
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def rms_limits(records: Sequence[Record]) -> tuple[float, float]:
@@ -284,7 +327,7 @@ def drift_over_steps(run: Run) -> Figure:
         return figure
 
 
-def _drift(run: Run, symmetry: str) -> tuple[list[float], list[float]]:
+def _drift(run: Run, symmetry: str) -> tuple[Sequence[float], list[float]]:
     steps, logs = _series(run, f"drift/{symmetry}")
     return steps, [math.exp(value) for value in logs]
 
@@ -315,8 +358,8 @@ def _look(role: str) -> tuple[str, str]:
     return _LOOKS.get(role.partition("/")[0], (COLOURS["muted"], "X"))
 
 
-def _series(run: Run, key: str) -> tuple[list[float], list[float]]:
+def _series(run: Run, key: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the steps at which a number was recorded, and the number."""
     found = zip(*run.series("health", key, by="step"), strict=True)
     pairs = [(step, value) for step, value in found if math.isfinite(value)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+    return few_points([step for step, _ in pairs], [value for _, value in pairs])

@@ -1,8 +1,8 @@
 """What a run left behind: `config.json`, `environment.json` and `metrics.jsonl`, read as one value.
 
 Reading is strict about what a folder is (a foreign one is refused with a reason) and patient with
-how a run ended: a line cut off by a kill is set aside and counted, and where a resumed run wrote
-a step again its later line wins.
+how a run ended: a last line cut off by a kill is set aside and counted, and where a resumed run
+wrote a step again its later line wins.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from learnable_multipliers._checksum import unsealed_line
 
 Record = Mapping[str, Any]
 
@@ -25,6 +27,9 @@ _FIELDS = {
     "sample": ("step", "prompt", "text"),
     "end": ("step",),
 }
+# Records of a kind that are held, or up to twice as many: those of the weights are long.
+_MOST = {"train": 20_000, "weights": 64, "health": 1000}
+_MOST_OTHERS = 50_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Run:
     """Kind -> its records by step; each step once, except in kinds this package does not know."""
 
     unreadable: tuple[int, ...] = ()
-    """Numbers of the lines of metrics.jsonl that are no JSON: a killed run cuts its last one."""
+    """The number of the last line of metrics.jsonl, where a killed run left it incomplete."""
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
@@ -116,31 +121,75 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int, ...]]:
-    """Return the records by kind, and the numbers of the lines that are no JSON."""
-    unreadable: list[int] = []
+    """Return the records by kind, and the numbers of the lines that are incomplete.
+
+    Line by line, and with a bounded number of records: a log may be longer than memory.
+    """
     by_kind: dict[str, dict[Any, Record]] = {}
-    for line_number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            unreadable.append(line_number)
-            continue
-        where = f"{str(path)!r}, line {line_number}"
-        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-            raise ValueError(f'{where}: expected an object with a "kind", as a run writes it')
-        kind = record["kind"]
-        missing = [field for field in _FIELDS.get(kind, ()) if field not in record]
-        if missing:
-            raise ValueError(f"{where}: a record of kind {kind!r} lacks {missing}")
-        # A later line replaces an earlier one of the same key.
-        key = (record["step"] if kind in _FIELDS else line_number, str(record.get("prompt")))
-        by_kind.setdefault(kind, {})[key] = record
-    if unreadable and not by_kind:
-        raise ValueError(f"{str(path)!r} has no line of JSON: not the metrics of a run")
-    records = {
+    with path.open("rb") as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return _by_step(by_kind), (line_number,)
+            record = _record(line, f"{str(path)!r}, line {line_number}")
+            kind = record["kind"]
+            # A later line replaces an earlier one of the same key.
+            key = (record["step"] if kind in _FIELDS else line_number, str(record.get("prompt")))
+            found = by_kind.setdefault(kind, {})
+            found[key] = record
+            most = _MOST.get(kind, _MOST_OTHERS)
+            if len(found) > 2 * most:
+                by_kind[kind] = _thinned(found, most)
+    return _by_step(by_kind), ()
+
+
+def _record(line: bytes, where: str) -> Record:
+    """Return the record of a complete line."""
+    try:
+        record = unsealed_line(line)
+    except (ValueError, RecursionError) as error:
+        reason = error if type(error) is ValueError else "it is no JSON"
+        raise ValueError(
+            f"{where}: not a record that a run wrote ({reason}); remove the line"
+        ) from None
+    if not isinstance(record.get("kind"), str):
+        raise ValueError(f'{where}: expected an object with a "kind", as a run writes it')
+    kind = record["kind"]
+    missing = [field for field in _FIELDS.get(kind, ()) if field not in record]
+    if missing:
+        raise ValueError(f"{where}: a record of kind {kind!r} lacks {missing}")
+    if kind in _FIELDS and not isinstance(record["step"], int):
+        raise ValueError(f"{where}: step is {str(record['step'])[:60]!r}, not a whole number")
+    return record
+
+
+def _thinned(found: dict[Any, Record], most: int) -> dict[Any, Record]:
+    """Return at most about `most` records: the lowest and the highest loss of equal spans of steps.
+
+    So a spike stays, however often this is done; and so do the first record and the last.
+    """
+    first, last = min(found), max(found)
+    # Spans of powers of two nest, so that none is ever emptied.
+    length = 1
+    while last[0] - first[0] >= length * most // 2:
+        length *= 2
+    groups: dict[int, list[Any]] = {}
+    for key in found:
+        groups.setdefault(key[0] // length, []).append(key)
+    kept = {first, last}
+    for keys in groups.values():
+        losses = [_rank(found[key]) for key in keys]
+        kept |= {keys[losses.index(min(losses))], keys[losses.index(max(losses))]}
+    return {key: record for key, record in found.items() if key in kept}
+
+
+def _rank(record: Record) -> float:
+    """Return the loss of a record; what is no number is above all others."""
+    loss = number(record.get("loss"))
+    return math.inf if math.isnan(loss) else loss
+
+
+def _by_step(by_kind: dict[str, dict[Any, Record]]) -> dict[str, tuple[Record, ...]]:
+    return {
         kind: tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
         for kind, found in by_kind.items()
     }
-    return records, tuple(unreadable)

@@ -39,6 +39,8 @@ _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
 _CHUNK = 1 << 20
+_LARGEST = 1 << 30
+"""Bytes of the longest document, decompressed."""
 
 
 class DocumentError(ValueError):
@@ -95,13 +97,17 @@ class Corpus:
                 f"no file or folder {source!r}; a Hugging Face dataset is written hf:NAME[:SPLIT]"
             )
         if not path.is_dir():
+            _check_regular(path)
             return [path]
         files = _files_below(path, leave_out=self._is_hidden)
         suffixes = [_suffix(file) for file in files]
         self.skipped.update(
             suffix or "no suffix" for suffix in suffixes if suffix not in _IN_FOLDERS
         )
-        return [file for file in files if _suffix(file) in _IN_FOLDERS]
+        chosen = [file for file in files if _suffix(file) in _IN_FOLDERS]
+        for file in chosen:
+            _check_regular(file)
+        return chosen
 
     def _is_hidden(self, name: str) -> bool:
         hidden = name.startswith(".")
@@ -163,21 +169,24 @@ def _read_file(path: Path, text_field: str, separator: str | None) -> Iterator[s
             yield from _read_parquet(path, text_field)
         else:
             with _open(path) as file:
-                text = _decode(file.read(), path, offset=0)
+                text = _decode(_bounded(file.read(_LARGEST + 1), str(path)), path, offset=0)
             yield from text.split(separator) if separator else (text,)
 
 
 def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
     offset = 0
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            text = _decode(line, path, offset)
+        lines = iter(lambda: file.readline(_LARGEST + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}, line {number}"
+            text = _decode(_bounded(line, place), path, offset)
             offset += len(line)
             if not text.strip():
                 continue
-            place = f"{path}, line {number}"
             try:
                 record = json.loads(text)
+            except RecursionError as error:
+                raise DocumentError(f"{place}: nested too deeply; remove the record") from error
             except ValueError as error:
                 raise DocumentError(
                     f"{place}: not JSON ({error}); JSON Lines needs one object per line"
@@ -193,7 +202,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
     try:
         if path.suffix.lower() in _COMPRESSED:
             with _open(path) as stream:
-                source = io.BytesIO(stream.read())
+                source = io.BytesIO(_bounded(stream.read(_LARGEST + 1), str(path)))
         else:
             source = path
         with parquet.ParquetFile(source) as file:
@@ -257,6 +266,24 @@ def _text_of(record: Any, place: str, text_field: str) -> str:
 
 
 # -- bytes -------------------------------------------------------------------------------------
+
+
+def _check_regular(path: Path) -> None:
+    """Raise unless a path is a file: a device may have no end, and a pipe is read only once."""
+    if not path.is_file():
+        raise DocumentError(
+            f"{path} is no regular file, and a corpus is read twice; write the text to a file first"
+        )
+
+
+def _bounded(data: bytes, place: str) -> bytes:
+    """Return the bytes of a document; raise if it is too long to be held in memory whole."""
+    if len(data) > _LARGEST:
+        raise DocumentError(
+            f"{place}: longer than {_LARGEST:,} bytes of text, and a document is held in memory "
+            "whole; cut it into several files, or into the lines of a JSON Lines file"
+        )
+    return data
 
 
 def _open(path: Path) -> BinaryIO:

@@ -24,7 +24,7 @@ import numpy as np
 import tiktoken
 from tokenizers import pre_tokenizers
 
-from learnable_multipliers.pretrain.data.documents import Document
+from learnable_multipliers.pretrain.data.documents import Document, DocumentError
 from learnable_multipliers.pretrain.data.shards import Tokens, token_dtype
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
 
@@ -42,6 +42,8 @@ _BORDER = re.compile(r"(?<=[!-~])(?= )")
 # so long goes through `tokenizers`.
 _PIECE = 1 << 18
 _LONGEST_PIECE = 1 << 19
+_LONGEST_TEXT = 1 << 26
+"""Characters that `tokenizers` encodes at once: it aborts where memory runs out."""
 # Text handed to a thread at once.
 _BATCH_BYTES = 1 << 19
 
@@ -87,6 +89,12 @@ class DocumentEncoder:
         return self._ids[np.array(self._tiktoken.encode_ordinary(text), np.intp)]
 
     def _slow(self, text: str) -> Tokens:
+        if len(text) > _LONGEST_TEXT:
+            raise DocumentError(
+                f"a text of {len(text):,} characters has no place to be cut at, and beyond "
+                f"{_LONGEST_TEXT:,} the tokens do not fit into memory; cut it into several "
+                "documents (--text-separator), or leave the file out"
+            )
         # Unlike `encode`, this lets other threads run.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(found.ids, self._dtype)

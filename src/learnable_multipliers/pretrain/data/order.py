@@ -20,6 +20,8 @@ _NUM_ROUNDS = 8
 
 def num_samples(num_tokens: int, sequence_length: int) -> int:
     """Return how many samples of `sequence_length` inputs and targets fit into the tokens."""
+    if sequence_length < 1:
+        raise ValueError(f"a sequence has at least 1 token, got {sequence_length}")
     count = (num_tokens - 1) // sequence_length
     if count < 1:
         raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers.pretrain.config import check_threads
 from learnable_multipliers.pretrain.data.documents import Corpus, Document, DocumentError
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.shards import (
@@ -39,6 +40,7 @@ from learnable_multipliers.pretrain.data.tokenizer import (
 
 # Enough to rank the merges of a small vocabulary, and training stays a fraction of the whole.
 _SAMPLE_PER_TOKEN = 1000
+_LARGEST_VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,12 @@ class PrepareConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_threads("num_threads", self.num_threads or 1)
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size:,}; {_LARGEST_VOCABULARY:,} is the most that a "
+                "tokenizer is trained for here, several times the largest in use"
+            )
         if not 0 <= self.valid_fraction < 1:
             raise ValueError(f"valid_fraction is {self.valid_fraction}; it must be in [0, 1)")
         if self.eos_token is not None and self.tokenizer is None:

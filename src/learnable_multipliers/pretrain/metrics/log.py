@@ -1,24 +1,33 @@
 """The metrics of a run: a file of JSON lines, and TensorBoard, W&B or Trackio where asked for.
 
-`metrics.jsonl` is the record: one JSON object per line, flushed as it is written. After a resume it
-equals that of a run that never stopped.
+`metrics.jsonl` is the record: one JSON object per line with its checksum, flushed as it is written.
+After a resume it equals that of a run that never stopped.
+
+It stays bounded however long a run is. The newest records of a kind are kept as they are; of older
+ones, those at every second, fourth, eighth, ... interval. Which ones is a function of their steps
+alone, and what is kept at a step was kept at all earlier steps. So truncating a thinned file is the
+same as thinning a truncated one, once the run is back at the step of the thinning.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._checksum import sealed_line, unsealed_line
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
 from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
+NEWEST = {"train": 10_000, "eval": 10_000, "sample": 1000, "weights": 100, "health": 100}
+"""How many of the newest records of a kind are kept; a record of the weights has every matrix."""
+_START = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
 Metrics = Mapping[str, Any]
 Observer = Callable[[dict[str, Any]], None]
 """Called with every record of a run as it is written, and with warnings."""
@@ -32,6 +41,7 @@ class MetricLog:
         tensorboard: Also write event files, to `folder/tensorboard`, if it is installed.
         wandb: Project to log to with Weights & Biases. `truncate_after` takes nothing back there.
         trackio: Project to log to with Trackio; the same holds.
+        intervals: Steps between two records of a kind, for the kinds that are thinned.
     """
 
     def __init__(
@@ -41,12 +51,13 @@ class MetricLog:
         tensorboard: bool = True,
         wandb: str = "",
         trackio: str = "",
+        intervals: Mapping[str, int] | None = None,
         observer: Observer = lambda record: None,
     ):
         self.folder = Path(folder)
         make_folder(self.folder)
         self.path = self.folder / FILE_NAME
-        self._observer = observer
+        self._observer, self._intervals = observer, intervals or {}
         self._writer = self._event_writer() if tensorboard else None
         self._trackers: list[Any] = []
         for package, project in (("wandb", wandb), ("trackio", trackio)):
@@ -68,12 +79,14 @@ class MetricLog:
         under "kind/key".
         """
         record = {"step": step, **metrics}
-        line = json.dumps(to_dict(record), allow_nan=False) + "\n"
+        line = sealed_line(to_dict(record))
         with self._writing():
-            self._file.write(line.encode())
+            self._file.write(line)
             self._file.flush()
-        # Training and held-out loss are two curves.
         kind = metrics.get("kind")
+        if kind in NEWEST and self._intervals.get(kind):
+            self._thin_out(kind, step)
+        # Training and held-out loss are two curves.
         numbers = dict(_numbers(metrics, f"{kind}/" if isinstance(kind, str) else ""))
         if self._writer is not None:
             for key, value in numbers.items():
@@ -96,15 +109,36 @@ class MetricLog:
             if record["step"] <= step and not (has_more and record.get("kind") == "end"):
                 kept.append(line)
                 last = record
-        with self._writing():
-            replace_file(self.path, b"".join(kept))
-        self._file.close()
-        self._file = self.path.open("ab")
+        self._replace(kept)
         if self._writer is not None:
             self._writer.close()
             # Event files cannot be truncated; this makes readers drop later steps.
             self._writer = self._event_writer(purge_step=step + 1)
         return last
+
+    def _thin_out(self, kind: str, newest: int) -> None:
+        """Drop older records of a kind, where its newest one is due for that."""
+        every, count = self._intervals[kind], NEWEST[kind]
+        if newest % (every * count) or newest == every * count:
+            return
+        kept, first = [], None
+        with self.path.open("rb") as file:
+            for line in file:
+                found = _START.match(line)
+                if found and found[2].decode() == kind:
+                    step = int(found[1])
+                    first = step if first is None else first
+                    if step != first and not is_kept(step, newest, every, count):
+                        continue
+                kept.append(line)
+        self._replace(kept)
+
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Replace the file atomically, and go on writing at its end."""
+        with self._writing():
+            replace_file(self.path, b"".join(lines))
+        self._file.close()
+        self._file = self.path.open("ab")
 
     def flush(self) -> None:
         """Flush every line to disk."""
@@ -162,6 +196,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [_with_floats(record) for _, record in _lines(path)]
 
 
+def is_kept(step: int, newest: int, every: int, count: int) -> bool:
+    """Return whether a record stays once there is one of the step `newest`.
+
+    The newest `count` do, and older ones on a stride that keeps about `count` of them.
+    """
+    if step > newest - every * count:
+        return True
+    stride = 1 << (newest // (every * count) - 1).bit_length()
+    return step % (every * stride) == 0
+
+
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each complete line and its record."""
     with path.open("rb") as file:
@@ -169,11 +214,13 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
+                record = unsealed_line(line)
                 int(record["step"])
             except (ValueError, TypeError, KeyError, RecursionError) as error:
+                reason = error if type(error) is ValueError else "it has no step"
                 raise ValueError(
-                    f"line {number} of {path} is not a record of metrics: fix or remove it"
+                    f"line {number} of {path} is not a record that a run wrote ({reason}): remove "
+                    "the line"
                 ) from error
             yield line, record
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+MAX_LAYERS = 1000
+"""Of a model: the plan looks at every layer by itself."""
+_MAX_PARAMETERS = 10**15
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -113,6 +117,23 @@ class ModelConfig:
         """The fixed factors by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("mup_")}
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of such a model, each once; known before it is built."""
+        hidden, heads = self.hidden_size, self.num_heads * self.head_dim
+        layer = hidden
+        if self.has_attention:
+            layer += 2 * hidden * (heads + self.num_kv_heads * self.head_dim)
+        if self.has_ssm:
+            channels = sum(self.ssm_block_sizes[1:4])
+            layer += hidden * (sum(self.ssm_block_sizes) + self.ssm_size)
+            layer += channels * (self.ssm_conv_size + 1) + 3 * self.num_ssm_heads
+            layer += self.ssm_size if self.ssm_norm else 0
+        if self.has_mlp:
+            layer += hidden * (3 * self.intermediate_size + 1)
+        embeddings = 1 if self.tie_embeddings else 2
+        return embeddings * self.vocab_size * hidden + self.num_layers * layer + hidden
+
     def check(self) -> None:
         """Raise a ValueError for a shape that cannot be built."""
         least = dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "max_length"), 1)
@@ -127,6 +148,11 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{name} must be at least {minimum}, got {getattr(self, name)}"
                 )
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(
+                f"model.num_layers must be at most {MAX_LAYERS:,}, got {self.num_layers:,}: the "
+                "plan looks at every layer by itself"
+            )
         if not self.has_attention and not self.has_ssm:
             raise ValueError(
                 "a model needs attention or a state-space mixer: set model.num_heads or "
@@ -151,4 +177,9 @@ class ModelConfig:
             raise ValueError(
                 f"{self.num_ssm_heads} state-space heads cannot be shared out to {self.ssm_groups} "
                 "groups: model.ssm_groups must divide model.ssm_size / model.ssm_head_dim"
+            )
+        if self.num_parameters > _MAX_PARAMETERS:
+            raise ValueError(
+                f"a model of this shape has {self.num_parameters:.1e} parameters, and "
+                f"{_MAX_PARAMETERS:.0e} are the most: look for a size with a digit too many"
             )

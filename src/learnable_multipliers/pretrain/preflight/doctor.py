@@ -31,13 +31,13 @@ from learnable_multipliers.pretrain.preflight.checks import (
     run_check,
     skipped,
 )
-from learnable_multipliers.pretrain.preflight.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
@@ -354,10 +354,10 @@ def check_speed(run: ShortRun) -> str:
     micro_batch_seconds, update = min(backward[1:]), min(updates[1:])
     num_micro_batches = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
     per_step = num_micro_batches * micro_batch_seconds + update
-    planned = steps(run.config.schedule, data.batch_sequences, data.sequence_length)
+    planned = Schedule(run.config.schedule, data.batch_sequences, data.sequence_length)
     tokens = data.batch_sequences * data.sequence_length
     speed = tokens / per_step
-    whole = sum(step.sequences for step in planned) * data.sequence_length / speed
+    whole = planned.tokens_before(len(planned)) / speed
     without = "evaluation" if run.dp_degree == 1 else "evaluation and communication"
     return (
         f"{per_step:.3g} s per step of {count(tokens)} tokens, {count(speed)} tokens/s; the whole "

@@ -12,10 +12,10 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.preflight.memory import estimate
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.memory import estimate
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.schedule import Step, steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 # How much of the first batch is shown.
@@ -30,7 +30,7 @@ def describe(config: TrainConfig) -> str:
     with torch.device("meta"):
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)
-    taken = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    taken = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
     lines = [str(planned), ""]
     lines += _run(config, data, taken) + [""]
     axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
@@ -38,14 +38,14 @@ def describe(config: TrainConfig) -> str:
     slow = slow_paths(config, device.of_rank(math.prod(axes)))
     if slow:
         lines += ["Slower than it could be:", *(f"  {path.in_words}" for path in slow), ""]
-    lines += _first_batch(config, data, taken)
+    lines += _first_batch(data, taken[0].sequences)
     return "\n".join(lines)
 
 
-def _run(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
+def _run(config: TrainConfig, data: TrainingData, taken: Schedule) -> list[str]:
     last = taken[-1]
-    total = last.tokens_before + last.sequences * config.data.sequence_length
-    peak = max(step.lr_factor for step in taken) * config.optimizer.lr
+    total = taken.tokens_before(len(taken))
+    peak = taken.peak_factor * config.optimizer.lr
     full = config.data.batch_sequences
     return [
         f"Run: {len(taken):,} steps, {count(total)} tokens, "
@@ -74,10 +74,11 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     return lines
 
 
-def _first_batch(config: TrainConfig, data: TrainingData, taken: list[Step]) -> list[str]:
-    batch = data.batch(0, taken[0].sequences, torch.device("cpu"))
-    text = printable(data.decode(batch[0, :_TOKENS].tolist()))
+def _first_batch(data: TrainingData, sequences: int) -> list[str]:
+    # One sequence is read: a batch for another machine may not fit into this one.
+    first = data.batch(0, 1, torch.device("cpu"))[0]
+    text = printable(data.decode(first[:_TOKENS].tolist()))
     return [
-        f"First batch: {batch.shape[0]} sequences of {batch.shape[1] - 1} tokens; it begins",
+        f"First batch: {sequences} sequences of {len(first) - 1} tokens; it begins",
         *(f"  | {line}" for line in text.splitlines()[:_LINES]),
     ]

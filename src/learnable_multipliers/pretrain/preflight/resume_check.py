@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
@@ -49,7 +49,7 @@ def check_resume(
     are lines in the log which resuming must remove. `report` is called with the progress.
     """
     config.check()
-    planned = steps(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    planned = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
     if not 1 <= half <= len(planned) // 2:
         raise ValueError(
             f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from learnable_multipliers.kernels._backend import HAS_TRITON
-from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig, check_threads
 from learnable_multipliers.pretrain.model.attention import kernels_take
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 KINDS = ("cuda", "mps", "cpu")
 PEAK_TFLOPS = {"H200": 790.0, "H100 80GB HBM3": 790.0}
@@ -70,6 +70,7 @@ def choose_device(config: RuntimeConfig) -> Device:
     from_dict(RuntimeConfig, to_dict(config), "runtime")
     if config.num_threads < 0:
         raise ValueError(f"runtime.num_threads must not be negative, got {config.num_threads}")
+    check_threads("runtime.num_threads", config.num_threads)
     kind = config.device
     if kind == "auto":
         kind = "mps" if torch.backends.mps.is_available() else "cpu"
@@ -173,9 +174,8 @@ def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
         return
     data = config.data
     micro = data.micro_batch_sequences
-    planned = steps(config.schedule, data.batch_sequences, data.sequence_length)
-    batches = sorted({step.sequences for step in planned})
-    uneven = [n for n in batches if micro and n % min(micro, n)]
+    planned = Schedule(config.schedule, data.batch_sequences, data.sequence_length)
+    uneven = [n for n in planned.batch_sizes if micro and n % min(micro, n)]
     if uneven:
         yield SlowPath(
             f"data.micro_batch_sequences={micro} does not divide batches of "

@@ -91,6 +91,13 @@ class RunFolder:
             tensorboard=settings.tensorboard,
             wandb=settings.wandb,
             trackio=settings.trackio,
+            intervals={
+                "train": settings.every,
+                "eval": settings.evaluate_every,
+                "sample": settings.sample_every,
+                "weights": settings.weights_every,
+                "health": settings.weights_every,
+            },
             observer=self._observer,
         )
         last = None

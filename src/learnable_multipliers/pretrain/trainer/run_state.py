@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
-from learnable_multipliers.pretrain.trainer.schedule import steps
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 
 
@@ -167,8 +167,7 @@ def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> b
     schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
     if now != then:
         return False
-    planned = steps(config.schedule, *now)
-    return len(planned) >= taken and steps(schedule, *then)[:taken] == planned[:taken]
+    return Schedule(config.schedule, *now).begins_like(Schedule(schedule, *then), taken)
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -8,9 +8,15 @@ schedule as one that never stopped.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, overload
 
 from learnable_multipliers.pretrain.config import ScheduleConfig
+
+_MAX_STAGES = 10_000
+"""Of a ramp-up: each is kept in memory."""
 
 
 class Step(NamedTuple):
@@ -61,45 +67,137 @@ def batch_sequences(config: ScheduleConfig, tokens: int, full_sequences: int) ->
     return config.rampup_start_sequences + done * config.rampup_increment_sequences
 
 
-def steps(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> list[Step]:
-    """Return every step of the run, in order.
+class Schedule(Sequence[Step]):
+    """Every step of a run, in order; computed when asked for, so that a run may have any length.
 
     The batch of a step is that of the tokens before it; its rate that of the tokens after it, so
     that the first step is not lost to a rate of zero and the last one is at 1/decay_factor. The
     last batch is whole and may pass the end of the run by less than itself.
     """
-    for name, value in (("full_sequences", full_sequences), ("sequence_length", sequence_length)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if config.rampup_tokens:
-        _rampup_stages(config, full_sequences)
-    plan: list[Step] = []
-    tokens = 0
-    while tokens < config.tokens:
-        sequences = batch_sequences(config, tokens, full_sequences)
-        after = tokens + sequences * sequence_length
-        # Square-root rule: a smaller batch trains at sqrt(batch / full batch) times the rate.
-        batch_factor = math.sqrt(sequences / full_sequences)
-        factor = learning_rate_factor(config, after) * batch_factor
-        plan.append(Step(len(plan), tokens, sequences, factor))
-        tokens = after
-    return plan
+
+    def __init__(self, config: ScheduleConfig, full_sequences: int, sequence_length: int):
+        sizes = {"full_sequences": full_sequences, "sequence_length": sequence_length}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._settings = config, full_sequences, sequence_length
+        self._config, self._length = config, sequence_length
+        self._stages = list(_stages(config, full_sequences, sequence_length))
+        self._starts = [stage.step for stage in self._stages]
+        last = self._stages[-1]
+        missing = config.tokens - last.tokens_before
+        self._num_steps = last.step + -(-missing // (last.sequences * sequence_length))
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    @overload
+    def __getitem__(self, index: int, /) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[Step]: ...
+    def __getitem__(self, index: int | slice, /) -> Step | list[Step]:
+        found = range(len(self))[index]
+        return self._step(found) if isinstance(found, int) else [self._step(i) for i in found]
+
+    def __iter__(self) -> Iterator[Step]:
+        ends = [*self._starts[1:], len(self)]
+        for stage, end in zip(self._stages, ends, strict=True):
+            for step in range(stage.step, end):
+                yield self._of_stage(stage, step)
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens seen before a step; of one past the last, those of the whole run."""
+        stage = self._stage(step)
+        return stage.tokens_before + (step - stage.step) * stage.sequences * self._length
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Sequences in a batch, in the order of the run."""
+        return [stage.sequences for stage in self._stages]
+
+    @property
+    def peak_factor(self) -> float:
+        """The largest `lr_factor` of all steps."""
+        ends = [*self._starts[1:], len(self)]
+        # In a stage the rate rises to the end of the warmup, and falls some time later.
+        return max(
+            self[min(max(step, stage.step), end - 1)].lr_factor
+            for stage, end in zip(self._stages, ends, strict=True)
+            for step in self._around_warmup(stage)
+        )
+
+    def begins_like(self, other: Schedule, num_steps: int) -> bool:
+        """Return whether both have the same first steps."""
+        if min(len(self), len(other)) < num_steps:
+            return False
+        pairs = zip(islice(self, num_steps), islice(other, num_steps), strict=True)
+        return self._settings == other._settings or all(one == its for one, its in pairs)
+
+    def _around_warmup(self, stage: Step) -> tuple[int, int]:
+        """Return the last step before the end of the warmup and the first at it or after."""
+        missing = self._config.warmup_tokens - stage.tokens_before
+        reached = stage.step - 1 + -(-missing // (stage.sequences * self._length))
+        return reached - 1, reached
+
+    def _stage(self, step: int) -> Step:
+        return self._stages[bisect_right(self._starts, step) - 1]
+
+    def _step(self, step: int) -> Step:
+        return self._of_stage(self._stage(step), step)
+
+    def _of_stage(self, stage: Step, step: int) -> Step:
+        size = stage.sequences * self._length
+        before = stage.tokens_before + (step - stage.step) * size
+        # A stage holds the factor of its batch alone.
+        factor = learning_rate_factor(self._config, before + size) * stage.lr_factor
+        return Step(step, before, stage.sequences, factor)
 
 
-def tokens_after(plan: list[Step], sequence_length: int) -> list[int]:
-    """Return the tokens seen after 0, 1, 2, ... and all steps of a plan."""
-    return [0, *(step.tokens_before + step.sequences * sequence_length for step in plan)]
+class TokensAfter(Sequence[int]):
+    """The tokens seen after 0, 1, 2, ... and all steps of a schedule."""
+
+    def __init__(self, plan: Schedule):
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan) + 1
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> list[int]: ...
+    def __getitem__(self, index: int | slice, /) -> int | list[int]:
+        found = range(len(self))[index]
+        before = self._plan.tokens_before
+        return before(found) if isinstance(found, int) else [before(step) for step in found]
 
 
-def check_divisible(plan: list[Step], dp_degree: int) -> None:
+def check_divisible(plan: Schedule, dp_degree: int) -> None:
     """Raise a ValueError if a batch of the run cannot be divided among data-parallel ranks."""
-    for step in plan:
-        if step.sequences % dp_degree:
+    for sequences in plan.batch_sizes:
+        if sequences % dp_degree:
             raise ValueError(
-                f"a batch of {step.sequences} sequences cannot be divided by the data-parallel "
+                f"a batch of {sequences} sequences cannot be divided by the data-parallel "
                 f"degree of {dp_degree} (parallel.data x parallel.shard): choose "
                 "data.batch_sequences and the ramp-up of the schedule as multiples of that"
             )
+
+
+def _stages(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> Iterator[Step]:
+    """Yield the first step of each batch size that a run has, with the factor of the batch."""
+    number = _rampup_stages(config, full_sequences) if config.rampup_tokens else 0
+    step = tokens = 0
+    while tokens < config.tokens:
+        sequences = batch_sequences(config, tokens, full_sequences)
+        # Square-root rule: a smaller batch trains at sqrt(batch / full batch) times the rate.
+        yield Step(step, tokens, sequences, math.sqrt(sequences / full_sequences))
+        if tokens >= config.rampup_tokens:
+            return
+        # A stage ends with the first batch that reaches the tokens of the next.
+        next_stage = tokens * number // config.rampup_tokens + 1
+        size, end = sequences * sequence_length, -(-next_stage * config.rampup_tokens // number)
+        taken = -(-(min(end, config.tokens) - tokens) // size)
+        step, tokens = step + taken, tokens + taken * size
 
 
 def _rampup_stages(config: ScheduleConfig, full_sequences: int) -> int:
@@ -109,5 +207,10 @@ def _rampup_stages(config: ScheduleConfig, full_sequences: int) -> int:
         raise ValueError(
             f"the batch cannot ramp from {start} to {full_sequences} sequences in steps of "
             f"{increment}: the full batch must be the start plus one or more increments"
+        )
+    if stages > _MAX_STAGES:
+        raise ValueError(
+            f"the batch ramps up in {stages:,} stages, and {_MAX_STAGES:,} are the most: raise "
+            "schedule.rampup_increment_sequences"
         )
     return stages

@@ -8,6 +8,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -26,6 +27,7 @@ from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
+from learnable_multipliers.pretrain.trainer.memory import check_fits
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
@@ -82,6 +84,12 @@ class Trainer:
         self.config = config = resolved(config, self.data)
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
+        # Before there is a folder, so that a run that cannot be leaves none.
+        self.schedule = schedule.Schedule(
+            config.schedule, config.data.batch_sequences, config.data.sequence_length
+        )
+        schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
+        check_fits(config, self.device, self.world.axes)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
         try:
             with self.world.collective():
@@ -91,10 +99,6 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.schedule = schedule.steps(
-            config.schedule, config.data.batch_sequences, config.data.sequence_length
-        )
-        schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         self.model = build(config.model, config.seed, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
@@ -188,9 +192,9 @@ class Trainer:
         return self.samples * self.config.data.sequence_length
 
     @property
-    def tokens_after(self) -> list[int]:
+    def tokens_after(self) -> schedule.TokensAfter:
         """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
-        return schedule.tokens_after(self.schedule, self.config.data.sequence_length)
+        return schedule.TokensAfter(self.schedule)
 
     @property
     def seconds(self) -> float:
@@ -332,7 +336,8 @@ class Trainer:
     def _restore(self, loaded: checkpoints.Checkpoint, state: RunState) -> None:
         """Restore all state except elapsed time."""
         restore_(self.model, self.optimizer, loaded)
-        lrs = [self.config.optimizer.lr * step.lr_factor for step in self.schedule[: loaded.step]]
+        taken = islice(self.schedule, loaded.step)
+        lrs = (self.config.optimizer.lr * step.lr_factor for step in taken)
         self.monitor.resume(lrs, state.skipped_steps)
         self.step, self.samples = loaded.step, state.samples
         self.passed_over = state.passed_over

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from learnable_multipliers._formats import size
 from learnable_multipliers._multiplier import initial_values
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.kernels._backend import HAS_TRITON
@@ -32,6 +34,9 @@ _ALONE = Axes()
 _LIBRARIES = 64 * 2**20
 """What cuBLAS allocates for itself on a CUDA device."""
 _ACTIVATIONS = "activations of a micro-batch"
+_ERROR = 0.25
+"""How far above the memory of a device an estimate must lie to be believed."""
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,10 @@ class MemoryEstimate:
 
 def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> MemoryEstimate:
     """Return the estimate of a run's memory on each rank."""
-    sharded = replace(config, model=rank_shape(config.model, axes.tensor))
+    length = config.data.sequence_length
+    # A chunk is no longer than the sequence.
+    model = replace(config.model, ssm_chunk_size=min(config.model.ssm_chunk_size, length))
+    sharded = replace(config, model=rank_shape(model, axes.tensor))
     with torch.device("meta"):
         model = HybridLM(sharded.model)
     rows = state_bytes(sharded, model, make_plan(model, config.optimizer), axes.shard)
@@ -74,6 +82,28 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
 
 
+def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None:
+    """Raise a ValueError for a run that the device cannot hold, before anything is built."""
+    total = total_memory(device.device)
+    needed = estimate(config, device, axes).peak
+    if total is not None and needed > total * (1 + _ERROR):
+        raise ValueError(
+            f"this run needs about {size(needed)} of memory (estimated from shapes), and "
+            f"{device.name} has {size(total)}: give --data.micro-batch-sequences a smaller number, "
+            "or choose a smaller model; --dry-run shows what takes how much"
+        )
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device, those of a CPU with its swap; None where they are not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu" or not _MEMINFO.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+
+
 def state_bytes(
     config: TrainConfig, model: HybridLM, plan: Plan, shards: int = 1
 ) -> dict[str, int]:
@@ -86,19 +116,21 @@ def state_bytes(
     kinds = ("weights", "gradients", "raw weights", "moments", "multipliers and their moments")
     sizes: dict[str, int] = dict.fromkeys(kinds, 0)
     for name, parameter in model.named_parameters():
-        size = _FLOAT * _largest_shard(parameter, shards)
-        sizes["weights"] += size
+        each = _FLOAT * _largest_shard(parameter, shards)
+        sizes["weights"] += each
         if not parameter.requires_grad:
             continue
         matrix = matrices[name]
-        sizes["gradients"] += size
+        sizes["gradients"] += each
         # Muon keeps one moment of a hidden matrix and an average over it, AdamW two moments; both
         # count steps.
         one = config.optimizer.kind == "muon" and is_hidden(matrix)
-        sizes["moments"] += size + 2 * _FLOAT if one else 2 * size + _FLOAT
+        sizes["moments"] += each + 2 * _FLOAT if one else 2 * each + _FLOAT
         if matrix is not None and matrix.carries:
-            carried = sum(value.numel() for value in initial_values(matrix).values())
-            sizes["raw weights"] += size
+            # Their shapes alone: the machine may have no room for them.
+            with torch.device("meta"):
+                carried = sum(value.numel() for value in initial_values(matrix).values())
+            sizes["raw weights"] += each
             # As if every rank held all of them: column multipliers are whole, and they are small.
             sizes["multipliers and their moments"] += 3 * _FLOAT * carried
     return sizes
