@@ -198,9 +198,9 @@ class MultiplierOptimizer(Optimizer):
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
-        # Checkpointing tools take a step without rate and gradient to see the state, some of them
-        # on one rank; it must leave no trace.
-        if self._copies is not None and (self._has_stepped or not still):
+        # Checkpointing tools take a step without rate and gradient to see the state, maybe on one
+        # rank alone; it must leave no trace.
+        if self._copies is not None and (self._has_stepped or not still or bool(norm)):
             finite, go = self._copies.agree(finite, go, bound.states)
         if still:
             go = go & (norm != 0)

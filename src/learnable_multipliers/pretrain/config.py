@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
@@ -292,6 +293,13 @@ class TrainConfig:
         for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
             if not 0 <= value < 1:
                 raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
+        if not optimizer.eps >= SMALLEST_EPS:
+            raise ValueError(
+                f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {optimizer.eps:g}: below, "
+                "it is 0 in float32, and what never had a gradient becomes 0 / 0, which is NaN"
+            )
+        if not 0 <= optimizer.momentum < 1:
+            raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
         scale = max(1.0, optimizer.adamw_lr_scale) if optimizer.kind == "muon" else 1.0
         decay = optimizer.lr * scale * optimizer.weight_decay
         if decay >= 1:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+
+_TINY = 2.0**-126
+"""Smallest normal number of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,15 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{name} must be at least {minimum}, got {getattr(self, name)}"
                 )
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            # Smaller ones are 0 in float32.
+            if not _TINY <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"model.{name} must be a positive number, got {getattr(self, name):g}"
+                )
+        for name, value in self.mup_factors.items():
+            if not math.isfinite(value):
+                raise ValueError(f"model.{name} must be a finite number, got {value:g}")
         if not self.has_attention and not self.has_ssm:
             raise ValueError(
                 "a model needs attention or a state-space mixer: set model.num_heads or "
