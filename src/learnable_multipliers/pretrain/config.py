@@ -11,6 +11,8 @@ from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
+_LARGEST = 1e15
+"""Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 
@@ -288,6 +290,11 @@ class TrainConfig:
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
+        for name, value in vars(optimizer).items():
+            if isinstance(value, int | float) and value > _LARGEST:
+                raise ValueError(
+                    f"optimizer.{name} must be a number up to {_LARGEST:g}, got {value:g}"
+                )
         if not 0 < optimizer.lr < math.inf:
             raise ValueError(f"optimizer.lr must be a positive number, got {optimizer.lr:g}")
         for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
@@ -306,6 +313,13 @@ class TrainConfig:
             raise ValueError(
                 f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
                 "weight to nothing or beyond; lower one of them"
+            )
+        decay = optimizer.lr * optimizer.multiplier_lr_scale * optimizer.multiplier_weight_decay
+        if decay >= 1:
+            raise ValueError(
+                "optimizer.lr times optimizer.multiplier_lr_scale and "
+                f"optimizer.multiplier_weight_decay is {decay:g}: a step would decay a multiplier "
+                "to nothing or beyond; lower one of them"
             )
         if optimizer.multiplier_init == "fold" and optimizer.placement == "none":
             raise ValueError(
