@@ -77,7 +77,7 @@ def make(optimizer, model, plan, **more):
         inner = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False
         )
-        return lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=0.2)
+        return lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=0.2, **more)
     kind = {"adamw": lrm.AdamW, "muon": lrm.Muon}[optimizer]
     return kind(lrm.param_groups(model, plan), lr=1e-2, max_grad_norm=0.2, **more)
 

@@ -399,7 +399,7 @@ def test_wrong_settings_are_refused():
     model = Toy().to(DEVICE)
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         lrm.AdamW.from_model(model, "none", max_grad_norm=0.0)
-    with pytest.raises(ValueError, match="weight_decay must not be negative"):
+    with pytest.raises(ValueError, match="weight_decay must be a number of at least 0"):
         lrm.AdamW.from_model(model, "none", weight_decay=-1.0)
     optimizer = lrm.AdamW.from_model(model, "none", backend="fastest")
     backward(model, torch.randint(0, 13, (2, 7)))

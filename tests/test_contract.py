@@ -1,5 +1,7 @@
 """What an optimizer cannot honour is refused; nothing trains without multipliers unasked."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -181,6 +183,65 @@ def test_the_wrapper_leaves_the_settings_of_the_wrapped_optimizer_alone():
     optimizer = lrm.LearnableMultipliers(inner, model, lrm.plan(model))
     assert optimizer.param_groups[0]["kind"] == "mine"
     train(model, optimizer, 2)
+
+
+BAD = {
+    "eps of 0": ({"eps": 0.0}, "eps must be at least 1.2e-38, got 0.0: below, it is 0 in float32"),
+    "eps that is 0 in float32": ({"eps": 1e-50}, "eps must be at least 1.2e-38, got 1e-50"),
+    "eps": ({"eps": math.inf}, "eps must be at least"),
+    "beta1": ({"betas": (1.0, 0.95)}, r"beta1 must lie in \[0, 1\), got 1.0"),
+    "beta2": ({"betas": (0.9, math.nan)}, r"beta2 must lie in \[0, 1\), got nan"),
+    "lr": ({"lr": math.nan}, "lr must be a number of at least 0, got nan"),
+    "infinite lr": ({"lr": torch.tensor(math.inf)}, "lr must be a number of at least 0"),
+    "decay": ({"weight_decay": math.nan}, "weight_decay must be a number of at least 0, got nan"),
+    "scale": ({"multiplier_lr_scale": math.inf}, "multiplier_lr_scale must be a number"),
+    "multipliers' decay": ({"multiplier_weight_decay": -1.0}, "multiplier_weight_decay must be"),
+}
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+@pytest.mark.parametrize("case", BAD)
+def test_settings_that_give_nan_at_the_first_step_are_refused(cls, case):
+    settings, message = BAD[case]
+    model = net()
+    with pytest.raises(ValueError, match=message):
+        cls.from_model(model, **settings)
+    groups = [{**group, **settings} for group in lrm.param_groups(model, lrm.plan(model))]
+    with pytest.raises(ValueError, match=message):
+        cls(groups)
+    # Written to a group later, by a scheduler or by a state that was loaded.
+    optimizer = cls.from_model(model)
+    train(model, optimizer, 1)
+    for group in optimizer.param_groups:
+        group.update(settings)
+    before = weights(model), optimizer.state_dict()["state"][0]["step"].clone()
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, 1)
+    assert all(torch.equal(p, before[0][name]) for name, p in model.named_parameters())
+    assert optimizer.state_dict()["state"][0]["step"] == before[1]
+
+
+def test_settings_of_clipping_momentum_and_wrapped_multipliers_are_checked_too():
+    model = net()
+    with pytest.raises(ValueError, match="max_grad_norm must be positive or None, got nan"):
+        lrm.AdamW.from_model(model, max_grad_norm=math.nan)
+    with pytest.raises(ValueError, match=r"momentum must lie in \[0, 1\), got nan"):
+        lrm.Muon.from_model(model, momentum=math.nan)
+    with pytest.raises(ValueError, match="adamw_lr_scale must be a number of at least 0, got inf"):
+        lrm.Muon.from_model(model, adamw_lr_scale=math.inf)
+    for settings in ({"multiplier_eps": 0.0}, {"multiplier_betas": (0.9, 1.0)}):
+        with pytest.raises(ValueError, match="eps must be at least|beta2 must lie"):
+            lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1, **settings)
+
+
+def test_the_smallest_eps_leaves_weights_without_a_gradient_alone():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, "none", lr=1e-2, weight_decay=0.0, eps=1.2e-38)
+    unused = model.embed.weight.detach()[5:].clone()
+    model(IDS[:5]).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model.embed.weight[5:], unused)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("setting", [{"fused": True}, {"foreach": True}, {"fused": False}])

@@ -1,6 +1,7 @@
 """States of other plans and optimizers: converted, adopted or refused before anything changes."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -314,23 +315,57 @@ def test_a_weight_unfrozen_later_is_told_once():
     train(model, again, 1)
 
 
-def test_many_skipped_steps_in_a_row_are_told_once():
-    model = net()
-    optimizer = lrm.AdamW.from_model(model)
-    train(model, optimizer, 1)
-
-    def bad_steps(count):
+def bad_steps(model, optimizer, count):
+    """Take steps without finite gradients; return how many warnings they give."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         for _ in range(count):
             for p in model.parameters():
                 p.grad = torch.full_like(p, torch.nan)
             optimizer.step()
+    assert all("optimizer steps were skipped" in str(one.message) for one in told)
+    return len(told)
 
-    bad_steps(15)
+
+MADE = {
+    "adamw": lambda model: lrm.AdamW.from_model(model),
+    "muon": lambda model: lrm.Muon.from_model(model),
+    "wrapped": lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_many_skipped_steps_in_a_row_are_told_once_each_time_they_begin(kind):
+    model = net()
+    optimizer = MADE[kind](model)
+    train(model, optimizer, 1)
+    assert bad_steps(model, optimizer, 15) == 0
     train(model, optimizer, 4)
-    with pytest.warns(UserWarning, match="optimizer steps were skipped") as seen:
-        bad_steps(60)
-    assert len(seen) == 1
+    assert bad_steps(model, optimizer, 60) == 1
     assert optimizer.num_skipped == 75
+    # Recovered, and worse again: found within forty steps.
+    train(model, optimizer, 7)
+    assert bad_steps(model, optimizer, 39) == 1
+    train(model, optimizer, 1)
+    assert bad_steps(model, optimizer, 19) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_counting_skipped_steps_does_not_make_a_gpu_wait(kind):
+    model = net().cuda()
+    optimizer = MADE[kind](model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(20):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(19):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # -- multipliers alone ----------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_a_run_that_may_goes_back_instead(data, tmp_path):
 def test_a_meter_goes_on_from_its_reading():
     def fed(meter, losses):
         for loss in losses:
-            meter.add(torch.tensor(loss), torch.tensor(loss))
+            meter.add(torch.tensor(loss), torch.tensor(not math.isfinite(loss)))
         return meter
 
     first, second = [2.5, math.nan, 0.1], [math.inf, -math.inf]
@@ -238,7 +238,7 @@ def test_a_meter_goes_on_from_its_reading():
 
 def test_a_new_reading_begins_empty_but_for_the_streak():
     meter = LossMeter(CPU)
-    meter.add(torch.tensor(1.0), torch.tensor(math.nan))
+    meter.add(torch.tensor(1.0), torch.tensor(True))
     meter.reset()
     assert meter.read() == LossReading(skipped_in_a_row=1)
     assert meter.read().mean is None

@@ -207,3 +207,71 @@ def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(ranks, data, tmp_path
     last = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "train"][-1]
     assert last["skipped_steps"] == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+
+
+def train_with_a_bad_gradient(config):
+    """Train with a NaN in the gradient of the last rank alone, after gradients were averaged."""
+
+    def work():
+        trainer = Trainer(config)
+        step_of, last = trainer.optimizer.step, trainer.world.rank == trainer.world.size - 1
+
+        def step():
+            if trainer.step in (3, 4) and last:
+                trainer.model.lm_head.weight.grad[0, 0] = math.nan
+            return step_of()
+
+        trainer.optimizer.step = step
+        for _ in trainer.steps():
+            found = everything(trainer), trainer.skipped_steps, trainer._losses.read()
+        return found
+
+    return in_float64(work)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_gradient_that_is_bad_on_one_copy_is_left_out_on_all(data, tmp_path, kind):
+    config = config_of(data, tmp_path / "alone", kind=kind, llama=True)
+    expected, skipped, _ = train_with_a_bad_gradient(config)
+    assert skipped == 2
+    two = Ranks(2)
+    try:
+        one, other = two.run(train_with_a_bad_gradient, replace(config, out=tmp_path / "run"))
+    finally:
+        two.stop()
+    # Loss readings decide about rollbacks, which all ranks must take together.
+    assert one[1:] == (2, other[2])
+    assert one[0].keys() == other[0].keys()
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+    assert_close(one[0], expected)
+
+
+def train_with_other_weights(config):
+    """Change the weights of one rank; return how all of them end."""
+    from learnable_multipliers.optim import _copies
+
+    usual, _copies.CHECK_EVERY = _copies.CHECK_EVERY, 4
+    try:
+        trainer = Trainer(config)
+        for step in trainer.steps():
+            if step == 2 and trainer.world.rank == 1:
+                with trainer.optimizer.rewriting(["lm_head.weight"]) as (state,):
+                    state.raw.mul_(1.5)
+    except OSError as error:
+        trainer.close()
+        trainer.world.leave()
+        return str(error)
+    finally:
+        _copies.CHECK_EVERY = usual
+    return "nothing"
+
+
+def test_copies_that_differ_end_a_run(data, tmp_path):
+    two = Ranks(2)
+    try:
+        found = two.run(train_with_other_weights, config_of(data, tmp_path / "run", llama=True))
+    finally:
+        two.stop()
+    for text in found:
+        assert text.startswith("step 5: the copies of lm_head.weight differ between ranks, by ")
+        assert text.endswith("restart from a checkpoint (--resume)")

@@ -23,6 +23,7 @@ from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
@@ -52,13 +53,16 @@ def demo(config: DemoConfig) -> None:
         page = compare(training(config), config.out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("no report was written; lrm demo starts afresh") from None
-    for name in RUNS:
-        last = Run.load(config.out / name).last("eval")
+    runs = [Run.load(config.out / name) for name in RUNS]
+    for run in runs:
         print(
-            f"{name:12} held-out loss {last['loss']:.4f} nats per token, "
-            f"{last['bits_per_byte']:.4f} bits per byte"
+            f"{run.name:12} held-out loss {run.final('eval', 'loss'):.4f} nats per token, "
+            f"{run.final('eval', 'bits_per_byte'):.4f} bits per byte"
         )
     print(f"Report: {page}")
+    for run in runs:
+        if run.diverged:
+            raise DivergenceError(f"run {run.name} has diverged: {run.diverged}")
 
 
 def training(config: DemoConfig) -> TrainConfig:

@@ -117,6 +117,7 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
         command = shlex.join(["lrm", "train", *arguments, *more])
         _say(console, f"Resume with: {escape(command)}")
         sys.exit(128 + trainer.stopped_by)
+    trainer.raise_if_diverged()
     out = escape(str(config.out))
     _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
     exports = hugging_face.obstacle(trainer.config.model) is None

@@ -21,6 +21,8 @@ class AdamW(MultiplierOptimizer):
         lr: 1e-3 where neither it nor the groups say otherwise; `weight_decay` 0.1,
             `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3 likewise.
         max_grad_norm: Clip by the norm of the raw weights' gradients, as part of the step.
+        process_group: The ranks that hold copies of these parameters, as under
+            DistributedDataParallel: they agree on which steps to skip.
         backend: Which kernels run. `fused` and `foreach` are taken as torch has them; every step
             is fused, so that they change nothing.
     """
@@ -37,6 +39,7 @@ class AdamW(MultiplierOptimizer):
         multiplier_weight_decay: float | None = None,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
+        process_group: Any = None,
         fused: bool | None = None,
         foreach: bool | None = None,
     ):
@@ -50,4 +53,10 @@ class AdamW(MultiplierOptimizer):
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+            process_group=process_group,
+        )

@@ -26,17 +26,20 @@ from learnable_multipliers.kernels._reference import effective_of, write_effecti
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._clipping import clip_factor
+from learnable_multipliers.optim._copies import Copies, copies_among
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
     check_reached,
+    check_settings,
     joined_plan,
     param_groups,
     plan_for,
 )
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import all_agree, full, is_sharded, local
-from learnable_multipliers.optim._write_guard import is_capturing, wrong_shape
+from learnable_multipliers.optim._skipping import SkippedSteps
+from learnable_multipliers.optim._write_guard import wrong_shape
 
 _DEFAULTS = {
     "lr": 1e-3,
@@ -47,8 +50,6 @@ _DEFAULTS = {
 """Settings that parameter groups and the optimizer's arguments may both give."""
 _SMALLEST_FACTOR = 1e-2
 """Raw weights are not divided by factors below it: one step may change these several times over."""
-_SKIPS_IN_A_ROW = 20
-"""Steps without a finite gradient, one after the other, that a user is warned of."""
 
 
 class MultiplierOptimizer(Optimizer):
@@ -57,10 +58,12 @@ class MultiplierOptimizer(Optimizer):
     found_inf: Tensor | None = None
     """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
     a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
+    _process_group: Any = None
+    # Of a DistributedDataParallel that the parameters came from.
+    _ddp_group: Any = None
+    _copies: Copies | None = None
     _binding: Binding | None = None
     _model: Callable[[], nn.Module | None] | None = None
-    _calls = 0
-    _told_of_skips = False
     _plan: Plan | None
     _settings: tuple[str, ...] = (
         "_plan",
@@ -68,7 +71,6 @@ class MultiplierOptimizer(Optimizer):
         "backend",
         "grad_norm",
         "_skipped",
-        "_in_a_row",
         "_has_stepped",
     )
     """Attributes that a copy of the optimizer keeps; torch's own copies its groups alone."""
@@ -80,21 +82,18 @@ class MultiplierOptimizer(Optimizer):
         *,
         max_grad_norm: float | None,
         backend: Backend,
+        process_group: Any = None,
     ):
-        if max_grad_norm is not None and max_grad_norm <= 0:
+        if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         given = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
         defaults = {**defaults, **{n: v for n, v in _DEFAULTS.items() if n in defaults}, **given}
-        for name in ("eps", *_DEFAULTS):
-            value = defaults.get(name, 0)
-            if isinstance(value, int | float | Tensor) and value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
         self._plan = None
         self.max_grad_norm = max_grad_norm
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
-        self._skipped: Tensor | None = None
-        self._in_a_row: Tensor | None = None
+        self._skipped: SkippedSteps | None = None
+        self._process_group = process_group
         self._has_stepped = False
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._process_groups: dict[tuple[int, ...], Any] = {}
@@ -153,6 +152,10 @@ class MultiplierOptimizer(Optimizer):
         """Return beta1, beta2 and eps of the AdamW side."""
         return (*group["betas"], group["eps"])
 
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        """Raise a ValueError for settings of a group that no step can be taken with."""
+        check_settings(group, *self.adamw_settings(group))
+
     def moments_of(self, state: ParameterState) -> dict[str, Tensor]:
         """Return what is averaged beside a raw weight, by name; DTensors where it is sharded."""
         kept = self.state[state.parameter]
@@ -191,22 +194,26 @@ class MultiplierOptimizer(Optimizer):
         if self.found_inf is not None:
             finite = finite & (self.found_inf == 0)
         touched = bound.guard.check()
+        bound.set_rates([self._rates(state) for state in bound.classes])
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite
-        if all(float(group["lr"]) == 0 for group in self.param_groups):
-            # Checkpointing tools take a step without rate and gradient to see the state; it must
-            # leave no trace.
+        still = all(float(group["lr"]) == 0 for group in self.param_groups)
+        # Checkpointing tools take a step without rate and gradient to see the state, maybe on one
+        # rank alone; it must leave no trace.
+        if self._copies is not None and (self._has_stepped or not still or bool(norm)):
+            finite, go = self._copies.agree(finite, go, bound.states)
+        if still:
             go = go & (norm != 0)
         else:
             self._has_stepped = True
-        self._count_skipped(finite)
+        assert self._skipped is not None
+        self._skipped.count_(finite)
         if bound.kernels.decides_on_host and not bool(go):
             return
         moved = bound.has_gradient(active)
         bound.steps += moved * go
         clip = clip_factor(norm, self.max_grad_norm)
         go = go.to(torch.int32)
-        bound.set_rates([self._rates(state) for state in bound.classes])
         hyper, multiplier_hyper = bound.kernels.tabulate(bound.rates, bound.class_of, bound.steps)
         for dtype, packed in bound.packed.items():
             state = (packed.values, packed.exp_avg, packed.exp_avg_sq)
@@ -224,24 +231,6 @@ class MultiplierOptimizer(Optimizer):
             # Triton's writes do not change a tensor's version; torch's do.
             bound.guard.remember(active)
 
-    def _count_skipped(self, finite: Tensor) -> None:
-        assert self._skipped is not None
-        assert self._in_a_row is not None
-        self._skipped += ~finite
-        self._in_a_row += 1
-        self._in_a_row *= ~finite
-        self._calls += 1
-        # Read now and then: a GPU must not wait for the host in every step.
-        if self._calls % _SKIPS_IN_A_ROW or is_capturing():
-            return
-        if int(self._in_a_row) >= _SKIPS_IN_A_ROW and not self._told_of_skips:
-            self._told_of_skips = True
-            warnings.warn(
-                f"the last {int(self._in_a_row)} optimizer steps were skipped: gradients were not "
-                "finite, and nothing is trained. Look at the loss, or restart from a checkpoint",
-                stacklevel=4,
-            )
-
     def _tell_of_unfrozen(self) -> None:
         """Warn once of parameters that were frozen when the optimizer was made, and are no more."""
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
@@ -258,11 +247,18 @@ class MultiplierOptimizer(Optimizer):
     @property
     def num_skipped(self) -> int:
         """How many steps were left out because a gradient was not finite."""
-        return 0 if self._skipped is None else int(self._skipped)
+        return 0 if self._skipped is None else int(self._skipped.total)
+
+    @property
+    def skipped_last(self) -> Tensor | None:
+        """Whether the last step was left out, on the device; None before the first."""
+        return None if self._skipped is None else self._skipped.last
 
     def _rates(self, state: ParameterState) -> tuple[float, ...]:
         """Return a parameter's hyper-parameters in the order of `kernels.tabulate`."""
         group = state.group
+        # Schedulers and users write to groups at any time.
+        self._check_settings(group)
         return (
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),
@@ -368,9 +364,15 @@ class MultiplierOptimizer(Optimizer):
                     )
                 )
         bound = Binding(states, self.state, self.backend, self._process_groups, self._model)
+        if self._process_group is not None and bound.process_group is not None:
+            raise ValueError(
+                "process_group is for parameters that are not sharded; sharded ones tell which "
+                "ranks share them, so leave it out"
+            )
+        if self._copies is None:
+            self._copies = copies_among(self._process_group or self._ddp_group)
         if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.int64, device=bound.device)
-            self._in_a_row = torch.zeros_like(self._skipped)
+            self._skipped = SkippedSteps(bound.device)
         self._binding = bound
 
     def state_dict(self) -> dict[str, Any]:
@@ -452,7 +454,10 @@ class MultiplierOptimizer(Optimizer):
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
         self._model = group.pop("model", self._model)
+        ddp = group.pop("ddp", None)
+        self._ddp_group = self._ddp_group if ddp is None else ddp().process_group
         super().add_param_group(group)
+        self._check_settings(group)
         if plan is not None:
             self._plan = plan if self._plan is None else joined_plan(self._plan, plan)
             matrices = self._matrices()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
@@ -19,6 +21,12 @@ from learnable_multipliers._rules import Rule, Train
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
 """Enough to stop the drift along symmetries, too little to set the scale (paper sec. 4.1)."""
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
+"""Smallest floor under AdamW's second moment; GPUs take smaller numbers of float32 for 0."""
+_SIZES = (
+    *("lr", "weight_decay", "lr_scale", "adamw_lr_scale"),
+    *("multiplier_lr_scale", "multiplier_weight_decay"),
+)
 
 
 def param_groups(
@@ -55,6 +63,7 @@ def param_groups(
         }
         given = {name: value for name, value in settings.items() if value is not None}
         shared = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model)), **given}
+        shared |= ddp_of(model)
         plan.resolve(model)
     plan.check_initialized()
     # The plan's entries by the names their weights have in this model.
@@ -171,6 +180,31 @@ def check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
             f"{name}={value} has no effect: the parameter groups carry {name}={own[0]}. Give it to "
             "lrm.param_groups or to the optimizer, not to both"
         )
+
+
+def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
+    """Raise a ValueError for settings that give NaN, or nonsense, at the first step."""
+    for name in _SIZES:
+        value = group.get(name, 0.0)
+        if isinstance(value, int | float | Tensor) and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number of at least 0, got {value}")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} must lie in [0, 1), got {beta}")
+    if not SMALLEST_EPS <= eps < math.inf:
+        raise ValueError(
+            f"eps must be at least {SMALLEST_EPS:.2g}, got {eps}: below, it is 0 in float32, and "
+            "what never had a gradient (a token that did not occur) becomes 0 / 0, which is NaN"
+        )
+
+
+def ddp_of(model: nn.Module) -> dict[str, Any]:
+    """Return the DistributedDataParallel around a model as an entry of a parameter group."""
+    while not isinstance(model, nn.parallel.DistributedDataParallel):
+        if not hasattr(model, "_orig_mod"):
+            return {}
+        model = model.get_submodule("_orig_mod")
+    return {"ddp": weakref.ref(model)}
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:

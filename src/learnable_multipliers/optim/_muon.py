@@ -49,8 +49,6 @@ class Muon(MultiplierOptimizer):
     `process_group` does.
     """
 
-    # Not part of a copy: process groups cannot be copied.
-    _process_group: Any = None
     _layout: list[tuple[str, int, str]] | None = None
     _boxes: dict[str, list[Box]]
 
@@ -88,12 +86,9 @@ class Muon(MultiplierOptimizer):
             raise ValueError(
                 f"unknown coefficients {coefficients!r}; choose from {', '.join(COEFFICIENTS)}"
             )
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         self.nesterov = nesterov
         self.adjust_lr: AdjustLr = adjust_lr
         self.coefficients: Coefficients = coefficients
-        self._process_group = process_group
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -104,7 +99,13 @@ class Muon(MultiplierOptimizer):
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+            process_group=process_group,
+        )
 
     def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
         if is_hidden(matrix):
@@ -115,6 +116,11 @@ class Muon(MultiplierOptimizer):
         """Return the learning rate of a raw weight: Muon's or AdamW's."""
         lr = super().raw_lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        super()._check_settings(group)
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
@@ -156,14 +162,8 @@ class Muon(MultiplierOptimizer):
         ] = WeakKeyDictionary()
         bound = self._bound()
         self._workers = bound.process_group
-        if self._process_group is not None:
-            if bound.process_group is not None:
-                raise ValueError(
-                    "process_group is for parameters that are not sharded; sharded ones tell which "
-                    "ranks share them, so leave it out"
-                )
-            if dist.get_world_size(self._process_group) > 1:
-                self._workers = self._process_group
+        if self._process_group is not None and dist.get_world_size(self._process_group) > 1:
+            self._workers = self._process_group
         if self._workers is not None:
             self._gather_boxes(bound, self._workers)
 

@@ -21,7 +21,12 @@ from learnable_multipliers.kernels._parameter import ParameterSet, ParameterStat
 from learnable_multipliers.kernels._reference import raw_gradient, write_effective
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, param_groups, plan_for
+from learnable_multipliers.optim._groups import (
+    MULTIPLIER_WEIGHT_DECAY,
+    ddp_of,
+    param_groups,
+    plan_for,
+)
 from learnable_multipliers.optim._sharding import lying_like
 
 _OURS = {
@@ -58,6 +63,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
         max_grad_norm: float | None = None,
         backend: Backend = "auto",
+        process_group: Any = None,
     ):
         if isinstance(optimizer, MultiplierOptimizer):
             raise ValueError(
@@ -88,14 +94,20 @@ class LearnableMultipliers(MultiplierOptimizer):
                 )
             settings = {key: value for key, value in group.items() if key not in _OURS}
             named = [(names[p], p) for p in group["params"]]
-            groups.append({**settings, "params": named, "plan": plan})
+            groups.append({**settings, "params": named, "plan": plan, **ddp_of(model)})
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
             "multiplier_lr_scale": multiplier_lr_scale,
             "multiplier_weight_decay": multiplier_weight_decay,
         }
-        super().__init__(groups, defaults, max_grad_norm=max_grad_norm, backend=backend)
+        super().__init__(
+            groups,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            backend=backend,
+            process_group=process_group,
+        )
         # Every group has its settings; schedulers ask here which ones there are.
         self.defaults = {**optimizer.defaults, **self.defaults}
         # What the wrapped optimizer's groups said last.

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
+_LARGEST = 1e15
+"""Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 
@@ -289,17 +292,36 @@ class TrainConfig:
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
+        for name, value in vars(optimizer).items():
+            if isinstance(value, int | float) and value > _LARGEST:
+                raise ValueError(
+                    f"optimizer.{name} must be a number up to {_LARGEST:g}, got {value:g}"
+                )
         if not 0 < optimizer.lr < math.inf:
             raise ValueError(f"optimizer.lr must be a positive number, got {optimizer.lr:g}")
         for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
             if not 0 <= value < 1:
                 raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
+        if not optimizer.eps >= SMALLEST_EPS:
+            raise ValueError(
+                f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {optimizer.eps:g}: below, "
+                "it is 0 in float32, and what never had a gradient becomes 0 / 0, which is NaN"
+            )
+        if not 0 <= optimizer.momentum < 1:
+            raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
         scale = max(1.0, optimizer.adamw_lr_scale) if optimizer.kind == "muon" else 1.0
         decay = optimizer.lr * scale * optimizer.weight_decay
         if decay >= 1:
             raise ValueError(
                 f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
                 "weight to nothing or beyond; lower one of them"
+            )
+        decay = optimizer.lr * optimizer.multiplier_lr_scale * optimizer.multiplier_weight_decay
+        if decay >= 1:
+            raise ValueError(
+                "optimizer.lr times optimizer.multiplier_lr_scale and "
+                f"optimizer.multiplier_weight_decay is {decay:g}: a step would decay a multiplier "
+                "to nothing or beyond; lower one of them"
             )
         if optimizer.multiplier_init == "fold" and optimizer.placement == "none":
             raise ValueError(

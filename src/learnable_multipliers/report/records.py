@@ -102,6 +102,11 @@ class Run:
         """Whether the run says that it came to its end, and went no further afterwards."""
         return self.final("end", "step") >= self.last_step
 
+    @property
+    def diverged(self) -> str | None:
+        """Why the run says that it has diverged; None if it does not."""
+        return self.last("end").get("diverged") if self.finished else None
+
 
 def number(value: Any) -> float:
     """Return a recorded number as a float; null, or no number at all, is nan."""

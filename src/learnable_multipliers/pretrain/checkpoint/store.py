@@ -212,12 +212,12 @@ def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:
     return scheduled[keep - 1] if len(scheduled) >= keep else max(len(saved), keep)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that cannot be used, so that it no longer counts as one.
+def set_aside(path: Path, why: str = "damaged") -> Path:
+    """Rename a checkpoint that is not to be used, so that it no longer counts as one.
 
     It would otherwise be kept as one of the newest, and a good one removed in its place.
     """
-    return path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:8]}"))
+    return path.rename(path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:8]}"))
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -46,15 +46,17 @@ class LossMeter:
         counts = (start.left_out, start.skipped_in_a_row)
         self._left_out, self._skipped = torch.tensor(counts, device=device).unbind()
 
-    def add(self, loss: Tensor, grad_norm: Tensor | None) -> None:
-        """Add a step; a loss that is not finite is counted and left out of the mean."""
+    def add(self, loss: Tensor, skipped: Tensor | None) -> None:
+        """Add a step; a loss that is not finite is counted and left out of the mean.
+
+        `skipped` is what the optimizer says of the step, the same on all ranks.
+        """
         finite = loss.isfinite()
         self._total = self._total + loss.where(finite, 0.0)
         self._left_out = self._left_out + ~finite
         self._steps += 1
-        if grad_norm is not None:
-            # The optimizer skips a step if either is not finite.
-            self._skipped = (self._skipped + 1) * ~(finite & grad_norm.isfinite())
+        if skipped is not None:
+            self._skipped = (self._skipped + 1) * skipped
 
     def read(self) -> LossReading:
         """Return the losses since the last reset."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 MAX_LAYERS = 1000
 """Of a model: the plan looks at every layer by itself."""
 _MAX_PARAMETERS = 10**15
+_TINY = 2.0**-126
+"""Smallest normal number of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,15 @@ class ModelConfig:
                 f"model.num_layers must be at most {MAX_LAYERS:,}, got {self.num_layers:,}: the "
                 "plan looks at every layer by itself"
             )
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            # Smaller ones are 0 in float32.
+            if not _TINY <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"model.{name} must be a positive number, got {getattr(self, name):g}"
+                )
+        for name, value in self.mup_factors.items():
+            if not math.isfinite(value):
+                raise ValueError(f"model.{name} must be a finite number, got {value:g}")
         if not self.has_attention and not self.has_ssm:
             raise ValueError(
                 "a model needs attention or a state-space mixer: set model.num_heads or "

@@ -23,6 +23,7 @@ from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
+from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
@@ -65,7 +66,12 @@ def check_resume(
         whole, out=config.out / "resumed", checkpoint=CheckpointConfig(every=half, keep=2)
     )
     report(f"{2 * half} steps in one go")
-    _train(whole, 2 * half)
+    reason = _train(whole, 2 * half)
+    if reason is not None:
+        raise DivergenceError(
+            f"the run has diverged after {2 * half:,} steps: {reason}. Two such runs may be equal "
+            "and prove nothing: check a run that trains"
+        )
     killed_at = half + half // 2
     report(f"{killed_at} steps, then SIGKILL")
     _train(parted, killed_at, killed=True)
@@ -75,25 +81,28 @@ def check_resume(
     return [*compare_checkpoints(*kept), compare_metrics(whole.out, parted.out)]
 
 
-def _train(config: TrainConfig, until: int, *, killed: bool = False) -> None:
-    """Train in a new process; its errors are raised here."""
+def _train(config: TrainConfig, until: int, *, killed: bool = False) -> str | None:
+    """Train in a new process; return why it has diverged, if so. Its errors are raised here."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            pool.submit(_train_here, config, until, killed).result()
+            return pool.submit(_train_here, config, until, killed).result()
         except BrokenProcessPool as error:
             if not killed:
                 raise ValueError(f"a training process ended without a message: {error}") from error
+            return None
 
 
-def _train_here(config: TrainConfig, until: int, killed: bool) -> None:
-    trainer = Trainer(config)
+def _train_here(config: TrainConfig, until: int, killed: bool) -> str | None:
+    trainer, reason = Trainer(config), None
     for step in trainer.steps():
         if step == until:
             if killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.save()
+            reason = trainer.divergence()
             break
     trainer.close()
+    return reason
 
 
 # -- comparison -------------------------------------------------------------------------------

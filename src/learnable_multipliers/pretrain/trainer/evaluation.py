@@ -45,8 +45,12 @@ def evaluate(
 
 
 @torch.no_grad()
-def generate(model: HybridLM, prompt: Tensor, num_tokens: int, context: int, seed: int) -> Tensor:
+def generate(
+    model: HybridLM, prompt: Tensor, num_tokens: int, context: int, seed: int
+) -> Tensor | None:
     """Return `prompt`, (length,), and `num_tokens` more, sampled from the likeliest tokens.
+
+    None where the logits are not finite: a diverged model has no likeliest tokens.
 
     Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
     samples during training. For anything else, generate from an exported model.
@@ -57,17 +61,23 @@ def generate(model: HybridLM, prompt: Tensor, num_tokens: int, context: int, see
         # Not compiled: every length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
             logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            return None
         best, places = logits.topk(min(_TOP_K, len(logits)))
         at = torch.multinomial((best / _TEMPERATURE).softmax(-1), 1, generator=generator)
         tokens = torch.cat((tokens, places[at].to(tokens)))
     return tokens
 
 
-def sample_text(model: HybridLM, data: TrainingData, config: TrainConfig, device: Device) -> str:
-    """Return what the model writes after the prompt of the config."""
+def sample_text(
+    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device
+) -> str | None:
+    """Return what the model writes after the prompt of the config; None if it has diverged."""
     prompt = torch.tensor(data.encode(config.log.prompt) or [data.eos], device=device.device)
     context = min(256, config.data.sequence_length)
     tokens = generate(model, prompt, config.log.sample_tokens, context, config.seed)
+    if tokens is None:
+        return None
     written = tokens[len(prompt) :].tolist()
     if data.eos in written:
         written = written[: written.index(data.eos)]

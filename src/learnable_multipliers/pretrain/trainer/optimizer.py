@@ -32,7 +32,8 @@ def optimizer_for(
     """Return the optimizer of a model that is planned and initialized, and spread over ranks.
 
     Args:
-        copies: The group of ranks that hold plain copies of every parameter, and share the work.
+        copies: The group of ranks that hold plain copies of every parameter: they agree on steps to
+            skip, and share Muon's work.
     """
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
     shared: dict[str, Any] = {
@@ -42,8 +43,9 @@ def optimizer_for(
         "multiplier_lr_scale": config.multiplier_lr_scale,
         "multiplier_weight_decay": config.multiplier_weight_decay,
         "max_grad_norm": config.max_grad_norm or None,
+        "process_group": copies,
     }
     if config.kind == "adamw":
         return AdamW(groups, **shared)
     shared |= {"momentum": config.momentum, "adamw_lr_scale": config.adamw_lr_scale}
-    return Muon(groups, process_group=copies, **shared)
+    return Muon(groups, **shared)

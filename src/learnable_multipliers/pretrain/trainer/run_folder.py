@@ -77,14 +77,14 @@ class RunFolder:
                 self.close()
                 raise
 
-    def open_log(self, step: int, num_steps: int) -> bool:
-        """Open the metrics, truncated to the current step; return whether the run has ended."""
-        ended = self._world.run_on_all(
-            lambda: self._world.is_first and self._open_log(step, num_steps)
+    def open_log(self, step: int, num_steps: int) -> dict[str, Any] | None:
+        """Open the metrics, truncated to the current step; return the record of its end, if any."""
+        ending = self._world.run_on_all(
+            lambda: self._open_log(step, num_steps) if self._world.is_first else None
         )
-        return self._world.broadcast(ended)
+        return self._world.broadcast(ending)
 
-    def _open_log(self, step: int, num_steps: int) -> bool:
+    def _open_log(self, step: int, num_steps: int) -> dict[str, Any] | None:
         settings = self._config.log
         self.log = MetricLog(
             self.path,
@@ -108,7 +108,7 @@ class RunFolder:
                 step,
                 f"{self.path / METRICS} has nothing from before step {step:,}: was it removed?",
             )
-        return last is not None and last.get("kind") == "end"
+        return last if last is not None and last.get("kind") == "end" else None
 
     def warn(self, step: int, text: str, topic: str | None = None) -> None:
         """Give the observer a warning, once per topic where one is named."""

@@ -17,8 +17,12 @@ _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
+_FAR = 1.0
+"""Nats above a uniform guess, and above an earlier loss, that noise does not reach."""
+
+
 class DivergenceError(ValueError):
-    """A run cannot continue: every step is skipped."""
+    """A run cannot continue, every step being skipped, or has diverged at its end."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,34 @@ def accepted(state: SpikeState) -> SpikeState:
     return replace(state, usual=usual, high=[], good_step=state.high[-1].step)
 
 
+def divergence(
+    state: SpikeState,
+    skipped_in_a_row: int,
+    evaluation: float | None,
+    guess: float,
+    config: SpikeConfig,
+) -> str | None:
+    """Return why a run that ends here has diverged; None if it has not.
+
+    Args:
+        evaluation: The last loss on held-out text; None without one.
+        guess: The loss of a uniform guess, log(vocabulary size).
+    """
+    if evaluation is not None and not math.isfinite(evaluation):
+        return f"the loss on held-out text is {evaluation}"
+    if skipped_in_a_row and (skipped_in_a_row >= config.patience or not state.usual):
+        return in_words(replace(state, high=[]), skipped_in_a_row)
+    high = [point.loss for point in state.high if point.loss is not None]
+    if high and evaluation is not None and evaluation > limit(state.usual, config):
+        return f"{in_words(state, 0)}, and {evaluation:.3f} on held-out text"
+    last = (high or state.usual)[-1:]
+    # A run of a few steps may still be where a large initialization put it.
+    risen = len(state.usual) >= config.window or any(last[0] > loss + _FAR for loss in state.usual)
+    if last and last[0] > guess + _FAR and risen:
+        return f"the loss is {last[0]:.3f}, and a uniform guess has {guess:.3f}"
+    return None
+
+
 def rollback_steps(saved: Sequence[int], state: SpikeState, every: int) -> list[int]:
     """Return the checkpoints from before a spike, of those at multiples of `every`.
 
@@ -101,6 +133,20 @@ def continue_message(config: SpikeConfig) -> str:
         f"the run continues (spikes.max_rollbacks={config.max_rollbacks}). If the loss does not "
         "recover, resume with --spikes.max-rollbacks set higher, which skips the data of the "
         "spike, or start anew with a lower optimizer.lr or a longer warmup"
+    )
+
+
+def end_message(reason: str, saved: Sequence[int]) -> str:
+    """Return what a run has come to that diverged at its end, and what to try."""
+    newest = (
+        f"Checkpoints of before are untouched: --resume repeats the end from step {saved[-1]:,}, "
+        "with --spikes.max-rollbacks 3 without the data of the spike; or start"
+        if saved
+        else "There is no checkpoint from before: start"
+    )
+    return (
+        f"the run has diverged: {reason}. {newest} anew with a lower optimizer.lr or a longer "
+        "warmup"
     )
 
 

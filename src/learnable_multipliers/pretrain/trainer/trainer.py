@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
+from learnable_multipliers.optim._copies import CopiesDifferError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
@@ -77,6 +78,8 @@ class Trainer:
 
     stopped_by: signal.Signals | None = None
     """The signal that ended the run before its last step."""
+    diverged: str | None = None
+    """Why the run has diverged, known once it has ended; None if it has not."""
 
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
         self.device = choose_device(config.runtime)
@@ -113,9 +116,12 @@ class Trainer:
         self._stopwatch = Stopwatch()
         self._losses = LossMeter(self.device.device)
         self._spikes = spikes.SpikeState()
+        self._held_out_loss: float | None = None
         if config.resume:
             self._resume()
-        self._ended = self._folder.open_log(self.step, len(self.schedule))
+        ending = self._folder.open_log(self.step, len(self.schedule))
+        self._ended = ending is not None
+        self.diverged = ending and ending.get("diverged")
         if not self._ended:
             self._folder.describe(self.step, self.device.name, self.model, self.plan)
             if self.world.is_first and not config.resume:
@@ -130,10 +136,12 @@ class Trainer:
     # -- training -----------------------------------------------------------------------------
 
     def train(self, interrupt: Interrupt | None = None) -> str:
-        """Train to the end, or until interrupted; return which of the two it was."""
+        """Train to the end, or until interrupted; return finished, diverged or interrupted."""
         for _ in self.steps(interrupt):
             pass
-        return "finished" if self.stopped_by is None else "interrupted"
+        if self.stopped_by is not None:
+            return "interrupted"
+        return "finished" if self.diverged is None else "diverged"
 
     def steps(self, interrupt: Interrupt | None = None) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then save and close the run.
@@ -150,13 +158,40 @@ class Trainer:
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
         elif not self._ended:
-            memory = self.device.peak_memory()
-            self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
+            if self._held_out_loss is None:
+                # Stopped after its last step, and resumed.
+                self._held_out_loss = self._evaluate()["loss"]
+            self.diverged, memory = self.divergence(), self.device.peak_memory()
+            self._record(
+                "end",
+                steps=self.step,
+                seconds=self.seconds,
+                memory=memory,
+                diverged=self.diverged,
+            )
         if not self._ended:
             with self.world.collective():
-                self.save()
+                path = self.save()
+            if self.diverged is not None and self.world.is_first:
+                # Nothing resumes from it or exports it.
+                path = checkpoints.set_aside(path, "diverged")
+                self._warn(f"the model as it diverged, to be looked at or removed: {path}")
         self.close()
         self.world.leave()
+
+    def divergence(self) -> str | None:
+        """Return why a run that ended here would have diverged, the same on all ranks."""
+        skipped = self._losses.read().skipped_in_a_row
+        guess = math.log(self.config.model.vocab_size)
+        return self.world.broadcast(
+            spikes.divergence(self._spikes, skipped, self._held_out_loss, guess, self.config.spikes)
+        )
+
+    def raise_if_diverged(self) -> None:
+        """Raise a DivergenceError if the run has ended, and diverged."""
+        if self.diverged is not None:
+            saved = checkpoints.steps(self._folder.checkpoints)
+            raise spikes.DivergenceError(spikes.end_message(self.diverged, saved))
 
     def _take_step(self) -> None:
         planned = self.schedule[self.step]
@@ -175,8 +210,11 @@ class Trainer:
         gradients = self._train_step.gradients(batches, planned.sequences)
         loss = self.world.all_reduce_dp(gradients)
         self.optimizer.found_inf = ~loss.isfinite()
-        self.optimizer.step()
-        self._losses.add(loss, self.optimizer.grad_norm)
+        try:
+            self.optimizer.step()
+        except CopiesDifferError as error:
+            raise OSError(f"step {self.step + 1:,}: {error} (--resume)") from error
+        self._losses.add(loss, self.optimizer.skipped_last)
         self._train_step.clear()
         self.samples += planned.sequences
         self.step += 1
@@ -228,14 +266,22 @@ class Trainer:
         if weights:
             self._record_health()
         if evaluation:
-            self._record("eval", **evaluate(self.model, self.data, self.config, self.device))
+            found = self._evaluate()
+            self._held_out_loss = found["loss"]
+            self._record("eval", **found)
         if sample:
             text = sample_text(self.model, self.data, self.config, self.device)
-            self._record("sample", prompt=log.prompt, text=text)
+            if text is None:
+                self._warn(f"step {self.step:,}: no sample, the model's logits are not finite")
+            else:
+                self._record("sample", prompt=log.prompt, text=text)
         if checkpoint:
             self.save()
         if weights or evaluation or sample or checkpoint:
             self._restart_clock()
+
+    def _evaluate(self) -> dict[str, float]:
+        return evaluate(self.model, self.data, self.config, self.device)
 
     def _record_training(self, lr: float) -> None:
         losses = self._losses.read()
@@ -310,6 +356,9 @@ class Trainer:
     def _num_to_keep(self) -> int:
         """Return how many checkpoints to keep; a rollback needs those at multiples of `every`."""
         config = self.config.checkpoint
+        if self.diverged is not None:
+            # None of before may make room for the last one.
+            return len(checkpoints.steps(self._folder.checkpoints)) + 1
         if not self.config.spikes.max_rollbacks or self.step == len(self.schedule):
             return config.keep
         saved = {*checkpoints.steps(self._folder.checkpoints), self.step}
@@ -344,6 +393,7 @@ class Trainer:
         self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
         self._losses = LossMeter(self.device.device, state.loss)
         self._spikes = state.spikes
+        self._held_out_loss = None
 
     # -- loss spikes --------------------------------------------------------------------------
 

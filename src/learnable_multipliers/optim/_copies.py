@@ -1,0 +1,120 @@
+"""What ranks with copies of all parameters decide together: whether a step is taken.
+
+Gradients are averaged before a step, so copies see the same numbers, unless one of them is wrong
+(faulty memory, a hook, a write to one rank's gradient). A rank that skips alone trains another
+model from then on. One all-reduce of four numbers a step prevents that. Now and then two of them
+are a checksum of the weights, so that copies which differ for any other reason are reported.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learnable_multipliers.kernels._parameter import ParameterState
+from learnable_multipliers.optim._packed_multipliers import NAMES
+from learnable_multipliers.optim._write_guard import is_capturing
+
+CHECK_EVERY = 100
+"""Steps between checks that copies are equal; the first step has one."""
+_ROUNDING = 1e-4
+"""Copies that differ by less, over their rms, may do so by rounding: devices of two kinds."""
+
+
+class CopiesDifferError(RuntimeError):
+    """Ranks that should hold copies of the same parameters do not."""
+
+
+class Copies:
+    """The ranks that hold copies of all parameters of an optimizer."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._num_steps = 0
+        self._has_warned = False
+
+    def agree(
+        self, finite: Tensor, go: Tensor, states: Iterable[ParameterState]
+    ) -> tuple[Tensor, Tensor]:
+        """Return whether all numbers are finite on all ranks, and whether all take the step.
+
+        Raises:
+            CopiesDifferError: The copies are not equal; found every `CHECK_EVERY` steps.
+        """
+        # The host reads the result of a check, and must not wait in a capture.
+        checks = self._num_steps % CHECK_EVERY == 0 and not is_capturing()
+        own = _checksum(states) if checks else torch.zeros_like(finite, dtype=torch.int64)
+        votes = torch.stack([(~finite).long(), (~go).long(), own, ~own])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        if checks:
+            largest, smallest = votes[2:].tolist()
+            if largest != ~smallest:
+                self._report(states)
+        self._num_steps += 1
+        return votes[0] == 0, votes[1] == 0
+
+    def _report(self, states: Iterable[ParameterState]) -> None:
+        name, distance = max(self._distances(states), key=lambda found: found[1])
+        text = f"the copies of {name} differ between ranks, by {distance:.1e} of its rms"
+        if distance < _ROUNDING:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{text}: ranks on devices or releases that round differently do this, or one "
+                    "that missed a step at a small learning rate",
+                    stacklevel=6,
+                )
+            return
+        cause = (
+            f"in the last {CHECK_EVERY} steps a rank was changed alone (a step that only some "
+            "take, a write to its weights, faulty memory). Nothing tells which copy is right: "
+            "restart from a checkpoint"
+            if self._num_steps
+            else "they did not start from the same weights, or process_group holds other ranks "
+            "than those with copies. Give all ranks the weights of one"
+        )
+        raise CopiesDifferError(f"{text}: {cause}")
+
+    def _distances(self, states: Iterable[ParameterState]) -> Iterator[tuple[str, float]]:
+        """Yield how far apart the copies of each tensor are, over their rms; collective."""
+        for name, value in _compared(states):
+            value = value.nan_to_num()
+            ends = torch.stack((value, -value))
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
+            rms = ends.square().mean().sqrt()
+            apart = ends.sum(0).square().mean().sqrt()
+            yield name, float(apart / rms) if float(rms) else 0.0
+
+
+def copies_among(group: Any) -> Copies | None:
+    """Return the copies on the ranks of a process group; None without one, or with one rank."""
+    if group is None or dist.get_world_size(group) < 2:
+        return None
+    return Copies(group)
+
+
+def _compared(states: Iterable[ParameterState]) -> Iterator[tuple[str, Tensor]]:
+    for state in states:
+        kept = {
+            "": state.raw,
+            **{f" ({n})": state.multipliers[n] for n in NAMES if n in state.multipliers},
+        }
+        for part, value in kept.items():
+            if value.numel():
+                yield state.name + part, value.detach()
+
+
+def _checksum(states: Iterable[ParameterState]) -> Tensor:
+    """Return a sum of all bits: exact in any order, so equal copies have equal ones."""
+    sums = []
+    for _, value in _compared(states):
+        integers = {8: torch.int64, 4: torch.int32}[value.element_size()]
+        sums.append(value.view(integers).sum(dtype=torch.int64))
+    total = torch.stack(sums)
+    # Weights that were swapped give another sum.
+    return (total * torch.arange(1, 2 * len(sums), 2, device=total.device)).sum()

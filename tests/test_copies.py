@@ -1,0 +1,234 @@
+"""Ranks that hold copies of all parameters skip the same steps, and notice when they differ."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import learnable_multipliers as lrm
+from learnable_multipliers.optim._copies import CHECK_EVERY, CopiesDifferError
+from parallel_training import (
+    Collectives,
+    backward,
+    batch,
+    fresh,
+    largest_difference,
+    make,
+    mesh_of,
+    parallelize,
+    reference,
+    results,
+    train,
+)
+
+
+def started(optimizer, *, seen=True, group=False):
+    """Return a DDP model, its optimizer, and this rank's part; None on ranks that have none.
+
+    Its ranks show by the model itself (`seen`), by the process group that is given, or not at all.
+    """
+    mesh = mesh_of("ddp 2")
+    if mesh is None:
+        return None
+    model, plan = fresh("row+col")
+    model, part, parts = parallelize(model, "ddp 2")
+    more = {"process_group": mesh.get_group()} if group else {}
+    made = make(optimizer, model if seen else model.module, plan, **more)
+    return model, made, (part, parts)
+
+
+def apart(tensor):
+    """Return how far the tensors of two ranks are apart."""
+    group = mesh_of("ddp 2").get_group()
+    ends = torch.stack((tensor, -tensor))
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    return ends.sum(0).abs().max().item()
+
+
+def assert_equal_copies(model, made):
+    found = {name: apart(value.double()) for name, value in results(model, made).items()}
+    del found["norm"]
+    assert set(found.values()) == {0.0}
+
+
+def spoilt_step(model, made, part, step, value):
+    """Take a step with a number in one rank's gradient that came after the all-reduce."""
+    backward(model, batch(step, *part))
+    if dist.get_rank() == 1:
+        model.module.up.weight.grad[3, 1] = value
+    made.step()
+    made.zero_grad()
+
+
+WAYS = {
+    "adamw, DDP is seen": ("adamw", {}),
+    "adamw, group is given": ("adamw", {"seen": False, "group": True}),
+    "muon, DDP is seen": ("muon", {}),
+    "muon, group is given": ("muon", {"seen": False, "group": True}),
+    "wrapped, DDP is seen": ("wrapped", {}),
+    "wrapped, group is given": ("wrapped", {"seen": False, "group": True}),
+}
+
+
+def skips(way):
+    optimizer, how = WAYS[way]
+    found = started(optimizer, **how)
+    if found is None:
+        return
+    model, made, part = found
+    for step in range(10):
+        value = {3: math.nan, 5: math.inf, 7: -math.inf}.get(step)
+        if value is not None:
+            spoilt_step(model, made, part, step, value)
+            assert bool(made.skipped_last)
+        train(model, made, *part, steps=[step])
+        assert not made.skipped_last
+    assert made.num_skipped == 3
+    assert_equal_copies(model, made)
+    largest_difference(results(model, made), results(*reference(optimizer, "row+col")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_number_that_one_copy_sees_after_the_all_reduce_is_skipped_on_all(way, ranks):
+    ranks.run(skips, way)
+
+
+def unseen():
+    """Skip a step on one rank where nothing shows that there are others."""
+    found = started("adamw", seen=False)
+    if found is None:
+        return
+    model, made, part = found
+    train(model, made, *part, steps=[0])
+    spoilt_step(model, made, part, 1, math.nan)
+    assert made.num_skipped == int(dist.get_rank() == 1)
+    assert apart(model.module.up.weight.detach()) > 1e-3
+
+
+def test_without_a_group_copies_go_apart(ranks):
+    ranks.run(unseen)
+
+
+# -- copies that differ -------------------------------------------------------------------------
+
+
+def differ(optimizer, what):
+    """Change one rank's copy between two checks; all ranks say so at the second."""
+    found = started(optimizer)
+    if found is None:
+        return None
+    model, made, part = found
+    train(model, made, *part, steps=[0])
+    if dist.get_rank() == 1:
+        if what == "weight":
+            with torch.no_grad():
+                model.module.down.weight[2, 4] += 1e-2
+            made.sync_from_model_()
+        else:
+            with made.rewriting(["up.weight"]) as (state,):
+                state.multipliers["row"][1] *= 1.1
+    for step in range(1, CHECK_EVERY):
+        train(model, made, *part, steps=[step])
+    try:
+        train(model, made, *part, steps=[CHECK_EVERY])
+    except CopiesDifferError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what", "name"),
+    [("adamw", "weight", "down.weight"), ("muon", "multiplier", "up.weight")],
+)
+def test_copies_that_differ_are_reported_within_a_hundred_steps(optimizer, what, name, ranks):
+    assert CHECK_EVERY == 100
+    for told in ranks.run(differ, optimizer, what)[:2]:
+        assert told.startswith(f"the copies of {name} ")
+        assert "in the last 100 steps a rank was changed alone" in told
+        assert "restart from a checkpoint" in told
+
+
+def differ_at_start():
+    mesh = mesh_of("ddp 2")
+    if mesh is None:
+        return None
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    made = lrm.AdamW.from_model(model, "none", lr=1e-2, process_group=mesh.get_group())
+    model(torch.ones(2, 3)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(CopiesDifferError, match="did not start from the same weights"):
+        made.step()
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_copies_that_start_apart_are_refused_at_the_first_step(ranks):
+    assert ranks.run(differ_at_start)[:2] == [True, True]
+
+
+def differ_by_rounding():
+    found = started("adamw")
+    if found is None:
+        return None
+    model, made, part = found
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.module.down.weight.mul_(1 + 1e-9)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(model, made, *part, steps=range(CHECK_EVERY + 1))
+    return [str(one.message) for one in told]
+
+
+def test_copies_that_differ_by_rounding_are_warned_of_once(ranks):
+    for told in ranks.run(differ_by_rounding)[:2]:
+        (one,) = told
+        assert "copies of down.weight differ between ranks, by " in one
+        assert "round differently" in one
+
+
+# -- what it costs ------------------------------------------------------------------------------
+
+
+def sent(optimizer, seen):
+    """Return what the second and third step send, and whether one rank alone can show its state."""
+    found = started(optimizer, seen=seen)
+    if found is None:
+        return None
+    model, made, part = found
+    train(model, made, *part, steps=[0])
+    seen_by_steps = []
+    for step in (1, 2):
+        backward(model, batch(step, *part))
+        with Collectives() as collectives:
+            made.step()
+        seen_by_steps.append(collectives.seen)
+    return seen_by_steps
+
+
+def test_agreeing_is_one_message_of_four_numbers(ranks):
+    for found in ranks.run(sent, "adamw", True)[:2]:
+        assert found == [[("allreduce_", 32)]] * 2
+    for found in ranks.run(sent, "adamw", False)[:2]:
+        assert found == [[], []]
+
+
+def shown_alone():
+    """Look at the state on one rank, as tools do that save on the first rank alone."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    found = started("adamw")
+    if found is None:
+        return
+    model, made, part = found
+    if dist.get_rank() == 0:
+        assert get_optimizer_state_dict(model, made)["state"]
+    train(model, made, *part, steps=range(2))
+    assert_equal_copies(model, made)
+
+
+def test_one_rank_may_look_at_the_state_alone(ranks):
+    ranks.run(shown_alone)
