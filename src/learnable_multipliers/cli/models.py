@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers._placement import Placement
 from learnable_multipliers.cli.arguments import closest, command
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
@@ -45,7 +46,7 @@ def plan(config: PlanConfig) -> None:
     planned = _planner.plan(_named_model(config.model, weights=False), config.placement)
     print(planned)
     if config.json is not None:
-        config.json.write_text(planned.to_json() + "\n", encoding="utf8")
+        write_output(config.json, (planned.to_json() + "\n").encode())
 
 
 @dataclass(frozen=True, kw_only=True)

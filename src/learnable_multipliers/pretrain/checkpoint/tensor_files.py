@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ from learnable_multipliers.pretrain.serialization import parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"
+# How safetensors reports an error of the system.
+_SYSTEM_ERROR = re.compile(r"\(os error ([0-9]+)\)")
 _OF_A_RANK = re.compile(r"(.+)-([0-9]{5})")
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -50,7 +53,14 @@ def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None
     """
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata)
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = _SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
     path.chmod(mode)
 
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
+from learnable_multipliers._atomic import replace_file, sync
+from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
 from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
