@@ -29,6 +29,8 @@ from learnable_multipliers.pretrain.serialization import to_dict
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that describe a run, written when it begins."""
 _LOCK = ".lock"
+FILES = (*DESCRIPTIONS, METRICS, "checkpoints", "tensorboard", _LOCK)
+"""All that a run writes to its folder, without a resume and W&B."""
 _PACKAGES = ("learnable-multipliers", "torch", "triton", "tokenizers", "transformers", "numpy")
 
 
