@@ -53,7 +53,7 @@ def _replace(path: Path, temporary: Path, content: bytes) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             # Failing writes name no file, and others the temporary one.
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
