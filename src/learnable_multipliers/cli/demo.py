@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
-from learnable_multipliers._atomic import replace_file, write_output
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers.cli.arguments import command
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, remove
+from learnable_multipliers.pretrain.checkpoint.atomic import new_folder, remove
 from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
@@ -167,9 +167,10 @@ def _make_room(out: Path) -> None:
     for name in RUNS:
         if (out / name).exists():
             remove(out / name)
-        make_folder(out / name)
-        text = b"Made by lrm demo, which replaces this run when it is run again.\n"
-        replace_file(out / name / _MARK, text)
+        # Never without its mark.
+        with new_folder(out / name) as folder:
+            text = "Made by lrm demo, which replaces this run when it is run again.\n"
+            (folder / _MARK).write_text(text)
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
