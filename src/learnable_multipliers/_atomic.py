@@ -36,7 +36,7 @@ def write_output(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()
+    target = path.resolve() if path.is_symlink() else path
     with new_parents(target):
         _replace(target, hidden(target, "tmp"), content)
 
@@ -52,7 +52,8 @@ def _replace(path: Path, temporary: Path, content: bytes) -> None:
                 shutil.copymode(path, temporary)
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None:
             # Failing writes name no file, and others the temporary one.
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -71,7 +72,8 @@ def new_parents(path: Path) -> Iterator[None]:
     missing = [parent for parent in path.absolute().parents if not parent.exists()]
     try:
         if not path.parent.is_dir() and path.parent.exists():
-            raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(path.parent))
+            code = errno.ENOTDIR
+            raise NotADirectoryError(code, os.strerror(code), str(path.parent))
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:

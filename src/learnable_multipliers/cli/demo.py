@@ -149,6 +149,8 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
 
 def _check_room(out: Path) -> None:
     """Raise a ValueError that names what is in the way: nobody else's files are touched."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: choose another folder (--out)")
     foreign = [path for name in RUNS for path in _foreign_in_run(out / name)]
     if _is_foreign_page(out / _PAGE):
         foreign.append(out / _PAGE)
