@@ -261,7 +261,7 @@ def test_an_event_file_that_cannot_grow_is_told_at_once(tmp_path):
         with no_file_beyond(events.stat().st_size + 10):
             log.path.unlink()
             log._file.close()
-            log._file = Path(os.devnull).open("ab")
+            log._file = Path(os.devnull).open("ab")  # noqa: SIM115
             with pytest.raises(OSError, match=r"tensorboard/events.* could not be written: File"):
                 log.log(2, {"loss": 1.0})
 

@@ -112,7 +112,18 @@ def _named_model(name: str, *, weights: bool) -> nn.Module:
             "reading a Hugging Face folder needs transformers: "
             "pip install 'learnable-multipliers[transformers]'"
         ) from error
-    config = AutoConfig.from_pretrained(folder)
-    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    with torch.device("cpu" if weights else "meta"):
-        return kind.from_config(config)
+    try:
+        # Not asked on the terminal: code that comes with a model is never run.
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        with torch.device("cpu" if weights else "meta"):
+            return kind.from_config(config, trust_remote_code=False)
+    # Any error, by what a file may say and which kind of model it is.
+    except Exception as error:
+        if b'"auto_map"' in (folder / "config.json").read_bytes():
+            raise ValueError(
+                f"{folder} is a model with code of its own, which lrm does not run: load it in "
+                "Python and give it to learnable_multipliers.plan or find_symmetries"
+            ) from error
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{folder / 'config.json'} gives no model: {why}") from error
