@@ -13,10 +13,10 @@ from learnable_multipliers.pretrain.config import SpikeConfig
 from learnable_multipliers.pretrain.trainer.spikes import continue_message, divergence_message
 
 SOURCE = Path(learnable_multipliers.__file__).parent
-# Options of git, torchrun and containers, in commands that messages or we ourselves use.
+# Options of git, torchrun, containers and torchtitan, in commands that we use or write about.
 OF_OTHERS = {
     *("--error-unmatch", "--porcelain", "--untracked-files", "--others", "--exclude-standard"),
-    *("--nproc-per-node", "--no-python", "--shm-size"),
+    *("--nproc-per-node", "--no-python", "--shm-size", "--module", "--config"),
 }
 # Before the first word is known to be a command or recipe.
 OF_ALL = {"--help", "--version"}
