@@ -23,8 +23,8 @@ from typing import Literal
 from forked import CRASHED, Ended, Tell, processes
 from kill_moments import Moment, Operation, kill_at, record
 
+from learnable_multipliers._atomic import replace_file
 from learnable_multipliers.cli import main as lrm
-from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
 
 Launcher = Literal["alone", "ranks", "torchrun"]
 RANKS = 2

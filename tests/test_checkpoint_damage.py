@@ -1,6 +1,7 @@
 """Checkpoints that somebody or something has changed: noticed, named, passed over, never obeyed."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -278,7 +279,28 @@ HOSTILE_TENSORS = {
         b'"w":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
         bytes(8),
     ),
+    "one name twice, for the same data": safetensors(
+        b'{"w":{"dtype":"F32","shape":[5,3],"data_offsets":[0,60]},'
+        b'"w":{"dtype":"F32","shape":[3,5],"data_offsets":[0,60]}}',
+        bytes(60),
+    ),
+    "a key twice within": safetensors(
+        b'{"w":{"dtype":"F32","shape":[5,3],"shape":[3,5],"data_offsets":[0,60]}}', bytes(60)
+    ),
+    "metadata twice": safetensors(
+        b'{"__metadata__":{"pieces":"{}"},"__metadata__":{},'
+        b'"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        bytes(4),
+    ),
     "metadata that is no text": safetensors({"__metadata__": {"a": 1}}),
+    "metadata that is a list": safetensors({"__metadata__": []}),
+    **{
+        f"numbers of type {dtype}": safetensors({"w": tensor(dtype, [8], 0, size)}, bytes(size))
+        for dtype, size in {
+            **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E3M2": 6},
+            **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "U64": 64, "C64": 64},
+        }.items()
+    },
 }
 
 
@@ -286,6 +308,66 @@ HOSTILE_TENSORS = {
 def test_absurd_tensor_files_are_refused(kept, what):
     rewritten(newest(kept), "model.safetensors", HOSTILE_TENSORS[what])
     assert passed_over(kept).startswith("model.safetensors cannot be read: ")
+
+
+def piece(shape, *start, dtype="F32", whole=(4, 3)) -> bytes:
+    """Return a file of one piece of a tensor."""
+    size = 4 * math.prod(shape)
+    boxes = {"w": {"shape": list(whole), "start": list(start)}}
+    described = {"w": tensor(dtype, list(shape), 0, size)}
+    return safetensors(described | {"__metadata__": {"pieces": json.dumps(boxes)}}, bytes(size))
+
+
+ODD_PIECES = {
+    "as many numbers, but overlapping": [piece((3, 3), 0, 0), piece((1, 3), 2, 0)],
+    "overlapping in a column": [piece((4, 2), 0, 0), piece((2, 2), 2, 1)],
+    "the same one twice": [piece((2, 3), 0, 0), piece((2, 3), 0, 0)],
+    "a part missing": [piece((2, 3), 0, 0), piece((1, 3), 2, 0)],
+    "of two tensors": [piece((2, 3), 0, 0), piece((2, 3), 2, 0, whole=(5, 3))],
+    "of two types": [piece((2, 3), 0, 0), piece((2, 3), 2, 0, dtype="I32")],
+    "outside": [piece((2, 3), 0, 0), piece((2, 3), 3, 0)],
+    "below the start": [piece((2, 3), 0, 0), piece((2, 3), -1, 0)],
+    "of fewer axes": [piece((2, 3), 0, 0), piece((2, 3), 2)],
+    "places that are text": [piece((2, 3), 0, 0), piece((2, 3), "2", "0")],
+    "places that are fractions": [piece((2, 3), 0, 0), piece((2, 3), 2.0, 0)],
+    "places that are nothing": [piece((2, 3), 0, 0), piece((2, 3), None, None)],
+    "places of nothing": [
+        piece((2, 3), 0, 0),
+        safetensors(
+            {"w": tensor("F32", [2, 3], 0, 24), "__metadata__": {"pieces": "{}"}}, bytes(24)
+        ),
+    ],
+    "places that are a list": [
+        piece((2, 3), 0, 0),
+        safetensors(
+            {"w": tensor("F32", [2, 3], 0, 24), "__metadata__": {"pieces": "[]"}}, bytes(24)
+        ),
+    ],
+}
+
+
+def in_pieces(kept: Path, files: list[bytes]) -> None:
+    (newest(kept) / "model.safetensors").unlink()
+    listing = newest(kept) / MANIFEST
+    named = json.loads(listing.read_text())["files"]
+    del named["model.safetensors"]
+    listing.write_bytes(manifest_json(named))
+    for rank, content in enumerate(files):
+        rewritten(newest(kept), f"model-{rank:05d}.safetensors", content)
+
+
+@pytest.mark.parametrize("what", ODD_PIECES)
+def test_pieces_that_do_not_make_a_tensor_are_refused(kept, what):
+    in_pieces(kept, ODD_PIECES[what])
+    wrong = passed_over(kept)
+    assert wrong.startswith("model-0000")
+    assert " cannot be read: " in wrong
+    assert len(wrong.splitlines()) == 1
+
+
+def test_pieces_that_make_a_tensor_are_read(kept):
+    in_pieces(kept, [piece((2, 3), 0, 0), piece((2, 1), 2, 2), piece((2, 2), 2, 0)])
+    assert checkpoints.load_newest(kept)[0].tensors["model"]["w"].shape == (4, 3)
 
 
 HOSTILE_JSON = {

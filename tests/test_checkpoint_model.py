@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save
 
-from runs import rewritten, small_run, trained
+from learnable_multipliers.pretrain.config import CheckpointConfig
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from runs import killed_after, rewritten, small_run, trained
 
 
 @pytest.fixture
@@ -64,3 +67,28 @@ def test_the_model_of_a_run_is_taken(ask, data):
     config = small_run(data, Path("run"), steps=3)
     trained(replace(config, model=replace(config.model, tie_embeddings=True)))
     assert ask("export", "run", "out")[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.int8])
+def test_weights_of_another_type_are_refused(ask, path, dtype):
+    weights = load_file(path / "model.safetensors")
+    norm = "model.final_layernorm.weight"
+    rewritten(path, "model.safetensors", save(weights | {norm: weights[norm].to(dtype)}))
+    for command in (("export", path, "out"), ("diagnose", path)):
+        code, _, complaints = ask(*command)
+        assert code == 1
+        assert norm in complaints
+        assert len(complaints.splitlines()) == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_a_resume_from_tensors_of_another_type_is_refused(data, tmp_path, file):
+    config = small_run(data, tmp_path / "run", steps=3)
+    killed_after(replace(config, checkpoint=CheckpointConfig(every=2)), 2)
+    path = config.out / "checkpoints" / "step-00000002"
+    tensors = load_file(path / f"{file}.safetensors")
+    name = max(tensors)
+    rewritten(path, f"{file}.safetensors", save(tensors | {name: tensors[name].bfloat16()}))
+    with pytest.raises(OSError, match=f"{file}.safetensors has other shapes or types for {name}"):
+        Trainer(replace(config, resume=True))

@@ -15,6 +15,8 @@ from rich.console import Console
 from learnable_multipliers.cli import demo
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from learnable_multipliers.report.page import write_page
+from learnable_multipliers.report.records import Run
 from runs import BATCH, LENGTH, small_run
 from test_report import PROBE, open_in_browser
 
@@ -152,10 +154,94 @@ def test_ctrl_c_ends_without_a_report_and_the_next_demo_starts_afresh(
     ]
 
 
-def test_runs_of_somebody_else_are_not_replaced(config, tmp_path):
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def page_of_ours_edited(out: Path) -> str:
+    page = out / "report.html"
+    page.write_bytes(page.read_bytes().replace(b"</h1>", b" (my notes)</h1>", 1))
+    return "report.html"
+
+
+def page_of_lrm_report(out: Path) -> str:
+    write_page(out / "report.html", [Run.load(out / "plain")], title="mine")
+    return "report.html"
+
+
+def page_of_somebody_else(out: Path) -> str:
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / "report.html").write_text("a year of work")
+    return "report.html"
+
+
+def page_that_is_a_folder(out: Path) -> str:
+    (out / "report.html").unlink()
+    (out / "report.html").mkdir()
+    return "report.html"
+
+
+def run_of_somebody_else(out: Path) -> str:
+    (out / "multipliers" / ".lrm-demo").unlink()
+    return "multipliers"
+
+
+def run_that_is_a_link(out: Path) -> str:
+    (out / "plain").rename(out / "elsewhere")
+    (out / "plain").symlink_to("elsewhere")
+    return "plain"
+
+
+def notes_in_a_run(out: Path) -> str:
+    (out / "plain" / "notes.txt").write_text("mine")
+    return "plain/notes.txt"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        page_of_ours_edited,
+        page_of_lrm_report,
+        page_of_somebody_else,
+        page_that_is_a_folder,
+        run_of_somebody_else,
+        run_that_is_a_link,
+        notes_in_a_run,
+    ],
+)
+def test_what_the_demo_did_not_write_stays_and_is_named_before_any_work(
+    made, config, tmp_path, monkeypatch, change
+):
+    out = tmp_path / "demo"
+    shutil.copytree(made[0], out)
+    name = change(out)
+    before = content(out)
+    # Neither data nor models are touched.
+    monkeypatch.setattr(demo, "TrainingData", None)
+    monkeypatch.setattr(demo, "Trainer", None)
+    with pytest.raises(ValueError, match="is not from an earlier demo, so it stays: ") as error:
+        demo.compare(config, out)
+    assert str(error.value).startswith(f"{out / name} is not from")
+    assert content(out) == before
+
+
+def test_runs_of_lrm_train_are_not_replaced(config, tmp_path):
     Trainer(replace(config, out=tmp_path / "runs" / "plain")).train()
-    before = (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="is not from an earlier demo: choose another folder"):
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match="is not from an earlier demo, so it stays"):
         demo.compare(config, tmp_path / "runs")
-    assert (tmp_path / "runs" / "plain" / "metrics.jsonl").read_bytes() == before
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]
+    assert content(tmp_path) == before
+
+
+def test_a_page_written_by_somebody_else_during_the_demo_stays(config, tmp_path, monkeypatch):
+    out = tmp_path / "demo"
+
+    def train(configs, console, real=demo._train):
+        real(configs, console)
+        (out / "report.html").write_text("mine")
+
+    monkeypatch.setattr(demo, "_train", train)
+    with pytest.raises(ValueError, match="so it stays: lrm report .*plain .*multipliers --out"):
+        demo.compare(config, out)
+    assert (out / "report.html").read_text() == "mine"

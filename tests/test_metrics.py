@@ -281,7 +281,9 @@ def test_tensorboard_has_the_numbers_under_kind_and_key(tmp_path):
 
 
 def test_without_tensorboard_only_the_file_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    events = "learnable_multipliers.pretrain.metrics.events"
+    monkeypatch.delitem(sys.modules, events, raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     write(tmp_path, [0, 1], tensorboard=True)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]

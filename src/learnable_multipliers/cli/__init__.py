@@ -44,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(given)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does. Buffered output is discarded, or Python
-        # would report an error at exit.
+    except OSError as error:
+        # Buffered output is discarded, or Python would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        # The reader has closed the pipe, as `head` does.
+        if isinstance(error, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
+        sys.exit(f"lrm: the output could not be written: {error.strerror}")
 
 
 def _run(given: list[str]) -> None:

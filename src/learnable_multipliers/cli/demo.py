@@ -7,7 +7,8 @@ worth: minutes of training on one seed prove nothing.
 
 from __future__ import annotations
 
-import shutil
+import hashlib
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -18,17 +19,23 @@ from typing import Any
 
 from rich.console import Console
 
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers.cli.arguments import command
+from learnable_multipliers.pretrain.checkpoint.atomic import new_folder, remove
 from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.run_folder import FILES
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
-from learnable_multipliers.report.page import write_page
+from learnable_multipliers.report.page import render
 from learnable_multipliers.report.records import Run
 
 RUNS: dict[str, Placement] = {"plain": "none", "multipliers": "full"}
+_PAGE = "report.html"
+_MARK = ".lrm-demo"
+"""Marks the folder of a run as the demo's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +43,7 @@ class DemoConfig:
     """Length and place of the demo."""
 
     out: Path = Path("demo")
-    """Folder of the two runs and of report.html; an earlier demo there is replaced."""
+    """Folder of the two runs and report.html; replaces an earlier demo there and nothing else."""
     tokens: int = RECIPES["tiny"][1].schedule.tokens
     """Length of each run, in tokens."""
     seed: int = 0
@@ -81,6 +88,8 @@ def training(config: DemoConfig) -> TrainConfig:
 def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Path:
     """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
     console = console or Console()
+    # Before minutes of work.
+    _check_room(out)
     text = base.data.path or "the sources of the Python standard library of this machine"
     with console.status(f"reading {text}"):
         TrainingData.open(base.data, base.model.vocab_size, base.seed)
@@ -95,8 +104,7 @@ def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Pat
         for name, placement in RUNS.items()
     }
     _train(configs, console)
-    return write_page(
-        out / "report.html",
+    page = render(
         [Run.load(out / name) for name in RUNS],
         title="Learnable multipliers: a first look",
         note=f"Both runs train the same model on {text}, from the same start and on the same "
@@ -104,6 +112,14 @@ def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Pat
         "minutes of training are far from the equilibrium they are made for, and one seed "
         "proves nothing.",
     )
+    if _is_foreign_page(out / _PAGE):
+        runs = shlex.join(str(out / name) for name in RUNS)
+        raise ValueError(
+            f"{out / _PAGE} was written by somebody else meanwhile, so it stays: lrm report {runs} "
+            "--out FILE writes the page elsewhere"
+        )
+    write_output(out / _PAGE, page + _signature(page))
+    return out / _PAGE
 
 
 def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
@@ -132,13 +148,56 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
                 raise KeyboardInterrupt
 
 
+# -- the folder -------------------------------------------------------------------------------
+
+
+def _check_room(out: Path) -> None:
+    """Raise a ValueError that names what is in the way: nobody else's files are touched."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: choose another folder (--out)")
+    foreign = [path for name in RUNS for path in _foreign_in_run(out / name)]
+    if _is_foreign_page(out / _PAGE):
+        foreign.append(out / _PAGE)
+    if foreign:
+        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+        raise ValueError(
+            f"{foreign[0]}{more} is not from an earlier demo, so it stays: move it away, or choose "
+            "another folder (--out)"
+        )
+
+
 def _make_room(out: Path) -> None:
-    """Remove what an earlier demo left, and nothing that anybody else wrote."""
-    mark = out / ".lrm-demo"
-    for folder in [out / name for name in RUNS if (out / name).exists()]:
-        if not mark.is_file():
-            raise ValueError(f"{folder} is not from an earlier demo: choose another folder (--out)")
-        shutil.rmtree(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    mark.write_text("Made by lrm demo, which replaces its runs when it is run again.\n")
-    (out / "report.html").unlink(missing_ok=True)
+    """Remove what an earlier demo left, and mark the folders of the new runs."""
+    _check_room(out)
+    (out / _PAGE).unlink(missing_ok=True)
+    for name in RUNS:
+        if (out / name).exists():
+            remove(out / name)
+        # Never without its mark.
+        with new_folder(out / name) as folder:
+            text = "Made by lrm demo, which replaces this run when it is run again.\n"
+            (folder / _MARK).write_text(text)
+
+
+def _foreign_in_run(folder: Path) -> list[Path]:
+    """Return what the demo did not write, of a folder that it would replace."""
+    if folder.is_symlink() or (folder.exists() and not (folder / _MARK).is_file()):
+        return [folder]
+    known = {_MARK, *FILES}
+    paths = sorted(folder.iterdir()) if folder.exists() else []
+    # A killed process leaves temporary files.
+    return [path for path in paths if path.name.removesuffix(".tmp") not in known]
+
+
+def _signature(page: bytes) -> bytes:
+    """Return the last line of a page, by which the demo knows that it wrote it."""
+    return f"<!-- lrm demo {hashlib.sha256(page).hexdigest()} -->\n".encode()
+
+
+def _is_foreign_page(path: Path) -> bool:
+    """Return whether there is a page that the demo did not write, or not as it is now."""
+    if not path.is_file():
+        return path.exists() or path.is_symlink()
+    content = path.read_bytes()
+    length = len(_signature(b""))
+    return content[-length:] != _signature(content[:-length])

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import size
 from learnable_multipliers._placement import Placement
 from learnable_multipliers.cli.arguments import closest, command
@@ -50,7 +51,7 @@ def plan(config: PlanConfig) -> None:
     planned = _planner.plan(_named_model(config.model, weights=False), config.placement)
     print(planned)
     if config.json is not None:
-        config.json.write_text(planned.to_json() + "\n", encoding="utf8")
+        write_output(config.json, (planned.to_json() + "\n").encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,29 +118,36 @@ def _named_model(name: str, *, weights: bool) -> nn.Module:
             "pip install 'learnable-multipliers[transformers]'"
         ) from error
     with _errors_of(folder / "config.json"):
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     _check_layers(folder, getattr(config, "num_hidden_layers", 0))
     with torch.device("meta"), _errors_of(folder / "config.json"):
-        model = kind.from_config(config)
+        model = kind.from_config(config, trust_remote_code=False)
     if not weights:
         return model
     _check_fits(folder, sum(parameter.nbytes for parameter in model.parameters()))
-    return kind.from_config(config)
+    return kind.from_config(config, trust_remote_code=False)
 
 
 @contextmanager
 def _errors_of(file: Path) -> Iterator[None]:
-    """Make one line of whatever transformers raises for a config that it cannot use."""
+    """Make one line of whatever transformers raises for a config that it cannot use.
+
+    Code that comes with a model is never run, and nobody is asked about it on a terminal.
+    """
     try:
         yield
-    except (OSError, ImportError, MemoryError, RecursionError):
+    except (MemoryError, RecursionError):
         raise
+    # Any other error, by what a file may say and which kind of model it is.
     except Exception as error:
-        raise ValueError(
-            f"{file} is no config of a model ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]})"
-        ) from error
+        if b'"auto_map"' in file.read_bytes():
+            raise ValueError(
+                f"{file.parent} is a model with code of its own, which lrm does not run: load it "
+                "in Python and give it to learnable_multipliers.plan or find_symmetries"
+            ) from error
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"{file} gives no model: {why}") from error
 
 
 def _check_layers(folder: Path, count: object) -> None:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -15,12 +16,14 @@ from rich.markup import escape
 
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.cli.arguments import closest, read, usage_error, wrapped
+from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import AXES
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
 
 
@@ -99,15 +102,16 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
         elif shown:
             shown[0].record(name, record)
 
-    with console.status("getting ready"), _memory_advice():
+    with console.status("getting ready"), _memory_advice(config.out):
         trainer = Trainer(config, observe)
     name = trainer.config.name
     _announce(trainer, console)
     with (
+        _resume_advice(config.out),
         closing(trainer),
         Interrupt() as interrupt,
         Display([name], trainer.tokens_after, console) as display,
-        _memory_advice(),
+        _memory_advice(config.out),
     ):
         shown.append(display)
         for step in trainer.steps(interrupt):
@@ -126,7 +130,19 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
 
 
 @contextmanager
-def _memory_advice() -> Iterator[None]:
+def _resume_advice(out: Path) -> Iterator[None]:
+    """Add to an error that ends a run how to continue; what it is about may be a full disk."""
+    try:
+        yield
+    except OSError as error:
+        advice = "start anew in an empty folder, there is no checkpoint yet"
+        if saved := checkpoints.steps(checkpoint_folder(out)):
+            advice = f"--resume continues from the checkpoint of step {saved[-1]:,}"
+        raise OSError(f"{error}. When that is solved: {advice}") from error
+
+
+@contextmanager
+def _memory_advice(out: Path) -> Iterator[None]:
     """Add advice to errors about memory."""
     try:
         yield
@@ -136,9 +152,10 @@ def _memory_advice() -> Iterator[None]:
         kinds = (torch.OutOfMemoryError, MemoryError)
         if not isinstance(error, kinds) and "allocate memory" not in text:
             raise
+        resume = ", also with --resume" if checkpoints.steps(checkpoint_folder(out)) else ""
         raise ValueError(
-            f"{text} Give --data.micro-batch-sequences a smaller number, also "
-            "with --resume; --dry-run shows what takes how much"
+            f"{text} Give --data.micro-batch-sequences a smaller number{resume}; --dry-run shows "
+            "what takes how much"
         ) from error
 
 

@@ -134,8 +134,8 @@ class World:
             raise RankLostError(
                 f"rank {self.rank} of {self.size} lost a rank or waited too long "
                 f"({self.timeout:g} s at most): one of them has died or hangs, and its own "
-                "messages say why. Start all of them again with --resume; ranks that are slow "
-                "rather than dead need a larger --parallel.timeout. "
+                "messages say why. Start all of them again; ranks that are slow rather than dead "
+                "need a larger --parallel.timeout. "
                 f"({str(error).splitlines()[0]})"
             ) from error
 

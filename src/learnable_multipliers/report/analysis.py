@@ -5,6 +5,7 @@ From the plain data that the commands print as JSON.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from matplotlib.lines import Line2D
 
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers.report.style import COLOURS, legend, log_axis, look, plot, short
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ def check_format(path: Path | None) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure to a file of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
     with look():
-        figure.savefig(path, dpi=160)
+        figure.savefig(buffer, format=path.suffix[1:].lower(), dpi=160)
+    write_output(path, buffer.getvalue())

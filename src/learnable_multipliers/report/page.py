@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
+from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.report import comparison, plots, style
 from learnable_multipliers.report.records import Run, number
@@ -51,7 +52,14 @@ TEMPLATES.globals |= {"comparison": comparison, "style": style}
 
 
 def write_page(path: str | Path, runs: Sequence[Run], *, title: str, note: str = "") -> Path:
-    """Write the page about `runs` and return its path; the first run is the baseline.
+    """Write the page about `runs` and return its path."""
+    path = Path(path)
+    write_output(path, render(runs, title=title, note=note))
+    return path
+
+
+def render(runs: Sequence[Run], *, title: str, note: str = "") -> bytes:
+    """Return the page about `runs`; the first run is the baseline.
 
     Args:
         note: A paragraph of plain text to print under the summary.
@@ -62,11 +70,8 @@ def write_page(path: str | Path, runs: Sequence[Run], *, title: str, note: str =
     text = TEMPLATES.get_template("page.html.j2").render(
         title=title, note=note, runs=runs, columns=_columns(runs), plots=_plots(runs)
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A record may hold half a surrogate pair, which is no character at all.
-    path.write_bytes(text.encode("utf-8", errors="replace"))
-    return path
+    return text.encode("utf-8", errors="replace")
 
 
 def _plots(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:

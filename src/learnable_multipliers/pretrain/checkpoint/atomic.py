@@ -1,4 +1,4 @@
-"""Crash-safe atomic writes of files and folders, and locks.
+"""Crash-safe atomic writes of folders, and locks.
 
 Datasets, exports and checkpoints are folders written under a hidden name and published by a rename.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
+
+from learnable_multipliers._atomic import hidden, new_parents, sync
 
 try:
     import fcntl
@@ -21,46 +22,6 @@ except ImportError:  # Windows has no flock.
 
 MANIFEST_FILE = "manifest.json"
 """Marks a folder as a token dataset."""
-# Some network file systems cannot sync a folder, and a folder that can be written to cannot always
-# be opened. Neither can be helped.
-_NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers, now or after a crash, see the old or the new content.
-
-    The temporary file has a fixed name, so a killed process leaves at most one. One process at a
-    time may call this for a path.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
-    is_folder = path.is_dir()
-    # Windows cannot sync folders.
-    if is_folder and os.name == "nt":
-        return
-    try:
-        # Some systems only sync files that are open for writing.
-        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if not is_folder or error.errno not in _NO_SYNC:
-            raise
 
 
 def make_folder(path: Path) -> None:
@@ -94,11 +55,6 @@ def lock(path: Path) -> int | None:
 # -- folders ------------------------------------------------------------------------------------
 
 
-def hidden(target: Path, kind: str = "partial") -> Path:
-    """Return a new hidden path beside `target`."""
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.{kind}")
-
-
 def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
     """Flush what is not on disk yet, rename the folder to `target`, and flush its new name."""
     for path in (*unsynced, partial):
@@ -125,34 +81,44 @@ def new_folder(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]
     """
     clear_leftovers(target)
     _check_target(target, overwrite)
-    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
     partial, old = hidden(target), hidden(target, "old")
-    partial.mkdir(parents=True)
-    descriptor = lock(partial)
-    try:
-        yield partial
-        _check_target(target, overwrite)
-        if target.exists():
-            target.rename(old)
+    with new_parents(target), _naming(target, partial):
+        partial.mkdir()
+        descriptor = lock(partial)
         try:
-            publish(partial, target, partial.rglob("*"))
+            yield partial
+            _check_target(target, overwrite)
+            if target.exists():
+                target.rename(old)
+            try:
+                publish(partial, target, partial.rglob("*"))
+            except BaseException:
+                if old.exists():
+                    old.rename(target)
+                raise
         except BaseException:
-            if old.exists():
-                old.rename(target)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in new_parents:
-            with suppress(OSError):
-                parent.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text = f"{error.strerror}; nothing was kept: free some space or choose another folder"
-            raise OSError(error.errno, text, str(target)) from error
-        raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _naming(target: Path, partial: Path) -> Iterator[None]:
+    """Let a failed write name the folder that was asked for, and say what became of it."""
+    try:
+        yield
+    except OSError as error:
+        # Failing writes name no file; copies name two.
+        named = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        if error.errno is None or (named and not any(n.startswith(str(partial)) for n in named)):
+            raise
+        text = f"{error.strerror}; nothing was kept"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text += ": free some space or choose another folder"
+        raise OSError(error.errno, text, str(target)) from error
 
 
 def clear_leftovers(target: Path) -> None:

@@ -64,11 +64,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
         if not isinstance(error, (OSError, SafetensorError)):
             raise
         saved = steps(folder)
-        left = f"the newest one is that of step {saved[-1]}" if saved else "there is none yet"
+        left = f"; the newest one is that of step {saved[-1]}, untouched" if saved else ""
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} could not be saved to {folder}: {error}. "
-            f"Earlier checkpoints are untouched ({left}); make room or choose another folder, "
-            "then continue with --resume"
+            f"the checkpoint of step {checkpoint.step} could not be saved to {folder}: {error}"
+            f"{left}"
         ) from error
     try:
         world.run_on_all(lambda: world.is_first and _prune(folder, checkpoint.step, keep))

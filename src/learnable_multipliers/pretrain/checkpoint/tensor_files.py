@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,10 +24,15 @@ from torch import Tensor
 
 from learnable_multipliers.optim._sharding import Box, box_here, is_sharded, local, lying_like
 from learnable_multipliers.pretrain.distributed import AXES, World
-from learnable_multipliers.pretrain.serialization import parse_object
+from learnable_multipliers.pretrain.serialization import MAX_BYTES, parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"
+_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32")
+"""Of weights and optimizer states."""
+# How safetensors reports an error of the system.
+_SYSTEM_ERROR = re.compile(r"\(os error ([0-9]+)\)")
+_MALFORMED = SafetensorError, RuntimeError, TypeError, AttributeError, OverflowError, ValueError
 _OF_A_RANK = re.compile(r"(.+)-([0-9]{5})")
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -41,6 +47,7 @@ class _Piece:
     shape: tuple[int, ...]
     """Of the whole."""
     box: Box
+    dtype: str
 
 
 def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -50,7 +57,14 @@ def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None
     """
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata)
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = _SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
     path.chmod(mode)
 
 
@@ -109,6 +123,7 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
     with ExitStack() as stack:
         for path in files:
             with _naming(path):
+                _check_header(path)
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name, piece in _pieces(opened):
                     pieces.setdefault(name, []).append(piece)
@@ -119,12 +134,26 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
+def _check_header(path: Path) -> None:
+    """Raise a ValueError for what safetensors accepts: a name twice, types we never write."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(path.stat().st_size, MAX_BYTES):
+            raise ValueError(f"its header cannot have {length:,} bytes")
+        header = parse_object(file.read(length), "its header")
+    for name, entry in header.items():
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if name != "__metadata__" and dtype not in _DTYPES:
+            raise ValueError(f"{name} is of type {dtype}, not one of {', '.join(_DTYPES)}")
+
+
 def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
     """Yield what a file holds, and where that lies in its tensors."""
     metadata = (opened.metadata() or {}).get(_PIECES)
     boxes = {} if metadata is None else parse_object(metadata.encode(), _PIECES)
     for name in opened.keys():  # noqa: SIM118
-        shape = tuple(opened.get_slice(name).get_shape())
+        part = opened.get_slice(name)
+        shape = tuple(part.get_shape())
         whole, start = shape, (0,) * len(shape)
         if metadata is not None:
             entry: Any = boxes.get(name)
@@ -136,16 +165,15 @@ def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
         inside = all(r.start >= 0 and r.stop <= size for r, size in zip(box, whole, strict=True))
         if not inside:
             raise ValueError(f"{name} lies outside of its tensor")
-        yield name, _Piece(opened, whole, box)
+        yield name, _Piece(opened, whole, box, part.get_dtype())
 
 
 def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
     """Return a tensor, or what a rank needs of it, from its pieces."""
     shape = parts[0].shape
     covered = sum(_volume(part.box) for part in parts)
-    corners = {tuple(r.start for r in part.box) for part in parts}
-    alike = all(part.shape == shape for part in parts) and len(corners) == len(parts)
-    if not alike or covered != math.prod(shape):
+    alike = all((part.shape, part.dtype) == (shape, parts[0].dtype) for part in parts)
+    if not alike or covered != math.prod(shape) or not _disjoint([part.box for part in parts]):
         raise ValueError(f"the pieces of {name} do not make it whole")
     if like is None or not is_sharded(like) or tuple(like.shape) != shape:
         like = None
@@ -163,6 +191,17 @@ def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
     for where, values in read:
         taken[where] = values
     return taken if like is None else lying_like(taken.to(local(like).device), like)
+
+
+def _disjoint(boxes: list[Box]) -> bool:
+    boxes = sorted(boxes, key=lambda box: [r.start for r in box])
+    for number, box in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if other[0].start >= box[0].stop:
+                break
+            if _volume(_overlap(box, other)):
+                return False
+    return True
 
 
 def _overlap(box: Box, other: Box) -> Box:
@@ -188,6 +227,6 @@ def _naming(*paths: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (SafetensorError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
+    except _MALFORMED as error:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{names} cannot be read: {error}") from error

@@ -126,7 +126,9 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
             sample = _training_sample(config, splitter, report)
             tokenizer = train_tokenizer(sample, config.vocab_size)
         if config.tokenizer is None or config.add_eos:
-            tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE))
+            # Not by its own `save`, whose errors are plain Exceptions.
+            text = tokenizer.tokenizer.to_str(pretty=True)
+            (folder / TOKENIZER_FILE).write_bytes(text.encode())
         else:
             shutil.copyfile(config.tokenizer, folder / TOKENIZER_FILE)
         splits = _write_shards(config, splitter, tokenizer, folder, report)

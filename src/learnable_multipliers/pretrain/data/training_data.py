@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnable_multipliers.pretrain.checkpoint.atomic import replace_file
+from learnable_multipliers._atomic import replace_file
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare

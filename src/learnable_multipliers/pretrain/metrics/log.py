@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._atomic import replace_file, sync
 from learnable_multipliers._checksum import sealed_line, unsealed_line
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder, replace_file, sync
+from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
 from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
 
 FILE_NAME = "metrics.jsonl"
@@ -80,7 +81,7 @@ class MetricLog:
         """
         record = {"step": step, **metrics}
         line = sealed_line(to_dict(record))
-        with self._writing():
+        with self._writing(self.path):
             self._file.write(line)
             self._file.flush()
         kind = metrics.get("kind")
@@ -89,8 +90,8 @@ class MetricLog:
         # Training and held-out loss are two curves.
         numbers = dict(_numbers(metrics, f"{kind}/" if isinstance(kind, str) else ""))
         if self._writer is not None:
-            for key, value in numbers.items():
-                self._writer.add_scalar(key, value, step)
+            with self._writing(self._writer.path):
+                self._writer.log(step, numbers)
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
         self._observer(record)
@@ -135,46 +136,45 @@ class MetricLog:
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the file atomically, and go on writing at its end."""
-        with self._writing():
+        with self._writing(self.path):
             replace_file(self.path, b"".join(lines))
         self._file.close()
         self._file = self.path.open("ab")
 
     def flush(self) -> None:
         """Flush every line to disk."""
-        with self._writing():
+        with self._writing(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close all files."""
         try:
-            with self._writing():
+            with self._writing(self.path):
                 self._file.close()
         finally:
             if self._writer is not None:
-                self._writer.close()
+                with self._writing(self._writer.path):
+                    self._writer.close()
             for tracker in self._trackers:
                 tracker.finish()
             self._trackers = []
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Add the file and what to do about it to an error of the system."""
+    def _writing(self, path: Path) -> Iterator[None]:
+        """Name the file in an error of the system."""
         try:
             yield
         except OSError as error:
-            raise OSError(
-                f"{self.path} could not be written: {error.strerror or error}. Make room, "
-                "then resume from the newest checkpoint with --resume"
-            ) from error
+            raise OSError(f"{path} could not be written: {error.strerror or error}") from error
 
     def _event_writer(self, purge_step: int | None = None) -> Any:
-        """Return TensorBoard's writer, or None where it is not installed."""
+        """Return a new event file, or None where TensorBoard is not installed."""
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from learnable_multipliers.pretrain.metrics.events import EventFile
         except ImportError:
             return None
-        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+        with self._writing(self.folder / "tensorboard"):
+            return EventFile(self.folder / "tensorboard", purge_step)
 
     def _wandb_id(self) -> str:
         """Return the run's id at W&B, the same after a resume."""

@@ -119,8 +119,9 @@ def check_compiler(device: Device) -> str:
 
 def check_folder(out: Path) -> str:
     """Check that a run can write to its folder; leaves nothing behind."""
-    if out.exists() and not out.is_dir():
-        raise CheckError(f"{out} is a file")
+    found = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not found.is_dir():
+        raise CheckError(f"{found} is a file")
     with tempfile.TemporaryDirectory(prefix=".lrm-doctor-", dir=nearest_folder(out)) as folder:
         written = Path(folder) / "file"
         written.write_bytes(b"content")

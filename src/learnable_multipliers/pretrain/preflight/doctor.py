@@ -83,7 +83,7 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
             lambda: check_save_and_load(run.short_run),
             f"check the disk of {config.out}",
         ),
-        ("checkpoints", run.check_checkpoints, "lrm train RECIPE --resume names the good ones"),
+        ("checkpoints", run.check_checkpoints, "restore one, or start the run anew"),
     ):
         yield run_check(name, check, advice)
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from learnable_multipliers._atomic import replace_file
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder, replace_file
+from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import World
@@ -28,6 +29,8 @@ from learnable_multipliers.pretrain.serialization import to_dict
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
 """Files that describe a run, written when it begins."""
 _LOCK = ".lock"
+FILES = (*DESCRIPTIONS, METRICS, "checkpoints", "tensorboard", _LOCK)
+"""All that a run writes to its folder, without a resume and W&B."""
 _PACKAGES = ("learnable-multipliers", "torch", "triton", "tokenizers", "transformers", "numpy")
 
 

@@ -70,14 +70,14 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     Nothing is allocated for the model: a file of a few bytes may claim any size.
     """
-    found = {name: value.shape for name, value in checkpoint.tensors.get("model", {}).items()}
+    found = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
     try:
         config.check()
         # Building even meta layers takes time, and each layer has several tensors.
         if config.num_layers > len(found):
             raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
-            expected = {name: p.shape for name, p in HybridLM(config).named_parameters()}
+            expected = {name: _kind(p) for name, p in HybridLM(config).named_parameters()}
         odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -185,7 +185,7 @@ def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]
         ("misses", expected.keys() - found.keys()),
         ("holds, beyond this run's,", found.keys() - expected.keys()),
         (
-            "has other shapes for",
+            "has other shapes or types for",
             {n for n in expected.keys() & found.keys() if _kind(expected[n]) != _kind(found[n])},
         ),
     ):

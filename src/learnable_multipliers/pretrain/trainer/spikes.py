@@ -127,12 +127,12 @@ def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
     )
 
 
-def continue_message(config: SpikeConfig) -> str:
-    """Return what follows for a run that does not go back."""
+def continue_message(config: SpikeConfig, saved: Sequence[int]) -> str:
+    """Return what follows for a run that does not go back; `saved` are its checkpoints."""
+    resume = "resume with --spikes.max-rollbacks set higher, which skips the data of the spike, or "
     return (
         f"the run continues (spikes.max_rollbacks={config.max_rollbacks}). If the loss does not "
-        "recover, resume with --spikes.max-rollbacks set higher, which skips the data of the "
-        "spike, or start anew with a lower optimizer.lr or a longer warmup"
+        f"recover, {resume if saved else ''}start anew with a lower optimizer.lr or a longer warmup"
     )
 
 
@@ -150,11 +150,15 @@ def end_message(reason: str, saved: Sequence[int]) -> str:
     )
 
 
-def divergence_message(step: int, skipped_in_a_row: int) -> str:
-    """Return why a run ends at a step, and what to try."""
+def divergence_message(step: int, skipped_in_a_row: int, saved: Sequence[int]) -> str:
+    """Return why a run ends at a step, and what to try; `saved` are its checkpoints."""
+    resume = (
+        "no checkpoint was written meanwhile. Resume from the newest one with --resume and "
+        "--spikes.max-rollbacks 3, which skips these data, or with --runtime.dtype float32; or "
+    )
+    none = "there is no checkpoint. Try --runtime.dtype float32, or "
     return (
         f"step {step:,}: the last {skipped_in_a_row:,} steps had no finite gradients and changed "
-        "nothing (spikes.max_skipped); no checkpoint was written meanwhile. Resume from the newest "
-        "one with --resume and --spikes.max-rollbacks 3, which skips these data, or with "
-        "--runtime.dtype float32; or start anew with a lower optimizer.lr or a longer warmup"
+        f"nothing (spikes.max_skipped); {resume if saved else none}start anew with a lower "
+        "optimizer.lr or a longer warmup"
     )

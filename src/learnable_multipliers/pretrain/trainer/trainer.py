@@ -405,9 +405,11 @@ class Trainer:
             return False
         if self._spikes.num_rollbacks < config.max_rollbacks and self._roll_back(skipped):
             return True
+        saved = checkpoints.steps(self._folder.checkpoints)
         if endless:
-            raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped))
-        self._warn(f"{spikes.in_words(self._spikes, skipped)}; {spikes.continue_message(config)}")
+            raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped, saved))
+        what = spikes.in_words(self._spikes, skipped)
+        self._warn(f"{what}; {spikes.continue_message(config, saved)}")
         self._spikes = spikes.accepted(self._spikes)
         return False
 
