@@ -443,7 +443,8 @@ class Trainer:
         )
         self._warn(
             f"{reason}: rolled back to the checkpoint of step {self.step}, continuing with the "
-            f"data after the spike (rollback {self._spikes.num_rollbacks} of {self.config.spikes.max_rollbacks})"
+            f"data after the spike (rollback {self._spikes.num_rollbacks} of "
+            f"{self.config.spikes.max_rollbacks})"
         )
         self._restart_clock()
         return True
