@@ -51,6 +51,9 @@ def one_line(ask, arguments):
         ("--model.vocab-size 1e18", "parameters, and 1e+15 are the most"),
         ("--model.intermediate-size 1e9", "of memory (estimated from shapes)"),
         ("--data.batch-sequences 1e9", "of memory (estimated from shapes)"),
+        ("--model.rope-theta nan", "model.rope_theta must be finite, got nan"),
+        ("--model.rope-theta 0", "model.rope_theta must be above 0"),
+        ("--model.init-std -1", "model.init_std not below it; got 10000, 1e-05 and -1"),
         ("--data.sequence-length 1e9", "longer than the data"),
         ("--data.sequence-length 0", "a sequence has at least 1 token, got 0"),
         ("--data.sequence-length -3", "a sequence has at least 1 token, got -3"),
@@ -71,8 +74,11 @@ def test_a_run_that_no_machine_can_hold_is_refused_before_there_is_a_folder(
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("simulate --shape 1000000 1000000", "--shape must have at most 268,435,456 numbers"),
+        ("simulate --shape 1000000 1000000", "--shape must have at most 16,777,216 numbers"),
         ("simulate --steps 1e12", "--steps must be at most 10,000,000"),
+        ("simulate --start-rms 1e300", "--start-rms must lie between 0 and 1e+15, got 1e+300"),
+        ("simulate --start-rms nan", "--start-rms must lie between 0 and 1e+15, got nan"),
+        ("simulate --optimizer muon --momentum 0.9999999999999 --steps 9", "averages over"),
         ("data prepare --out x --vocab-size -1 --sources x.txt", "no file or folder"),
         ("data prepare /dev/zero --out x", "/dev/zero is no regular file"),
         ("train tiny --runtime.num-threads 1e6 --dry-run", "num_threads must be at most"),

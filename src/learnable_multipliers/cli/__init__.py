@@ -82,7 +82,7 @@ def _run(given: list[str]) -> None:
         # Under torchrun, name the rank.
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         sys.exit(f"lrm {command}{rank}: {error}")
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OverflowError) as error:
         text = _limit_in_words(error)
         if text is None or os.environ.get("LRM_TRACEBACK"):
             raise
@@ -93,6 +93,8 @@ def _limit_in_words(error: Exception) -> str | None:
     """Return what to say of an error about the limits of the machine; None for another one."""
     if isinstance(error, RecursionError):
         return "a file it reads is nested too deeply: repair or remove it"
+    if isinstance(error, OverflowError):
+        return f"a number is out of range ({error}): choose a smaller one"
     text = str(error).partition("\n")[0]
     if isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY):
         return f"this does not fit into memory ({text or 'no more is left'}): ask for less"

@@ -29,7 +29,8 @@ from learnable_multipliers.report import analysis
 
 # Of a curve in a plot.
 _POINTS = 400
-_MOST_STEPS, _MOST_NUMBERS = 10_000_000, 1 << 28
+_LARGEST_RMS = 1e15
+_MOST_STEPS, _MOST_NUMBERS = 10_000_000, 1 << 24
 _COLUMNS: tuple[str, ...] = ("step", "lr", "simulated", "expected", "equilibrium")
 
 
@@ -151,6 +152,10 @@ def rates(config: SimulateConfig) -> list[float]:
         raise ValueError(
             f"--shape must have at most {_MOST_NUMBERS:,} numbers, got {math.prod(config.shape):,}:"
             " the rms of a larger matrix is the same, and its sampling error is small already"
+        )
+    if not 0 <= config.start_rms <= _LARGEST_RMS:
+        raise ValueError(
+            f"--start-rms must lie between 0 and {_LARGEST_RMS:g}, got {config.start_rms:g}"
         )
     if not (min(config.warmup, config.decay) >= 0 and config.warmup + config.decay <= 1):
         raise ValueError(

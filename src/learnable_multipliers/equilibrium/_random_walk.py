@@ -312,9 +312,17 @@ def _nesterov(momentum: float) -> tuple[float, float]:
     return power, momentum * (1 + momentum + tail) / power
 
 
+_MOST_LAGS = 1_000_000
+
+
 def _sum_over_lags(momentum: float, correlation: Callable[[int], float]) -> float:
     """Return the sum of correlations over all lags that are not forgotten to 1e-6."""
     lags = math.ceil(math.log(1e-6) / math.log(momentum))
+    if lags > _MOST_LAGS:
+        raise ValueError(
+            f"a momentum of {momentum} averages over {lags:,} steps, and {_MOST_LAGS:,} are the "
+            "most: choose one that is farther from 1"
+        )
     return sum(correlation(lag) for lag in range(1, lags + 1))
 
 
