@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
+from learnable_multipliers._checksum import read_sealed
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.serialization import from_dict
@@ -21,7 +22,7 @@ from runs import assert_same, killed_after, small_run, trained
 
 def test_the_folder_tells_what_made_it(data, tmp_path):
     trainer = trained(small_run(data, tmp_path / "run", steps=3))
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    written = read_sealed(tmp_path / "run" / "config.json")
     assert from_dict(TrainConfig, written) == trainer.config
     assert written["model"]["vocab_size"] == 257
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())

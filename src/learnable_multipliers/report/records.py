@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._checksum import read_sealed
+
 Record = Mapping[str, Any]
 
 # What a line of each kind must have; other kinds are kept as they are.
@@ -52,7 +54,7 @@ class Run:
                 raise FileNotFoundError(
                     f"{str(folder)!r} is not a run folder: it has no {path.name}"
                 )
-        return cls(folder, _read_object(paths[0]), _read_object(paths[1]), *_read_metrics(paths[2]))
+        return cls(folder, read_sealed(paths[0]), read_sealed(paths[1]), *_read_metrics(paths[2]))
 
     @property
     def name(self) -> str:
@@ -103,16 +105,6 @@ def number(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Strict JSON has no word for infinity, so a trainer writes it as text.
     return float(value) if is_number or value in ("inf", "-inf") else math.nan
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int, ...]]:

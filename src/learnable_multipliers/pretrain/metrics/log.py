@@ -72,6 +72,7 @@ class MetricLog:
         with self._writing():
             self._file.write(line.encode())
             self._file.flush()
+        self._check_present()
         # Training and held-out loss are two curves.
         kind = metrics.get("kind")
         numbers = dict(_numbers(metrics, f"{kind}/" if isinstance(kind, str) else ""))
@@ -110,6 +111,7 @@ class MetricLog:
         """Flush every line to disk."""
         with self._writing():
             os.fsync(self._file.fileno())
+        self._check_present()
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -122,6 +124,20 @@ class MetricLog:
             for tracker in self._trackers:
                 tracker.finish()
             self._trackers = []
+
+    def _check_present(self) -> None:
+        """Raise an OSError if the file is no longer in its folder: its lines would be lost."""
+        try:
+            # The open file keeps its inode, so no other file can have it.
+            present = os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            present = False
+        if not present:
+            raise OSError(
+                f"{self.path} is gone: its folder was removed, moved or replaced while the run "
+                "went on. Put it back and continue from its newest checkpoint with --resume, or "
+                "start again"
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
