@@ -89,7 +89,8 @@ class DataCheck:
                 self._error = OSError(
                     f"{file.path} cannot be read: {error.strerror or error}; copy it again"
                 )
-            except ValueError as error:
+            # Whatever it is, the shard is not known to be good.
+            except Exception as error:
                 self._error = error
             if self.failed:
                 return
