@@ -23,6 +23,14 @@ def _reseed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """Keep the user's cache folder out of the tests, and their data out of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LRM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """Prepare a small corpus, shared by all tests: to read, not to write into."""

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from learnable_multipliers._checksum import sealed
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.report import Run, records, write_page
 from learnable_multipliers.report.comparison import (
@@ -79,33 +80,37 @@ def write_run(
     tokens_per_step, peak = 4096, 4e-3
     (folder / "config.json").write_text(
         json.dumps(
-            {
-                "out": str(folder),
-                "name": name,
-                "seed": seed,
-                "model": {"width": 128, "layers": 3},
-                "data": {"source": "stdlib", "length": 256},
-                "optimizer": {
-                    "kind": kind,
-                    "placement": placement,
-                    "lr": peak,
-                    "weight_decay": 0.1,
-                },
-                "schedule": {"kind": "wsd", "steps": steps},
-                **config,
-            }
+            sealed(
+                {
+                    "out": str(folder),
+                    "name": name,
+                    "seed": seed,
+                    "model": {"width": 128, "layers": 3},
+                    "data": {"source": "stdlib", "length": 256},
+                    "optimizer": {
+                        "kind": kind,
+                        "placement": placement,
+                        "lr": peak,
+                        "weight_decay": 0.1,
+                    },
+                    "schedule": {"kind": "wsd", "steps": steps},
+                    **config,
+                }
+            )
         )
     )
     (folder / "environment.json").write_text(
         json.dumps(
-            {
-                "command": f"lrm pretrain --name {name} --placement {placement} --seed {seed}",
-                "commit": "0123abcd",
-                "versions": {"python": "3.11.2", "torch": "2.13.0"},
-                "device": "cpu, 2 threads",
-                "parameters": 1_234_567,
-                "multipliers": 0 if placement == "none" else 4321,
-            }
+            sealed(
+                {
+                    "command": f"lrm pretrain --name {name} --placement {placement} --seed {seed}",
+                    "commit": "0123abcd",
+                    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+                    "device": "cpu, 2 threads",
+                    "parameters": 1_234_567,
+                    "multipliers": 0 if placement == "none" else 4321,
+                }
+            )
         )
     )
     lines = []
@@ -274,10 +279,11 @@ def test_foreign_folders_are_refused_by_name(tmp_path, runs, missing):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("config.json", "{", "config.json' is not JSON"),
+        ("config.json", "{", "config.json is not JSON"),
         ("config.json", "[1]", "holds a list, not a JSON object"),
         ("metrics.jsonl", "nonsense\n", "line 1: not a record that a run wrote"),
         ("metrics.jsonl", '{"kind": "end", "step": 1}\n', "does not end with its crc32"),
+        ("config.json", '{"name": "x"}', "config.json carries no sha256"),
     ],
 )
 def test_foreign_files_are_refused_with_the_reason(runs, file, text, message):
@@ -748,7 +754,9 @@ def test_every_plot_says_what_it_is_to_those_who_do_not_see_it(page):
 
 def test_hostile_names_and_samples_are_text(tmp_path):
     folder = write_run(tmp_path / "x", name=HOSTILE, placement="full", **{HOSTILE: HOSTILE})
-    (folder / "environment.json").write_text(json.dumps({"command": HOSTILE, HOSTILE: HOSTILE}))
+    (folder / "environment.json").write_text(
+        json.dumps(sealed({"command": HOSTILE, HOSTILE: HOSTILE}))
+    )
 
     def attack(records):
         for record in records:

@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
+from learnable_multipliers._checksum import read_sealed
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer import run_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from runs import assert_same, killed_after, small_run, trained
+from runs import LLAMA, assert_same, killed_after, small_run, trained
 
 
 def test_the_folder_tells_what_made_it(data, tmp_path):
     trainer = trained(small_run(data, tmp_path / "run", steps=3))
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    written = read_sealed(tmp_path / "run" / "config.json")
     assert from_dict(TrainConfig, written) == trainer.config
     assert written["model"]["vocab_size"] == 257
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -121,3 +122,87 @@ def test_two_processes_do_not_share_a_folder(data, tmp_path):
                     Trainer(replace(config, resume=resume))
     assert [r["step"] for r in read_metrics(config.out) if r["kind"] == "train"][-1] == 12
     assert_same(first, trained(replace(config, resume=True)))
+
+
+# -- damage and loss --------------------------------------------------------------------------
+
+
+def edited(path):
+    return json.dumps(json.loads(path.read_text()) | {"seed": 9}).encode()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: b"{", "is not JSON"),
+        (lambda path: b"\xff\xfe\x00", "is not JSON"),
+        (lambda path: b"null", "holds a NoneType, not a JSON object"),
+        (lambda path: b"[" * 10**5, "is nested too deeply"),
+        (edited, "was changed after it was written"),
+        (None, "is missing"),
+    ],
+    ids=["cut", "no text", "null", "deep", "edited", "removed"],
+)
+@pytest.mark.parametrize("name", ["config.json", "environment.json"])
+def test_a_damaged_description_does_not_block_a_resume(data, tmp_path, name, damage, told):
+    config = small_run(data, tmp_path / "run", steps=6, model=LLAMA)
+    whole = trained(config)
+    path = tmp_path / "run" / name
+    good = path.read_bytes()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    path.write_bytes(damage(path)) if damage else path.unlink()
+    warnings = []
+    resumed = Trainer(
+        replace(config, resume=True),
+        lambda record: record["kind"] == "warning" and warnings.append(record["text"]),
+    )
+    assert resumed.train() == "finished"
+    assert_same(resumed, whole)
+    assert len(warnings) == 1
+    assert str(path) in warnings[0]
+    assert told in warnings[0]
+    assert "\n" not in warnings[0]
+    assert read_sealed(path).keys() == {key for key in json.loads(good) if key != "sha256"}
+    if name == "config.json":
+        again = from_dict(TrainConfig, read_sealed(path))
+        assert replace(again, resume=False) == whole.config
+
+
+def test_a_damaged_plan_is_written_again(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=3, model=LLAMA)
+    trained(config)
+    path = tmp_path / "run" / "plan.json"
+    good = path.read_bytes()
+    path.write_bytes(good[:-5])
+    told = []
+    # The run has ended: its files are put in order all the same.
+    Trainer(replace(config, resume=True), told.append).train()
+    assert [f"{path} is not that of the run" in one["text"] for one in told] == [True]
+    assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced", "emptied"])
+@pytest.mark.parametrize("every", [1, 0], ids=["logged", "at the end"])
+def test_a_folder_that_is_gone_is_not_done(data, tmp_path, how, every):
+    config = small_run(data, tmp_path / "run", steps=6, model=LLAMA)
+    log = replace(config.log, every=every, weights_every=0, evaluate_every=0)
+    trainer = Trainer(replace(config, log=log))
+    steps = trainer.steps()
+    for _ in range(3):
+        next(steps)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if how == "removed":
+        shutil.rmtree(tmp_path / "elsewhere")
+    elif how == "replaced":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    elif how == "emptied":
+        (tmp_path / "elsewhere").rename(tmp_path / "run")
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(OSError, match=r"run/metrics\.jsonl is gone: its folder was removed"):
+        list(steps)
+    trainer.close()
+    # Nothing that would pass for a run.
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not every or trainer.step == 4

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import zlib
+from pathlib import Path
 from typing import Any
 
 KEY = "sha256"
@@ -29,6 +30,23 @@ def unsealed(found: dict[str, Any], name: str) -> dict[str, Any]:
     if found[KEY] != _digest(content):
         raise ValueError(f"{name} was changed after it was written: its {KEY} does not fit")
     return content
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return the content of a file that holds a sealed object; an error names the file."""
+    # Opening a pipe could block forever.
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing, or not a file")
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} holds a {type(found).__name__}, not a JSON object")
+        return unsealed(found, str(path))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    # Bytes that are no text are not JSON either.
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def sealed_line(record: dict[str, Any]) -> bytes:

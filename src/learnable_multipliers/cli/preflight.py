@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -15,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from learnable_multipliers._checksum import read_sealed
 from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read
 from learnable_multipliers.cli.train import recipe
@@ -76,10 +76,11 @@ def _config_of(name: str) -> TrainConfig:
             + (f"; did you mean {near}?" if near else "")
         )
     try:
-        stored = json.loads(file.read_text(encoding="utf8"))
+        stored = from_dict(TrainConfig, read_sealed(file), str(file))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    return replace(from_dict(TrainConfig, stored, str(file)), out=Path(name))
+        advice = "lrm train RECIPE --resume writes it again, if the run has a checkpoint"
+        raise ValueError(f"{error}; {advice}") from error
+    return replace(stored, out=Path(name))
 
 
 @dataclass(frozen=True, kw_only=True)

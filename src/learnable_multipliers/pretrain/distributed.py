@@ -65,6 +65,11 @@ class World:
         """Whether this rank writes the files of the run."""
         return self.rank == 0
 
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether this rank reads for all of its machine; each may have files of its own."""
+        return self.size == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+
     def axis_rank(self, name: str) -> int:
         """Return the rank of this process along an axis."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(name)

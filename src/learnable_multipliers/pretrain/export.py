@@ -13,13 +13,13 @@ import torch
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
+from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
-from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.trainer.run_state import model_config
+from learnable_multipliers.pretrain.trainer.run_state import model_config, parse_state
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -56,11 +56,20 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     with new_folder(out) as folder:
         checkpoint, notes = load_checkpoint(source)
         model = load_model(checkpoint)
-        eos_token: str = from_dict(str, checkpoint.state.get("eos_token"), "state.json.eos_token")
+        eos_token, expected = (
+            parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
+            for key in ("eos_token", "tokenizer")
+        )
         tokenizer, eos = _tokenizer_of(source), None
         if tokenizer is None:
             notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
         else:
+            if file_sha256(tokenizer) != expected:
+                raise ValueError(
+                    f"{tokenizer} is not the tokenizer that the model was trained with: its "
+                    "SHA-256 is another. Copy it from the data, or let lrm train RECIPE --resume "
+                    "do that"
+                )
             eos = load_tokenizer(tokenizer, eos_token).eos_id
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {

@@ -7,14 +7,13 @@ wrote a step again its later line wins.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learnable_multipliers._checksum import unsealed_line
+from learnable_multipliers._checksum import read_sealed, unsealed_line
 
 Record = Mapping[str, Any]
 
@@ -57,7 +56,7 @@ class Run:
                 raise FileNotFoundError(
                     f"{str(folder)!r} is not a run folder: it has no {path.name}"
                 )
-        return cls(folder, _read_object(paths[0]), _read_object(paths[1]), *_read_metrics(paths[2]))
+        return cls(folder, read_sealed(paths[0]), read_sealed(paths[1]), *_read_metrics(paths[2]))
 
     @property
     def name(self) -> str:
@@ -113,16 +112,6 @@ def number(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Strict JSON has no word for infinity, so a trainer writes it as text.
     return float(value) if is_number or value in ("inf", "-inf") else math.nan
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(path)!r} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int, ...]]:

@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learnable_multipliers._checksum import sealed, unsealed
 from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
-from learnable_multipliers.pretrain.serialization import from_dict, parse_object, to_dict
+from learnable_multipliers.pretrain.serialization import (
+    from_dict,
+    parse_object,
+    read_bytes,
+    to_dict,
+)
 
 TRAIN, VALID = "train", "valid"
-FORMAT = "lrm-tokens-1"
+FORMAT = "lrm-tokens-2"
 TOKENIZER_FILE = "tokenizer.json"
+_MOST = 1 << 63
+"""No count is as large; sums of some such counts can still be floats."""
 
 
 Tokens = NDArray[np.unsignedinteger]
@@ -86,7 +95,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write the manifest of a folder."""
-        text = json.dumps(to_dict(self), indent=1) + "\n"
+        text = json.dumps(sealed(to_dict(self)), indent=1) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8", newline="\n")
 
     @classmethod
@@ -99,20 +108,74 @@ class Manifest:
                 "make one with `lrm data prepare`"
             )
         try:
-            fields = parse_object(path.read_bytes(), MANIFEST_FILE)
+            # Data may be linked: what counts is where the links lead.
+            fields = parse_object(read_bytes(path.resolve()), MANIFEST_FILE)
             found = fields.get("format")
             if found != FORMAT:
                 raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
-            return from_dict(cls, fields, MANIFEST_FILE)
-        except ValueError as error:
+            manifest: Manifest = from_dict(cls, unsealed(fields, MANIFEST_FILE), MANIFEST_FILE)
+            manifest.check()
+            return manifest
+        # Content can be parsed that is nested too deeply to be hashed.
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} cannot be used ({error}); prepare the dataset again"
             ) from error
+
+    def check(self) -> None:
+        """Raise a ValueError if the values cannot be those of a dataset, whoever wrote them."""
+        if not 0 < self.vocab_size <= 1 << 32:
+            raise ValueError(f"vocab_size is {self.vocab_size}")
+        if self.dtype != (expected := token_dtype(self.vocab_size).str):
+            raise ValueError(f"dtype is {self.dtype!r}; for this vocab_size it is {expected!r}")
+        if not 0 <= self.eos_id < self.vocab_size:
+            raise ValueError(f"eos_id is {self.eos_id}, with a vocab_size of {self.vocab_size}")
+        files = [shard.file for shards in self.splits.values() for shard in shards]
+        for name in (self.tokenizer_file, *files):
+            # By Windows' rules, which know the separators of all systems.
+            if PureWindowsPath(name).name != name or name in ("", ".."):
+                raise ValueError(f"{name!r} is not the name of a file in the folder")
+        for split, shards in self.splits.items():
+            for shard in shards:
+                counts = (shard.tokens, shard.documents, shard.bytes)
+                if not (0 < shard.tokens < _MOST and all(0 <= n < _MOST for n in counts)):
+                    raise ValueError(f"{shard.file} has impossible counts: {counts}")
+            if self.num_tokens(split) < max(1, self.num_documents(split)) or (
+                min(self.num_documents(split), self.num_bytes(split)) < 1
+            ):
+                raise ValueError(f"split {split!r} has no text, or more documents than tokens")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+class FileIdentity(NamedTuple):
+    """What tells that a file is still the one it was; its content decides what it is.
+
+    The time of the last change (ctime) cannot be set: an edit that restores size and mtime shows.
+    """
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileIdentity:
+        """Return the identity of the file that a path leads to, or of an open one."""
+        found = os.stat(file)
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class ShardFile(NamedTuple):
+    """A shard as it was opened."""
+
+    path: Path
+    sha256: str
+    """As the manifest says."""
+    opened: FileIdentity
 
 
 def verify_sha256(path: Path, expected: str) -> None:
@@ -174,6 +237,7 @@ class TokenDataset:
             )
         self.folder = folder
         self.split = split
+        self.files: list[ShardFile] = []
         self._maps = [self._map(shard) for shard in manifest.splits[split]]
         self._starts = np.cumsum([0] + [len(one) for one in self._maps])
 
@@ -188,7 +252,18 @@ class TokenDataset:
         last = np.searchsorted(self._starts, stop)
         files = zip(self._starts[first:last], self._maps[first:last], strict=True)
         parts = [tokens[max(start - begin, 0) : stop - begin] for begin, tokens in files]
-        return np.concatenate([np.empty(0, self.manifest.dtype), *parts])
+        found = np.concatenate([np.empty(0, self.manifest.dtype), *parts])
+        if found.max(initial=0) >= self.manifest.vocab_size:
+            path = next(
+                file.path
+                for file, part in zip(self.files[first:last], parts, strict=True)
+                if part.max(initial=0) >= self.manifest.vocab_size
+            )
+            raise ValueError(
+                f"{path} holds the token {found.max()}, beyond the vocabulary of "
+                f"{self.manifest.vocab_size}; copy it again or prepare the dataset again"
+            )
+        return found
 
     def samples(self, indices: NDArray[np.integer], length: int) -> Tensor:
         """Return samples as int64 rows of `length` inputs and the last target."""
@@ -199,16 +274,23 @@ class TokenDataset:
 
     def verify(self) -> None:
         """Read every file of this split and compare its checksum."""
-        for shard in self.manifest.splits[self.split]:
-            verify_sha256(self.folder / shard.file, shard.sha256)
+        for file in self.files:
+            verify_sha256(file.path, file.sha256)
 
     def _map(self, shard: Shard) -> Tokens:
         path = self.folder / shard.file
         dtype = np.dtype(self.manifest.dtype)
-        size = path.stat().st_size if path.is_file() else 0
-        if size != shard.tokens * dtype.itemsize:
+        if not path.is_file():
             raise ValueError(
-                f"{path} has {size} bytes, the manifest says {shard.tokens * dtype.itemsize}; "
-                "copy it again or prepare the dataset again"
+                f"{path} is missing or not a regular file; copy it again or prepare the dataset "
+                "again"
             )
-        return np.memmap(path, dtype, mode="r")
+        with path.open("rb") as file:
+            opened = FileIdentity.of(file.fileno())
+            if opened.size != shard.tokens * dtype.itemsize:
+                raise ValueError(
+                    f"{path} has {opened.size} bytes, the manifest says "
+                    f"{shard.tokens * dtype.itemsize}; copy it again or prepare the dataset again"
+                )
+            self.files.append(ShardFile(path, shard.sha256, opened))
+            return np.memmap(file, dtype, mode="r")

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnable_multipliers._atomic import replace_file
+from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.config import DataConfig
+from learnable_multipliers.pretrain.data.check import DataCheck
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import (
+    FORMAT,
     TRAIN,
     VALID,
     TokenDataset,
@@ -34,7 +36,7 @@ class TrainingData:
 
     def __init__(self, folder: Path, sequence_length: int, seed: int):
         self._length, self._seed = sequence_length, seed
-        # Sizes and the tokenizer are checked here; `verify` reads all of the tokens.
+        # Sizes and the tokenizer are checked here; `check` and `verify` read all of the tokens.
         self._train, self._valid = TokenDataset(folder, TRAIN), TokenDataset(folder, VALID)
         self.folder, self.manifest = folder, (manifest := self._train.manifest)
         # Too little text is better known now than at the first batch or evaluation.
@@ -43,6 +45,13 @@ class TrainingData:
         self._tokenizer_file = folder / manifest.tokenizer_file
         verify_sha256(self._tokenizer_file, manifest.tokenizer_sha256)
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
+        found = self._tokenizer.vocab_size, self._tokenizer.eos_id
+        if found != (manifest.vocab_size, manifest.eos_id):
+            raise ValueError(
+                f"{folder / MANIFEST_FILE} cannot be used (vocab_size and eos_id of its tokenizer "
+                f"are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare the dataset "
+                "again"
+            )
         self._token_bytes = self._tokenizer.token_bytes()
         self.eos = manifest.eos_id
         self.fingerprint = manifest.fingerprint()
@@ -60,8 +69,17 @@ class TrainingData:
             )
         return data
 
+    def check(self, *, reads: bool = True) -> DataCheck:
+        """Return a check of all tokens against the manifest, to be started.
+
+        Args:
+            reads: False for one that has nothing to do, where another process reads the same files.
+        """
+        files = [*self._train.files, *self._valid.files] if reads else []
+        return DataCheck(files, cache_folder() / "good-shards")
+
     def verify(self) -> None:
-        """Read all tokens and compare their checksums with the manifest."""
+        """Read all tokens and compare their checksums with the manifest, whatever is cached."""
         self._train.verify()
         self._valid.verify()
 
@@ -123,15 +141,17 @@ class TrainingData:
         """Return the text of some tokens."""
         return self._tokenizer.decode([t for t in tokens if t < self.manifest.vocab_size])
 
-    def copy_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer beside what is trained with it."""
-        replace_file(folder / "tokenizer.json", self._tokenizer_file.read_bytes())
+    def tokenizer(self) -> bytes:
+        """Return the content of the tokenizer's file."""
+        verify_sha256(self._tokenizer_file, self.manifest.tokenizer_sha256)
+        return self._tokenizer_file.read_bytes()
 
 
 def default_corpus(vocab_size: int) -> Path:
     """Return the prepared sources of Python's standard library, prepared on first use."""
     size = vocab_size or 4096
-    folder = cache_folder() / f"python-{platform.python_version()}-{size}"
+    # With the format: what another release prepared is left alone.
+    folder = cache_folder() / f"python-{platform.python_version()}-{size}-{FORMAT}"
     if not folder.exists():
         try:
             prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
@@ -143,7 +163,7 @@ def default_corpus(vocab_size: int) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where prepared default data lie: LRM_CACHE, or the user's cache folder."""
+    """Return where default data and results of checks lie: LRM_CACHE, or the user's cache."""
     if own := os.environ.get("LRM_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

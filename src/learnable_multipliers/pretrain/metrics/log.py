@@ -84,6 +84,7 @@ class MetricLog:
         with self._writing(self.path):
             self._file.write(line)
             self._file.flush()
+        self._check_present()
         kind = metrics.get("kind")
         if kind in NEWEST and self._intervals.get(kind):
             self._thin_out(kind, step)
@@ -145,6 +146,7 @@ class MetricLog:
         """Flush every line to disk."""
         with self._writing(self.path):
             os.fsync(self._file.fileno())
+        self._check_present()
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -158,6 +160,19 @@ class MetricLog:
             for tracker in self._trackers:
                 tracker.finish()
             self._trackers = []
+
+    def _check_present(self) -> None:
+        """Raise an OSError if the file is no longer in its folder: its lines would be lost."""
+        try:
+            # The open file keeps its inode, so no other file can have it.
+            present = os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            present = False
+        if not present:
+            raise OSError(
+                f"{self.path} is gone: its folder was removed, moved or replaced while the run "
+                "went on"
+            )
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[None]:

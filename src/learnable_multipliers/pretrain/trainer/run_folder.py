@@ -15,18 +15,20 @@ from typing import Any
 import torch
 
 from learnable_multipliers._atomic import replace_file
+from learnable_multipliers._checksum import read_sealed, sealed
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
 from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog, Observer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.serialization import to_dict
 
-DESCRIPTIONS = ("config.json", "environment.json", "plan.json", "tokenizer.json")
+DESCRIPTIONS = ("config.json", "environment.json", "plan.json", TOKENIZER_FILE)
 """Files that describe a run, written when it begins."""
 _LOCK = ".lock"
 FILES = (*DESCRIPTIONS, METRICS, "checkpoints", "tensorboard", _LOCK)
@@ -121,29 +123,60 @@ class RunFolder:
             self._warned.add(topic)
         self._observer({"kind": "warning", "step": step, "text": text})
 
-    def describe(self, step: int, device: str, model: HybridLM, plan: Plan) -> None:
-        """Write what the run is; on a resume, what it runs on from this step."""
+    def describe(
+        self,
+        step: int,
+        device: str,
+        model: HybridLM,
+        plan: Plan,
+        tokenizer: bytes,
+        *,
+        ended: bool = False,
+    ) -> None:
+        """Write what the run is; on a resume, what is damaged of that and what it runs on now.
+
+        Args:
+            ended: There are no steps left: nothing runs from here.
+        """
         if not self._world.is_first:
             return
-        config, found = self._config, environment(device)
-        if config.resume:
+        config, found = to_dict(self._config), environment(device)
+        sizes = {"parameters": model.num_parameters, "multipliers": plan.num_multipliers}
+        before = self._kept(step, "config.json", config)
+        if before.get("schedule") != config["schedule"]:
+            self._write("config.json", before | {"schedule": config["schedule"]})
+        self._kept(step, "environment.json", found | sizes)
+        described = {"plan.json": f"{plan.to_json()}\n".encode(), TOKENIZER_FILE: tokenizer}
+        for path, content in ((self.path / name, described[name]) for name in described):
+            if not path.is_file() or path.read_bytes() != content:
+                self._warn_of_damage(step, f"{path} is not that of the run")
+                replace_file(path, content)
+        if self._config.resume and not ended:
             # Earlier steps may have run on another machine, with other settings.
-            schedule = to_dict(config.schedule)
-            path = self.path / "config.json"
-            before = json.loads(path.read_bytes()) if path.exists() else None
-            if isinstance(before, dict) and before.get("schedule") != schedule:
-                self._write("config.json", before | {"schedule": schedule})
-            found |= {"runtime": to_dict(config.runtime), "schedule": schedule}
+            found |= {key: config[key] for key in ("runtime", "schedule")}
             self._write(f"resumed-{step:08d}.json", found)
-            return
-        found |= {"parameters": model.num_parameters, "multipliers": plan.num_multipliers}
-        self._write("config.json", to_dict(config))
-        self._write("environment.json", found)
-        self._write("plan.json", plan.to_json())
 
-    def _write(self, name: str, data: Any) -> None:
-        text = data if isinstance(data, str) else json.dumps(data, indent=1)
-        replace_file(self.path / name, (text + "\n").encode())
+    def _kept(self, step: int, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
+        """Return the description that a resumed run has already, or write it."""
+        if self._config.resume:
+            try:
+                return read_sealed(self.path / name)
+            except (ValueError, OSError) as error:
+                self._warn_of_damage(step, str(error))
+        self._write(name, otherwise)
+        return otherwise
+
+    def _warn_of_damage(self, step: int, what: str) -> None:
+        if self._config.resume:
+            self.warn(step, f"{what}: written again, as the run is resumed now")
+
+    def _write(self, name: str, data: dict[str, Any]) -> None:
+        replace_file(self.path / name, (json.dumps(sealed(data), indent=1) + "\n").encode())
+
+    def flush(self) -> None:
+        """Flush the metrics to disk."""
+        if self.log is not None:
+            self.log.flush()
 
     def go_back_to(self, step: int) -> None:
         """Set aside the checkpoints after a step, and drop the records after it."""

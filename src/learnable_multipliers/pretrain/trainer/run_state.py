@@ -39,6 +39,8 @@ class RunState:
     """Config of the model; its fixed factors are 1 where multipliers took them over."""
     data: str
     """Fingerprint of the data."""
+    tokenizer: str
+    """SHA-256 of the tokenizer's file, a part of the data."""
     eos_token: str
 
 

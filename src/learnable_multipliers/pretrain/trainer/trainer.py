@@ -6,6 +6,7 @@ import math
 import signal
 import statistics
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -40,6 +41,11 @@ from learnable_multipliers.pretrain.trainer.run_state import (
 )
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.symmetry import find_symmetries
+
+_WRONG_DATA = 1 << 16
+"""Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
+_PATIENCE = 0.5
+"""Seconds between looks at the check of the data."""
 
 
 class Interrupt:
@@ -94,6 +100,7 @@ class Trainer:
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         check_fits(config, self.device, self.world.axes)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
+        self._data_check = self.data.check(reads=self.world.is_first_on_node)
         try:
             with self.world.collective():
                 self._set_up(config)
@@ -102,6 +109,7 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
+        self._data_check.start()
         self.model = build(config.model, config.seed, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
@@ -119,13 +127,18 @@ class Trainer:
         self._held_out_loss: float | None = None
         if config.resume:
             self._resume()
-        ending = self._folder.open_log(self.step, len(self.schedule))
+        ending: dict[str, Any] | None = self._folder.open_log(self.step, len(self.schedule))
         self._ended = ending is not None
-        self.diverged = None if ending is None else ending.get("diverged")
+        self.diverged = ending["diverged"] if ending is not None else None
+        self._folder.describe(
+            self.step,
+            self.device.name,
+            self.model,
+            self.plan,
+            self.data.tokenizer(),
+            ended=self._ended,
+        )
         if not self._ended:
-            self._folder.describe(self.step, self.device.name, self.model, self.plan)
-            if self.world.is_first and not config.resume:
-                self.data.copy_tokenizer(config.out)
             for path in slow_paths(config, self.device):
                 self._warn(path.in_words)
         if self.device.compiled:
@@ -146,18 +159,19 @@ class Trainer:
     def steps(self, interrupt: Interrupt | None = None) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then save and close the run.
 
-        All ranks stop after the same step, whichever of them received a signal.
+        All ranks stop after the same step, whichever of them received a signal or found that the
+        data are not what their manifest says.
         """
         while self.step < len(self.schedule) and self.stopped_by is None:
             with self._stopwatch, self.world.collective():
                 self._take_step()
             yield self.step
-            if interrupt is not None:
-                number = self.world.all_reduce_max(interrupt.received or 0)
-                self.stopped_by = signal.Signals(number) if number else None
+            number = self._agreed(interrupt.received or 0 if interrupt is not None else 0)
+            self.stopped_by = signal.Signals(number) if number else None
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
-        elif not self._ended:
+        self._wait_for_data_check()
+        if self.stopped_by is None and not self._ended:
             if self._held_out_loss is None:
                 # Stopped after its last step, and resumed.
                 self._held_out_loss = self._evaluate()["loss"]
@@ -193,6 +207,13 @@ class Trainer:
             saved = checkpoints.steps(self._folder.checkpoints)
             raise spikes.DivergenceError(spikes.end_message(self.diverged, saved))
 
+    def _agreed(self, number: int) -> int:
+        """Return the largest number of all ranks; raise on all if one of them has wrong data."""
+        found = self.world.all_reduce_max(_WRONG_DATA if self._data_check.failed else number)
+        if found == _WRONG_DATA:
+            self.world.run_on_all(self._data_check.raise_if_failed)
+        return found
+
     def _take_step(self) -> None:
         planned = self.schedule[self.step]
         lr = self.config.optimizer.lr * planned.lr_factor
@@ -222,6 +243,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the metrics and release the folder; a run that ended has done so itself."""
+        self._data_check.close()
         self._folder.close()
 
     @property
@@ -334,9 +356,9 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint and return its folder."""
-        if self._folder.log is not None:
-            # Before a checkpoint of the same step is published.
-            self._folder.log.flush()
+        self._wait_for_data_check()
+        # Before a checkpoint of the same step is published.
+        self.world.run_on_all(self._folder.flush)
         state = RunState(
             samples=self.samples,
             passed_over=self.passed_over,
@@ -347,6 +369,7 @@ class Trainer:
             config=to_dict(self.config),
             model=to_dict(self.model.config),
             data=self.data.fingerprint,
+            tokenizer=self.data.manifest.tokenizer_sha256,
             eos_token=self.data.manifest.eos_token,
         )
         checkpoint = checkpoints.Checkpoint(
@@ -355,6 +378,18 @@ class Trainer:
         return checkpoints.save(
             self._folder.checkpoints, checkpoint, self._num_to_keep(), self.world
         )
+
+    def _wait_for_data_check(self) -> None:
+        """Wait until the data of every node are known to be right; raise if they are not.
+
+        Ranks ask each other again and again: one that waits in silence would be taken for dead.
+        """
+        check, began = self._data_check, time.monotonic()
+        while self._agreed(int(not check.has_ended())):
+            check.wait(_PATIENCE)
+            if time.monotonic() - began > _PATIENCE:
+                text = "no checkpoint is published before all data are checked: waiting for that"
+                self._folder.warn(self.step, text, topic="data check")
 
     def _num_to_keep(self) -> int:
         """Return how many checkpoints to keep; a rollback needs those at multiples of `every`."""

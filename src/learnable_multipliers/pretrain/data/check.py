@@ -1,0 +1,129 @@
+"""A check of a run's data in the background: each shard has the SHA-256 of its manifest.
+
+Training starts at once and does not wait for it. Shards that were found good are remembered in a
+cache folder, so that the next start does not read them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from learnable_multipliers.pretrain.data.shards import FileIdentity, ShardFile, verify_sha256
+
+_SETTLED = 2.0
+"""Seconds after which a new change of a file shows in its times, on every file system."""
+
+
+class DataCheck:
+    """Checks shards in a thread of its own, which an error ends.
+
+    Args:
+        cache: Folder that remembers good shards; one that cannot be written to is not used.
+    """
+
+    def __init__(self, files: Sequence[ShardFile], cache: Path) -> None:
+        self._files, self._cache = files, cache
+        self._good: dict[Path, FileIdentity] = {}
+        self._error: Exception | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Check all shards that are not as they were when they were last found good."""
+        if self._is_running or self.failed:
+            return
+        changed = [file for file in self._files if self._is_changed(file)]
+        if changed:
+            # A daemon: a process that ends does not wait for it.
+            self._thread = threading.Thread(target=self._run, args=(changed,), daemon=True)
+            self._thread.start()
+
+    def has_ended(self) -> bool:
+        """Return whether a shard is bad or all are good as they are now; start what is missing."""
+        self.start()
+        return self.failed or not self._is_running
+
+    @property
+    def failed(self) -> bool:
+        """Whether a shard is not what its manifest says."""
+        return self._error is not None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the shards that are being checked are done, or for some time."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def raise_if_failed(self) -> None:
+        """Raise what is wrong with a shard, if anything is."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give up after the current shard."""
+        self._closed = True
+
+    @property
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _is_changed(self, file: ShardFile) -> bool:
+        try:
+            return self._good.get(file.path) != FileIdentity.of(file.path)
+        except OSError:
+            # A file that was removed is still mapped, as it was when it was found good.
+            return file.path not in self._good
+
+    def _run(self, files: Sequence[ShardFile]) -> None:
+        for file in files:
+            if self._closed:
+                return
+            try:
+                self._good[file.path] = self._verified(file)
+            except OSError as error:
+                # Errors of reading do not name the file.
+                self._error = OSError(
+                    f"{file.path} cannot be read: {error.strerror or error}; copy it again"
+                )
+            # Whatever it is, the shard is not known to be good.
+            except Exception as error:
+                self._error = error
+            if self.failed:
+                return
+
+    def _verified(self, file: ShardFile) -> FileIdentity:
+        """Return the identity of a shard whose content is right."""
+        found = FileIdentity.of(file.path)
+        if found.inode != file.opened.inode and file.path not in self._good:
+            raise ValueError(
+                f"{file.path} was replaced after the run had opened it: start the run again"
+            )
+        mark = self._cache / _key(file, found)
+        if mark.exists():
+            return found
+        verify_sha256(file.path, file.sha256)
+        if FileIdentity.of(file.path) != found:
+            raise ValueError(
+                f"{file.path} is being changed while the run reads it: start the run again when "
+                "it is complete"
+            )
+        # A change right after another could have the same time.
+        if time.time() - found.ctime_ns / 1e9 > _SETTLED:
+            with suppress(OSError):
+                self._cache.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+        return found
+
+
+def _key(file: ShardFile, identity: FileIdentity) -> str:
+    """Return the name of the empty file that says a shard was found good.
+
+    All there is to know is in the name: nothing in a file can be damaged or half written.
+    """
+    return hashlib.sha256(
+        repr((str(file.path.resolve()), *identity, file.sha256)).encode()
+    ).hexdigest()
