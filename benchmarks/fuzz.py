@@ -1,0 +1,329 @@
+"""Fuzz `lrm`: change valid command lines and valid files, and judge how each command ends.
+
+A command must succeed, or refuse in one line with an exit code of its own. Tracebacks, crashes,
+hangs, half-written files and changed content that is accepted silently are failures. A case is a
+function of the seed and its number, so `--case` repeats one.
+
+python benchmarks/fuzz.py --cases 5000 --seed 1 --out results/fuzz.json
+python benchmarks/fuzz.py --seed 1 --case 17
+"""
+
+from __future__ import annotations
+
+import os
+
+# Set before the imports: processes are forked below, and threads do not survive that.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "MPLBACKEND": "agg",
+}
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What commands import when they need it.
+import torch.utils.tensorboard
+import transformers.models.auto.modeling_auto
+import transformers.models.llama.modeling_llama  # noqa: F401
+from fuzz_inputs import INPUTS, SMALL, VALID, Input, make_inputs
+from fuzz_mutations import (
+    BYTES,
+    JSON,
+    PLACES,
+    Change,
+    change_words,
+    json_line,
+    options,
+    tensor_header,
+)
+from fuzz_sandbox import Ended, copy_inputs, may_drop_privileges, prepare_process, remove
+from fuzz_sandbox import run as run_confined
+from fuzz_verdicts import Files, Verdict, judge, judge_content, mentions, outcome, snapshot
+
+from learnable_multipliers.cli import COMMANDS, _load
+
+WORKERS = 2
+FILE_SHARE = 0.6
+"""Of cases: those that change a file; the others change the command line."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A valid command with one change."""
+
+    valid: str
+    """Name of the command in VALID."""
+    words: list[str]
+    mutation: str
+    file: str | None = None
+    """Name of the changed file in INPUTS; without one the words are changed."""
+    resealed: bool = False
+    """Checksums fit the changed content."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and how it ended."""
+
+    number: int
+    case: Case
+    verdict: Verdict
+    ended: Ended
+
+
+Prepared = Callable[[Path, random.Random], None]
+
+
+def make_case(seed: int, number: int) -> tuple[Case, Prepared, random.Random]:
+    """Return a case, and what changes the files before it."""
+    draw = random.Random(f"{seed}-{number}")
+    if draw.random() < FILE_SHARE:
+        name = draw.choice([*INPUTS])
+        file = INPUTS[name]
+        valid = draw.choice(file.read_by)
+        mutation, change = draw.choice(_changes(file))
+        resealed = file.reseal is not None and mutation not in PLACES and draw.random() < 0.3
+        case = Case(valid, [*VALID[valid].words], mutation, name, resealed)
+        return case, partial(_change_file, file, change, resealed), draw
+    valid = draw.choices([*VALID], [one.weight for one in VALID.values()])[0]
+    template = VALID[valid]
+    first = len(template.command.split())
+    mutation, words = change_words([*template.words], first, options(template.config), draw)
+    return Case(valid, words, mutation), lambda here, draw: None, draw
+
+
+def _changes(file: Input) -> list[tuple[str, Change | Callable[[Path], None]]]:
+    """Return the changes that a file of a format can have; half of them know the format."""
+    known = {
+        "bytes": {},
+        "json": JSON,
+        "json lines": {name: json_line(change) for name, change in JSON.items()},
+        "tensors": {name: tensor_header(change) for name, change in JSON.items()},
+    }[file.format]
+    others = {} if file.rule == "other input" else {"swapped with another file": _swap_files}
+    return [*known.items(), *known.items(), *BYTES.items(), *PLACES.items(), *others.items()]
+
+
+def _swap_files(path: Path) -> None:
+    """Exchange a file with the one that lies nearest to it."""
+    others = sorted(other for other in path.parent.iterdir() if other.is_file() and other != path)
+    other = others[0]
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def _change_file(file: Input, change: Any, resealed: bool, here: Path, draw: random.Random) -> None:
+    path = here / file.path
+    if change in PLACES.values() or change is _swap_files:
+        change(path)
+        return
+    content = path.read_bytes()
+    # A change may leave everything as it was, zeros in place of zeros.
+    for _ in range(20):
+        changed = change(content, draw)
+        if changed != content:
+            break
+    path.write_bytes(changed)
+    if resealed and file.reseal is not None:
+        file.reseal(here, path)
+
+
+class Fuzzer:
+    """Valid inputs, what commands make of them, and cases that run on copies."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._inputs = folder, folder / "inputs"
+        self._as_nobody = may_drop_privileges()
+        folder.chmod(0o755)
+        prepare_process(SMALL)
+        make_inputs(self._inputs, self._make)
+        self._fixture = snapshot(self._inputs / "here")
+        self._untouched: dict[str, tuple[Any, int]] = {}
+
+    def _make(self, words: Sequence[str], here: Path) -> None:
+        ended = run_confined(words, here, as_nobody=False)
+        assert ended.code == 0, f"{shlex.join(words)}: {ended.stderr or ended.stdout}"
+
+    def learn(self, names: Iterable[str], run: Callable[..., Iterable[Any]]) -> None:
+        """Run valid commands on unchanged inputs, to know what they come to."""
+        names = list(names)
+        self._untouched = dict(zip(names, run(self._untouched_outcome, names), strict=True))
+
+    def _untouched_outcome(self, name: str) -> tuple[Any, Ended, Files, Files]:
+        with self._sandbox(f"untouched-{name}") as here:
+            before = snapshot(here)
+            ended = run_confined(VALID[name].words, here, as_nobody=self._as_nobody)
+            after = snapshot(here)
+        assert ended.code == 0, f"{shlex.join(VALID[name].words)}: {ended.stderr or ended.stdout}"
+        verdict = judge(VALID[name].words, VALID[name], ended, before, after)
+        assert not verdict.failed, f"{name}: {verdict}"
+        return outcome(VALID[name], ended, self._fixture, before, after), ended, before, after
+
+    def run(self, seed: int, number: int) -> Result:
+        """Run one case."""
+        case, prepared, draw = make_case(seed, number)
+        valid = VALID[case.valid]
+        with self._sandbox(f"case-{number}") as here:
+            prepared(here, draw)
+            before = snapshot(here)
+            long = partial(_makes_progress, case, here, before)
+            ended = run_confined(case.words, here, as_nobody=self._as_nobody, may_be_long=long)
+            after = snapshot(here)
+        verdict = judge(case.words, valid, ended, before, after)
+        if not verdict.failed and case.file is not None and not case.resealed:
+            file = INPUTS[case.file]
+            known, *untouched = self._untouched[case.valid]
+            seen = known, mentions(*untouched, file.path)
+            found = judge_content(file, valid, ended, self._fixture, before, after, seen)
+            verdict = found or verdict
+        return Result(number, case, verdict, ended)
+
+    @contextmanager
+    def _sandbox(self, name: str) -> Iterator[Path]:
+        target = self._folder / name.replace(" ", "-")
+        try:
+            yield copy_inputs(self._inputs, target, as_nobody=self._as_nobody)
+        finally:
+            remove(target)
+
+
+def _makes_progress(case: Case, here: Path, before: Files) -> bool:
+    """Return whether a command may go on for long: a run that logs steps, a long simulation."""
+    if VALID[case.valid].command == "simulate":
+        return "--steps" in case.words
+    logs = (str(path.relative_to(here)) for path in here.rglob("metrics.jsonl"))
+    return any((here / log).read_bytes() not in (b"", before.get(log)) for log in logs)
+
+
+_fuzzer: Fuzzer | None = None
+"""Inherited by the workers."""
+
+
+def _run_case(seed: int, number: int) -> Result:
+    assert _fuzzer is not None
+    return _fuzzer.run(seed, number)
+
+
+def series(seed: int, numbers: Iterable[int], folder: Path) -> list[Result]:
+    """Run cases, two at a time."""
+    global _fuzzer
+    warm_up()
+    _fuzzer = Fuzzer(folder)
+    numbers = [*numbers]
+    needed = sorted({make_case(seed, number)[0].valid for number in numbers})
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+        _fuzzer.learn(needed, lambda function, names: pool.map(function, names))
+    results = []
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+        for result in pool.map(partial(_run_case, seed), numbers):
+            results.append(result)
+            if sys.stderr.isatty():
+                print(f"\r{len(results):6}", end="", file=sys.stderr, flush=True)
+    return results
+
+
+def warm_up() -> None:
+    """Import what commands need, before the first fork."""
+    torch.set_num_threads(1)
+    for command in COMMANDS:
+        _load(command)
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def summary(results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """Count cases by what was changed and how they ended."""
+    failures = [result for result in results if result.verdict.failed]
+    return {
+        "torch": torch.__version__,
+        "cases": len(results),
+        "seconds": round(seconds),
+        "files_changed": sum(result.case.file is not None for result in results),
+        "verdicts": Counter(result.verdict.kind for result in results),
+        "commands": Counter(VALID[result.case.valid].command for result in results),
+        "files": Counter(result.case.file for result in results if result.case.file),
+        "mutations": Counter(result.case.mutation for result in results),
+        "slowest": max((result.ended.seconds for result in results), default=0),
+        "failures": [
+            {
+                "case": result.number,
+                **asdict(result.case),
+                "cause": result.verdict.kind,
+                "why": result.verdict.why,
+            }
+            for result in failures
+        ],
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the counts as text."""
+    lines = [f"{content['cases']:6} cases in {content['seconds']} s"]
+    for title in ("verdicts", "commands", "files", "mutations"):
+        lines.append(f"{title}:")
+        lines += [f"{count:6}   {name}" for name, count in sorted(content[title].items())]
+    lines.append(f"{len(content['failures']):6} failures")
+    for one in content["failures"]:
+        changed = one["file"] or "words"
+        lines.append(
+            f"  case {one['case']}: {one['cause']}: {one['why'][:200]}\n"
+            f"    {changed}, {one['mutation']}{', resealed' * one['resealed']}: "
+            f"lrm {shown(one['words'])}"
+        )
+    return "\n".join(lines)
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return a command line to read: without the settings of the small run, long words cut."""
+    short = [word for word in words if word not in SMALL]
+    return ascii(shlex.join(word if len(word) < 60 else f"{word[:20]}..." for word in short))[1:-1]
+
+
+def main() -> None:
+    """Print a table, and write what it is made of."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, nargs="*", help="run these cases, and show them")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    numbers = range(options.cases) if options.case is None else options.case
+    with tempfile.TemporaryDirectory() as folder:
+        results = series(options.seed, numbers, Path(folder))
+    for result in results if options.case is not None else ():
+        print(f"case {result.number}: {result.case.file}, {result.case.mutation}")
+        print(f"lrm {ascii(shlex.join(result.case.words))[1:-1]}")
+        print(f"exit code {result.ended.code} after {result.ended.seconds:.2f} s")
+        print(f"{result.ended.stdout}\n{result.ended.stderr}\n{result.verdict}\n")
+    content = summary(results, time.perf_counter() - start)
+    print(table(content))
+    if options.out:
+        options.out.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    sys.exit(bool(content["failures"]))
+
+
+if __name__ == "__main__":
+    main()
