@@ -23,6 +23,7 @@ os.environ |= {
 }
 
 import argparse
+import gc
 import json
 import random
 import shlex
@@ -32,9 +33,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ from fuzz_sandbox import run as run_confined
 from fuzz_verdicts import Files, Verdict, judge, judge_content, mentions, outcome, snapshot
 
 from learnable_multipliers.cli import COMMANDS, _load
+from learnable_multipliers.cli import main as lrm
 
 WORKERS = 2
 FILE_SHARE = 0.6
@@ -159,6 +162,8 @@ class Fuzzer:
         prepare_process(SMALL)
         make_inputs(self._inputs, self._make)
         self._fixture = snapshot(self._inputs / "here")
+        with self._sandbox("first") as here:
+            _warm_up(here)
         self._untouched: dict[str, tuple[Any, int]] = {}
 
     def _make(self, words: Sequence[str], here: Path) -> None:
@@ -228,7 +233,9 @@ def _run_case(seed: int, number: int) -> Result:
 def series(seed: int, numbers: Iterable[int], folder: Path) -> list[Result]:
     """Run cases, two at a time."""
     global _fuzzer
-    warm_up()
+    torch.set_num_threads(1)
+    for command in COMMANDS:
+        _load(command)
     _fuzzer = Fuzzer(folder)
     numbers = [*numbers]
     needed = sorted({make_case(seed, number)[0].valid for number in numbers})
@@ -243,11 +250,17 @@ def series(seed: int, numbers: Iterable[int], folder: Path) -> list[Result]:
     return results
 
 
-def warm_up() -> None:
-    """Import what commands need, before the first fork."""
-    torch.set_num_threads(1)
-    for command in COMMANDS:
-        _load(command)
+def _warm_up(here: Path) -> None:
+    """Run some commands in this process, for what libraries set up when they are first used."""
+    before = Path.cwd()
+    os.chdir(here)
+    with redirect_stdout(StringIO()):
+        for name in ("train", "report", "symmetries"):
+            lrm([*VALID[name].words])
+    os.chdir(before)
+    # A collection would write to every object, and so copy the memory that processes share.
+    gc.collect()
+    gc.freeze()
 
 
 # -- results -----------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def _prepare(line: str) -> Valid:
 
 
 VALID: dict[str, Valid] = {
-    "demo": _valid("demo --out new --tokens 64", DemoConfig, writes="anything"),
+    "demo": _valid("demo --out new --tokens 64", DemoConfig, weight=2, writes="anything"),
     "prepare": _prepare("text"),
     "prepare text": _prepare("text/a.txt text/g.txt --text-separator ;"),
     "prepare json lines": _prepare("text/b.jsonl"),

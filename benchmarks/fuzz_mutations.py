@@ -323,7 +323,8 @@ def change_words(
     if change == "option set" and known:
         option = draw.choice(known)
         value = value_for(option.kind, draw)
-        for start, stop in spans:
+        # From the end, so that the places before stay.
+        for start, stop in sorted(spans, reverse=True):
             if rest[start] == option.name:
                 del rest[start:stop]
         return change, [*head, *rest, option.name, *value]

@@ -20,18 +20,20 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from forked_lrm import start
+import torch._dynamo
 from kill_moments import Moment, Operation, kill_at, moments, record, torn_files
 
-# Imported before the fork, not after each.
+# This and what torch loads when it is first used: imported before the fork, not after each.
 import learnable_multipliers.cli.train  # noqa: F401
+from learnable_multipliers.cli import main as lrm
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
@@ -311,13 +313,11 @@ def process(
 ) -> Ended:
     """Run `lrm` in a process of its own, killed after some seconds unless it ended before."""
     reader, writer = os.pipe()
-
-    def prepare() -> Callable[[], None]:
+    start = time.perf_counter()
+    child = os.fork()
+    if child == 0:
         os.close(reader)
-        return prepared(lambda text: _write(writer, text))
-
-    began = time.perf_counter()
-    child = start(arguments, output, output, prepare)
+        _become(arguments, output, prepared, lambda text: _write(writer, text))
     os.close(writer)
     # The end of the process is the end of the pipe.
     if kill_after is not None and not select.select([reader], [], [], kill_after)[0]:
@@ -325,13 +325,40 @@ def process(
     with os.fdopen(reader) as file:
         told = file.read()
     status = os.waitpid(child, 0)[1]
-    return Ended(os.waitstatus_to_exitcode(status), told, time.perf_counter() - began)
+    return Ended(os.waitstatus_to_exitcode(status), told, time.perf_counter() - start)
 
 
 def _write(descriptor: int, text: str) -> None:
     left = text.encode()
     while left:
         left = left[os.write(descriptor, left) :]
+
+
+def _become(
+    arguments: list[str],
+    output: Path,
+    prepared: Callable[[Tell], Callable[[], None]],
+    tell: Tell,
+) -> NoReturn:
+    """Be the command, from here to the end of the process."""
+    code: object = 70
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        sys.argv = ["lrm", *arguments]
+        finish = prepared(tell)
+        lrm(arguments)
+        finish()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+        print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def corpus(folder: Path) -> Path:
