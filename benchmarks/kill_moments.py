@@ -82,16 +82,17 @@ def kill_at(moment: Moment, tell: Callable[[str], None]) -> None:
     )
 
 
-def record(found: list[Operation], checkpoints: Path) -> None:
-    """Note every operation of every phase of this process."""
+def record(
+    found: list[Operation], checkpoints: Path, own: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Note every operation of every phase of this process; `own` are the files it writes."""
     for phase in METHODS:
 
         def follow(occurrence: int, phase: str = phase) -> Callable[[int, str, str], None]:
             def on_operation(number: int, call: str, side: str) -> None:
                 if side == "before":
-                    sizes = {
-                        file.name: file.stat().st_size for file in checkpoints.glob(".step-*/*")
-                    }
+                    files = [file for file in checkpoints.glob(".step-*/*") if own(file.name)]
+                    sizes = {file.name: file.stat().st_size for file in files}
                     found.append(Operation(phase, occurrence, number, call, sizes))
 
             return on_operation

@@ -1,16 +1,22 @@
 """`torchrun ... lrm train` on two ranks: signals save, and no rank waits forever for a dead one."""
 
 import contextlib
+import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
+import torch.multiprocessing as mp
 
 import processes
+import ranks
+from learnable_multipliers.cli import main as lrm
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 
@@ -40,6 +46,18 @@ def start(data, out, *more):
         "--no-python",
         BIN / "lrm",
     ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return processes.start(
+        [*command, *arguments(data, out, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def arguments(data, out, *more):
+    """Return the command line of a rank."""
     settings = SMALL | {"model": SMALL["model"] | SHAPE}
     given = [
         word
@@ -47,11 +65,8 @@ def start(data, out, *more):
         for key, value in named.items()
         for word in (f"--{section}.{key}", str(value))
     ]
-    command += ["train", "tiny-llama", "--data.path", data, "--out", out, *given, *SWITCHES, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return processes.start(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    place = ["--data.path", str(data), "--out", str(out)]
+    return ["train", "tiny-llama", *place, *given, *SWITCHES, *more]
 
 
 def wait_for_steps(run, out, count):
@@ -123,3 +138,57 @@ def test_a_rank_that_is_gone_ends_the_run(data, tmp_path, number, told):
     code, text = ended(run)
     assert code != 0
     assert told in text
+
+
+def train_here(rank, port, dying_in, arguments, pipe):
+    """Be a rank that torchrun started; the last one is killed in a function."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if rank == 1:
+        module, name = dying_in
+        module = importlib.import_module(f"learnable_multipliers.pretrain.{module}")
+        setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        lrm(arguments)
+    except SystemExit as stop:
+        pipe.send(stop.code)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dying_in", "told"),
+    [
+        (("trainer.trainer", "join"), "could not connect to the others within 3 s"),
+        (("distributed", "init_device_mesh"), "could not connect to the others within 3 s"),
+        (("trainer.trainer", "optimizer_for"), "lost a rank or waited too long (3 s"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_a_rank_that_dies_before_the_first_step_is_one_line_on_the_other(
+    data, tmp_path, dying_in, told
+):
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(ranks.PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipe, far_end = context.Pipe()
+    line = arguments(data, tmp_path / "run", "--parallel.timeout", "3")
+    started = [
+        context.Process(target=train_here, args=(rank, port, dying_in, line, far_end))
+        for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    try:
+        assert pipe.poll(PATIENCE)
+        text = pipe.recv()
+        assert text.startswith("lrm train (rank 0): rank 0 of 2 ")
+        assert told in text
+        assert len(text.splitlines()) == 1
+    finally:
+        for process in started:
+            process.kill()
+            process.join()

@@ -127,8 +127,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            # gloo has no class of its own for its errors.
-            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if self.size == 1 or not _is_connection_error(error):
                 raise
             raise RankLostError(
                 f"rank {self.rank} of {self.size} lost a rank or waited too long "
@@ -153,6 +152,11 @@ class World:
 
 
 ALONE = World()
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    # gloo has no class of its own for its errors.
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def num_processes() -> int:
@@ -180,13 +184,22 @@ def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str
     if size == 1 and not started:
         return World()
     limit = timedelta(seconds=timeout)
-    if not started:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
-    mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=AXES)
-    for name in AXES:
-        # A mesh makes its groups with a timeout of its own.
-        _set_pg_timeout(limit, mesh.get_group(name))
-    control = dist.new_group(backend="gloo", timeout=limit)
+    try:
+        if not started:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=limit)
+        mesh = init_device_mesh(device_type, tuple(axes), mesh_dim_names=AXES)
+        for name in AXES:
+            # A mesh makes its groups with a timeout of its own.
+            _set_pg_timeout(limit, mesh.get_group(name))
+        control = dist.new_group(backend="gloo", timeout=limit)
+    except RuntimeError as error:
+        if not _is_connection_error(error):
+            raise
+        raise RankLostError(
+            f"rank {os.environ.get('RANK', 0)} of {size} could not connect to the others within "
+            f"{timeout:g} s: one of them has died, hangs or was not started, and its own messages "
+            f"say why. Start all of them again. ({str(error).splitlines()[0]})"
+        ) from error
     # Destroying the default group destroys all others. A mesh may use it for one of its axes.
     made = [group for group in (*mesh.get_all_groups(), control) if group != dist.group.WORLD]
     made = made if started else [dist.group.WORLD]

@@ -84,7 +84,8 @@ class Trainer:
         self.device = self.device.of_rank(self.world.size)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
         try:
-            self._set_up(config)
+            with self.world.collective():
+                self._set_up(config)
         except BaseException:
             self.close()
             raise
@@ -148,7 +149,8 @@ class Trainer:
             memory = self.device.peak_memory()
             self._record("end", steps=self.step, seconds=self.seconds, memory=memory)
         if not self._ended:
-            self.save()
+            with self.world.collective():
+                self.save()
         self.close()
         self.world.leave()
 
