@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ def processes(
         patience: Seconds that the others have after the first has ended; None is forever.
     """
     start = time.perf_counter()
-    started = [_start(arguments, output, prepared, more) for more in environments]
+    started = [start_one(arguments, output, prepared, more) for more in environments]
     # The end of a process is the end of its pipe.
     readers = [reader for _, reader in started]
     if not select.select(readers, [], [], kill_after)[0]:
@@ -70,7 +71,7 @@ def processes(
     return [_wait(child, reader, start, deadline) for child, reader in started]
 
 
-def _start(
+def start_one(
     arguments: list[str], output: Path, prepared: Prepare, environment: Mapping[str, str]
 ) -> tuple[int, int]:
     """Return a new process and the pipe it tells through."""
@@ -119,10 +120,13 @@ def _become(arguments: list[str], output: Path, prepared: Prepare, tell: Tell) -
         finish()
         code = 0
     except SystemExit as stop:
-        code = stop.code
-        print(code, file=sys.stderr)
+        code = stop.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
+    # The end of an interpreter waits for threads.
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

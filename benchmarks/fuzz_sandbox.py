@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import forked_lrm
+import forked
+import torch._dynamo  # noqa: F401 - loaded when torch is first used: before the fork
 
 import learnable_multipliers
 from learnable_multipliers.cli import demo
@@ -55,7 +56,7 @@ def may_drop_privileges() -> bool:
         sources = [
             Path(learnable_multipliers.__file__),
             Path(os.__file__),
-            Path(forked_lrm.__file__),
+            Path(forked.__file__),
         ]
         os._exit(0 if all(os.access(path, os.R_OK) for path in sources) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -90,9 +91,12 @@ def run(
     """Run `lrm` in a folder; one that takes longer than it may is interrupted or killed."""
     outputs = [here.parent / name for name in ("stdout", "stderr")]
     for path in outputs:
-        path.unlink(missing_ok=True)
+        path.write_bytes(b"")
     start = time.perf_counter()
-    child = forked_lrm.start(list(words), *outputs, lambda: _confine(here, as_nobody))
+    child, pipe = forked.start_one(
+        list(words), outputs[0], lambda tell: _confine(here, outputs[1], as_nobody), {}
+    )
+    os.close(pipe)
     code = hung = None
     interrupted = 0
     while code is None:
@@ -135,9 +139,10 @@ def _signal(group: int, number: int) -> None:
         return
 
 
-def _confine(here: Path, as_nobody: bool) -> Callable[[], None]:
+def _confine(here: Path, stderr: Path, as_nobody: bool) -> Callable[[], None]:
     """Confine this process to a folder."""
     os.setpgid(0, 0)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
