@@ -31,15 +31,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ import torch
 import torch.utils.tensorboard
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401
-from fuzz_inputs import INPUTS, SMALL, VALID, Input, make_inputs
+from fuzz_inputs import INPUTS, SMALL, VALID, Input, make_inputs, write_library
 from fuzz_mutations import (
     BYTES,
     JSON,
@@ -133,7 +133,7 @@ def _swap_files(path: Path) -> None:
     other.write_bytes(mine)
 
 
-def _change_file(file: Input, change: Any, resealed: bool, here: Path, draw: random.Random) -> None:
+def _change_file(file: Input, change: Any, resealed: bool, draw: random.Random, here: Path) -> None:
     path = here / file.path
     if change in PLACES.values() or change is _swap_files:
         change(path)
@@ -149,6 +149,14 @@ def _change_file(file: Input, change: Any, resealed: bool, here: Path, draw: ran
         file.reseal(here, path)
 
 
+class Untouched(NamedTuple):
+    """What a command comes to on unchanged inputs."""
+
+    outcome: Any
+    mentions: dict[str, int]
+    """How often it names each file."""
+
+
 class Fuzzer:
     """Valid inputs, what commands make of them, and cases that run on copies."""
 
@@ -159,23 +167,24 @@ class Fuzzer:
             _load(command)
         self._as_nobody = may_drop_privileges()
         folder.chmod(0o755)
-        prepare_process(SMALL)
+        write_library(folder / "library")
+        prepare_process(SMALL, folder / "library")
         make_inputs(self._inputs, self._make)
         self._fixture = snapshot(self._inputs / "here")
         with self._sandbox("first") as here:
             _warm_up(here)
-        self._untouched: dict[str, tuple[Any, int]] = {}
+        self._untouched: Mapping[str, Untouched] = {}
 
     def _make(self, words: Sequence[str], here: Path) -> None:
         ended = run_confined(words, here, as_nobody=False)
         assert ended.code == 0, f"{shlex.join(words)}: {ended.stderr or ended.stdout}"
 
-    def learn(self, names: Iterable[str], run: Callable[..., Iterable[Any]]) -> None:
-        """Run valid commands on unchanged inputs, to know what they come to."""
-        names = list(names)
-        self._untouched = dict(zip(names, run(self._untouched_outcome, names), strict=True))
+    def learn(self, known: Mapping[str, Untouched]) -> None:
+        """Take what valid commands come to on unchanged inputs."""
+        self._untouched = known
 
-    def _untouched_outcome(self, name: str) -> tuple[Any, Ended, Files, Files]:
+    def run_untouched(self, name: str) -> Untouched:
+        """Run a valid command on unchanged inputs."""
         with self._sandbox(f"untouched-{name}") as here:
             before = snapshot(here)
             ended = run_confined(VALID[name].words, here, as_nobody=self._as_nobody)
@@ -183,7 +192,8 @@ class Fuzzer:
         assert ended.code == 0, f"{shlex.join(VALID[name].words)}: {ended.stderr or ended.stdout}"
         verdict = judge(VALID[name].words, VALID[name], ended, before, after)
         assert not verdict.failed, f"{name}: {verdict}"
-        return outcome(VALID[name], ended, self._fixture, before, after), ended, before, after
+        named = {file: mentions(ended, before, after, one.path) for file, one in INPUTS.items()}
+        return Untouched(outcome(VALID[name], ended, self._fixture, before, after), named)
 
     def run(self, number: int, case: Case, change: Callable[[Path], None]) -> Result:
         """Run one case, after a change of the files in its folder."""
@@ -201,8 +211,8 @@ class Fuzzer:
         verdict = judge(case.words, valid, ended, before, after)
         if not verdict.failed and case.file is not None and not case.resealed:
             file = INPUTS[case.file]
-            known, *untouched = self._untouched[case.valid]
-            seen = known, mentions(*untouched, file.path)
+            known = self._untouched[case.valid]
+            seen = known.outcome, known.mentions[case.file]
             found = judge_content(file, valid, ended, self._fixture, before, after, seen)
             verdict = found or verdict
         return Result(number, case, verdict, ended)
@@ -220,12 +230,20 @@ def _makes_progress(case: Case, here: Path, before: Files) -> bool:
     """Return whether a command may go on for long: a run that logs steps, a long simulation."""
     if VALID[case.valid].command == "simulate":
         return "--steps" in case.words
-    logs = (str(path.relative_to(here)) for path in here.rglob("metrics.jsonl"))
-    return any((here / log).read_bytes() not in (b"", before.get(log)) for log in logs)
+    logs = (
+        path for path in here.rglob("metrics.jsonl") if path.is_file() and not path.is_symlink()
+    )
+    known = {log: before.get(str(log.relative_to(here)), b"") for log in logs}
+    return any(log.stat().st_size not in (0, len(content)) for log, content in known.items())
 
 
 _fuzzer: Fuzzer | None = None
 """Inherited by the workers."""
+
+
+def _run_untouched(name: str) -> Untouched:
+    assert _fuzzer is not None
+    return _fuzzer.run_untouched(name)
 
 
 def _run_case(seed: int, number: int) -> Result:
@@ -240,13 +258,13 @@ def series(seed: int, numbers: Iterable[int], folder: Path) -> list[Result]:
     numbers = [*numbers]
     needed = sorted({make_case(seed, number)[0].valid for number in numbers})
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        _fuzzer.learn(needed, lambda function, names: pool.map(function, names))
+        _fuzzer.learn(dict(zip(needed, pool.map(_run_untouched, needed), strict=True)))
     results = []
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
         for result in pool.map(partial(_run_case, seed), numbers):
             results.append(result)
-            if sys.stderr.isatty():
-                print(f"\r{len(results):6}", end="", file=sys.stderr, flush=True)
+            if result.verdict.failed:
+                print(described(result), file=sys.stderr, flush=True)
     gc.unfreeze()
     return results
 
@@ -269,7 +287,6 @@ def _warm_up(here: Path) -> None:
 
 def summary(results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """Count cases by what was changed and how they ended."""
-    failures = [result for result in results if result.verdict.failed]
     return {
         "torch": torch.__version__,
         "cases": len(results),
@@ -279,17 +296,17 @@ def summary(results: Sequence[Result], seconds: float) -> dict[str, Any]:
         "commands": Counter(VALID[result.case.valid].command for result in results),
         "files": Counter(result.case.file for result in results if result.case.file),
         "mutations": Counter(result.case.mutation for result in results),
-        "slowest": max((result.ended.seconds for result in results), default=0),
-        "failures": [
-            {
-                "case": result.number,
-                **asdict(result.case),
-                "cause": result.verdict.kind,
-                "why": result.verdict.why,
-            }
-            for result in failures
-        ],
+        "slowest": round(max((result.ended.seconds for result in results), default=0), 1),
+        "failures": [described(result) for result in results if result.verdict.failed],
     }
+
+
+def described(result: Result) -> str:
+    """Return a case and its verdict in one line."""
+    case = result.case
+    changed = f"{case.file or 'words'}, {case.mutation}{', resealed' * case.resealed}"
+    kind, why = result.verdict
+    return f"case {result.number}: {kind}: {why[:200]} ({changed}: lrm {shown(case.words)})"
 
 
 def table(content: dict[str, Any]) -> str:
@@ -298,15 +315,7 @@ def table(content: dict[str, Any]) -> str:
     for title in ("verdicts", "commands", "files", "mutations"):
         lines.append(f"{title}:")
         lines += [f"{count:6}   {name}" for name, count in sorted(content[title].items())]
-    lines.append(f"{len(content['failures']):6} failures")
-    for one in content["failures"]:
-        changed = one["file"] or "words"
-        lines.append(
-            f"  case {one['case']}: {one['cause']}: {one['why'][:200]}\n"
-            f"    {changed}, {one['mutation']}{', resealed' * one['resealed']}: "
-            f"lrm {shown(one['words'])}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{len(content['failures']):6} failures", *content["failures"]])
 
 
 def shown(words: Sequence[str]) -> str:

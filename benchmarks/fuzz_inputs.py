@@ -6,7 +6,6 @@ import gzip
 import json
 import lzma
 import os
-import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -236,6 +235,13 @@ INPUTS: dict[str, Input] = {
 }
 
 
+def write_library(folder: Path) -> None:
+    """Write what is taken for the standard library: as many documents as a split needs."""
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.py").write_text(f"print({number})\n" * 8)
+
+
 def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     """Make the folder of inputs; `run` runs a command in it."""
     here = root / "here"
@@ -263,10 +269,10 @@ def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     # Fewer rows: symmetries are found in a fraction of a second.
     path = here / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"vocab_size": 16}, indent=1))
-    # What a run without --data.path would prepare from the standard library in a minute.
-    for size in (257, 4096):
-        name = f"python-{platform.python_version()}-{size}"
-        shutil.copytree(here / "data", here / "cache" / name)
+    # Runs without --data.path find their data prepared.
+    for size in ("257", "4096"):
+        line = ["train", "tiny", *SMALL, "--model.vocab-size", size, "--dry-run", "--out", "none"]
+        run(line, here)
     (here / "locked").chmod(0)
 
 

@@ -62,17 +62,17 @@ def may_drop_privileges() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def prepare_process(small: Sequence[str]) -> None:
+def prepare_process(small: Sequence[str], library: Path) -> None:
     """Make commands of this process, and of those forked from it, small and independent of it.
 
-    `lrm demo` trains a small model, the standard library is a few files, and `lrm verify-resume`
-    forks instead of starting Python three times. All else is the code as users run it.
+    `lrm demo` trains a small model, the standard library is a folder of small files, and `lrm
+    verify-resume` forks instead of starting Python three times. All else is as users run it.
     """
     tiny = configure(["tiny", *small])
     tiny = replace(tiny, data=replace(tiny.data, path=None))
     tiny = replace(tiny, model=replace(tiny.model, vocab_size=4096))
     demo.RECIPES = demo.RECIPES | {"tiny": ("", tiny)}  # pyright: ignore[reportAttributeAccessIssue]
-    documents._standard_library = lambda: iter(sorted(Path("text").glob("*.txt")))
+    documents._standard_library = lambda: iter(sorted(library.iterdir()))
     resume_check.get_context = lambda name: multiprocessing.get_context("fork")  # pyright: ignore[reportAttributeAccessIssue]
 
     def no_network(self: object, address: object) -> NoReturn:

@@ -71,7 +71,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = fuzz.Fuzzer(Path(folder))
-        fuzzer.learn(["export"], map)
+        fuzzer.learn({"export": fuzzer.run_untouched("export")})
         for cause, (valid, (module, name, bug), file) in PLANTED.items():
             case = fuzz.Case(valid, [*VALID[valid].words], "planted", file)
             change = flip_last_bit if file else nothing
