@@ -77,7 +77,13 @@ def _run(given: list[str]) -> None:
             raise
         # Under torchrun, name the rank.
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        sys.exit(f"lrm {command}{rank}: {error}")
+        sys.exit(f"lrm {command}{rank}: {_one_line(str(error))}")
+
+
+def _one_line(text: str) -> str:
+    """Return a message in one line: paths may hold line breaks, and codes that command terminals."""
+    joined = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
 
 
 def _load(command: str) -> Callable[[Sequence[str]], None]:

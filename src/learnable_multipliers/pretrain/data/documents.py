@@ -261,6 +261,9 @@ def _text_of(record: Any, place: str, text_field: str) -> str:
 
 def _open(path: Path) -> BinaryIO:
     """Open a file for reading, decompressed by its suffix."""
+    # Compressed, even no text has some bytes; not all libraries notice.
+    if path.suffix.lower() in _COMPRESSED and not path.stat().st_size:
+        raise EOFError("the file is empty")
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(path, "rb"))
