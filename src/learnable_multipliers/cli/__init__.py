@@ -81,7 +81,7 @@ def _run(given: list[str]) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Return a message in one line: paths may hold line breaks, and codes that command terminals."""
+    """Return a message in one line; paths may hold line breaks, and codes for a terminal."""
     joined = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
 
