@@ -26,6 +26,7 @@ import argparse
 import gc
 import json
 import random
+import re
 import shlex
 import sys
 import tempfile
@@ -320,8 +321,10 @@ def table(content: dict[str, Any]) -> str:
 
 def shown(words: Sequence[str]) -> str:
     """Return a command line to read: without the settings of the small run, long words cut."""
-    short = [word for word in words if word not in SMALL]
-    return ascii(shlex.join(word if len(word) < 60 else f"{word[:20]}..." for word in short))[1:-1]
+    text = shlex.join(word if len(word) < 60 else f"{word[:20]}..." for word in words)
+    for setting in re.findall(r"--\S+(?: [^-]\S*)?", " ".join(SMALL)):
+        text = re.sub(rf" {re.escape(setting)}(?= |$)", "", text, count=1)
+    return ascii(text)[1:-1]
 
 
 def main() -> None:

@@ -269,10 +269,8 @@ def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     # Fewer rows: symmetries are found in a fraction of a second.
     path = here / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"vocab_size": 16}, indent=1))
-    # Runs without --data.path find their data prepared.
-    for size in ("257", "4096"):
-        line = ["train", "tiny", *SMALL, "--model.vocab-size", size, "--dry-run", "--out", "none"]
-        run(line, here)
+    # A run without --data.path finds its data prepared.
+    run(["train", "tiny", *SMALL, "--dry-run", "--out", "none"], here)
     (here / "locked").chmod(0)
 
 

@@ -23,6 +23,7 @@ from learnable_multipliers.cli import demo
 from learnable_multipliers.cli.train import configure
 from learnable_multipliers.pretrain.data import documents
 from learnable_multipliers.pretrain.preflight import resume_check
+from learnable_multipliers.pretrain.recipes import RECIPES
 
 LIMIT = 30.0
 """Seconds after which a command hangs."""
@@ -65,13 +66,14 @@ def may_drop_privileges() -> bool:
 def prepare_process(small: Sequence[str], library: Path) -> None:
     """Make commands of this process, and of those forked from it, small and independent of it.
 
-    `lrm demo` trains a small model, the standard library is a folder of small files, and `lrm
+    The recipe tiny is a small one, the standard library is a folder of small files, and `lrm
     verify-resume` forks instead of starting Python three times. All else is as users run it.
     """
     tiny = configure(["tiny", *small])
     tiny = replace(tiny, data=replace(tiny.data, path=None))
-    tiny = replace(tiny, model=replace(tiny.model, vocab_size=4096))
-    demo.RECIPES = demo.RECIPES | {"tiny": ("", tiny)}  # pyright: ignore[reportAttributeAccessIssue]
+    demo.RECIPES = {"tiny": ("", tiny)}  # pyright: ignore[reportAttributeAccessIssue]
+    # With the usual log: its flags are those of the usual recipe.
+    RECIPES["tiny"] = ("small hybrid", replace(tiny, log=RECIPES["tiny"][1].log))
     documents._standard_library = lambda: iter(sorted(library.iterdir()))
     resume_check.get_context = lambda name: multiprocessing.get_context("fork")  # pyright: ignore[reportAttributeAccessIssue]
 
