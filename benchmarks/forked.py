@@ -7,9 +7,11 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -61,7 +63,7 @@ def processes(
         patience: Seconds that the others have after the first has ended; None is forever.
     """
     start = time.perf_counter()
-    started = [_start(arguments, output, prepared, more) for more in environments]
+    started = [start_one(arguments, output, prepared, more) for more in environments]
     # The end of a process is the end of its pipe.
     readers = [reader for _, reader in started]
     if not select.select(readers, [], [], kill_after)[0]:
@@ -71,7 +73,7 @@ def processes(
     return [_wait(child, reader, start, deadline) for child, reader in started]
 
 
-def _start(
+def start_one(
     arguments: list[str], output: Path, prepared: Prepare, environment: Mapping[str, str]
 ) -> tuple[int, int]:
     """Return a new process and the pipe it tells through."""
@@ -112,20 +114,33 @@ def _become(arguments: list[str], output: Path, prepared: Prepare, tell: Tell) -
     """Be the command, from here to the end of the process."""
     code: object = CRASHED
     try:
-        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-        for standard in (1, 2):
-            os.dup2(descriptor, standard)
-        faulthandler.enable()
-        sys.argv = ["lrm", *arguments]
-        finish = prepared(tell)
-        lrm(arguments)
-        finish()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-        print(code, file=sys.stderr)
+        code = _exit_code(arguments, output, prepared, tell)
+        # The end of an interpreter waits for threads.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stdout.flush()
     except BaseException:
+        code = CRASHED
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    finally:
+        # Whatever happens, never back into what the parent was doing.
+        with suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _exit_code(arguments: list[str], output: Path, prepared: Prepare, tell: Tell) -> object:
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    faulthandler.enable()
+    sys.argv = ["lrm", *arguments]
+    finish = prepared(tell)
+    try:
+        lrm(arguments)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    finish()
+    return 0

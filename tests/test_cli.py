@@ -493,3 +493,10 @@ def test_a_signal_saves_and_resume_ends_where_the_whole_run_ends(ask, data, numb
     for file in ("model.safetensors", "optimizer.safetensors"):
         last = Path("checkpoints/step-00000040") / file
         assert ("a part" / last).read_bytes() == ("whole" / last).read_bytes()
+
+
+def test_a_message_is_one_line_whatever_the_path(ask):
+    code, _, said = ask("diagnose", "a\nb\x1b[31m\udcff")
+    assert code == 1
+    assert "a b\\x1b[31m\\udcff is neither a run nor a checkpoint" in said
+    assert len(said.splitlines()) == 1

@@ -118,6 +118,9 @@ def test_default_corpus_is_the_standard_library_without_tests():
         ("a.txt.xz", b"not xz", r"a\.txt\.xz: damaged"),
         ("a.txt.zst", zstandard.compress(b"x" * 9999)[:-3], r"a\.txt\.zst: damaged"),
         ("a.txt.zst", b"not zstd", r"a\.txt\.zst: damaged"),
+        ("a.txt.gz", b"", r"a\.txt\.gz: damaged or cut short \(the file is empty"),
+        ("a.txt.xz", b"", r"a\.txt\.xz: damaged"),
+        ("a.jsonl.zst", b"", r"a\.jsonl\.zst: damaged"),
     ],
 )
 def test_unusable_text_is_an_error_that_names_file_and_place(tmp_path, name, data, message):

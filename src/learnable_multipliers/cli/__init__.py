@@ -81,12 +81,12 @@ def _run(given: list[str]) -> None:
             raise
         # Under torchrun, name the rank.
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        sys.exit(f"lrm {command}{rank}: {error}")
+        sys.exit(f"lrm {command}{rank}: {_one_line(str(error))}")
     except (MemoryError, RuntimeError, OverflowError) as error:
         text = _limit_in_words(error)
         if text is None or os.environ.get("LRM_TRACEBACK"):
             raise
-        sys.exit(f"lrm {command}: {text}")
+        sys.exit(f"lrm {command}: {_one_line(text)}")
 
 
 def _limit_in_words(error: Exception) -> str | None:
@@ -99,6 +99,12 @@ def _limit_in_words(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY):
         return f"this does not fit into memory ({text or 'no more is left'}): ask for less"
     return None
+
+
+def _one_line(text: str) -> str:
+    """Return a message in one line; paths may hold line breaks, and codes for a terminal."""
+    joined = " ".join(text.splitlines())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
 
 
 def _load(command: str) -> Callable[[Sequence[str]], None]:

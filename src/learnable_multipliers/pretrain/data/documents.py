@@ -288,6 +288,9 @@ def _bounded(data: bytes, place: str) -> bytes:
 
 def _open(path: Path) -> BinaryIO:
     """Open a file for reading, decompressed by its suffix."""
+    # Compressed, even no text has some bytes; not all libraries notice.
+    if path.suffix.lower() in _COMPRESSED and not path.stat().st_size:
+        raise EOFError("the file is empty")
     match path.suffix.lower():
         case ".gz":
             return cast(BinaryIO, gzip.open(path, "rb"))
