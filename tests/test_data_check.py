@@ -194,7 +194,7 @@ def test_the_file_of_a_bad_id_is_found_among_several(tmp_path):
 # -- when the check has ended -----------------------------------------------------------------
 
 
-def test_no_checkpoint_is_published_before_the_check_has_ended(data, tmp_path, held):
+def test_no_checkpoint_is_published_before_the_check_has_ended(own, tmp_path, held):
     told = []
 
     def observe(record):
@@ -202,7 +202,8 @@ def test_no_checkpoint_is_published_before_the_check_has_ended(data, tmp_path, h
             told.append((record["step"], checkpoints.steps(tmp_path / "run" / "checkpoints")))
             held.set()
 
-    trainer = Trainer(run_of(data, tmp_path / "run"), observe)
+    # A copy: of the shared data the cache may know by now.
+    trainer = Trainer(run_of(own, tmp_path / "run"), observe)
     assert trainer.train() == "finished"
     # Five steps went by before; the user is told once.
     assert told == [(5, [])]
