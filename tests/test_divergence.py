@@ -51,7 +51,9 @@ def high(*losses):
         (SpikeState([5.6, 9.0]), 0, 9.0, "the loss is 9.000, and a uniform guess has 5.500"),
         (SpikeState([5.6, 6.4]), 0, 6.4, None),
         (SpikeState([11.0, 10.0]), 0, 10.0, None),
-        (SpikeState([9.0] * 5), 0, 9.0, "the loss is 9.000, and a uniform guess has 5.500"),
+        (SpikeState([9.0] * 2, [], 4), 0, 9.0, None),
+        # What a run went on with after a spike.
+        (SpikeState([9.0] * 2, [], 5), 0, 9.0, "the loss is 9.000, and a uniform guess has 5.500"),
         # Learned by heart: the loss on held-out text alone says nothing.
         (SpikeState([3.0, 0.1]), 0, 9.0, None),
     ],
@@ -97,6 +99,23 @@ def test_sampling_from_a_diverged_model_does_not_stand_in_the_way_of_a_rollback(
     assert [r["step"] for r in records if r["kind"] == "sample"] == list(range(1, 17))
     assert records[-1]["kind"] == "end"
     assert records[-1]["diverged"] is None
+
+
+def test_a_run_that_may_goes_back_at_its_last_step_without_patience(data, tmp_path):
+    config = small_run(data, tmp_path / "run", spikes=SpikeConfig(max_rollbacks=1))
+    config = replace(config, log=replace(config.log, every=1))
+    seen = []
+    trainer = Trainer(config, seen.append)
+    for count, _ in enumerate(trainer.steps(), 1):
+        if count == 11:
+            ruin(trainer)
+    told = [record["text"] for record in seen if record["kind"] == "warning"]
+    assert told[-1].startswith(
+        "the loss on held-out text is nan: rolled back to the checkpoint of step 10, continuing"
+    )
+    assert (trainer.step, trainer.diverged) == (12, None)
+    assert checkpoints.steps(config.out / "checkpoints") == [10, 12]
+    assert [r["step"] for r in read_metrics(config.out) if r["kind"] == "eval"] == [6, 12]
 
 
 # -- the end of a run -------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def divergence(
         return f"{in_words(state, 0)}, and {evaluation:.3f} on held-out text"
     last = (high or state.usual)[-1:]
     # A run of a few steps may still be where a large initialization put it.
-    risen = len(state.usual) >= config.window or any(last[0] > loss + _FAR for loss in state.usual)
+    risen = state.good_step >= config.window or any(last[0] > old + _FAR for old in state.usual)
     if last and last[0] > guess + _FAR and risen:
         return f"the loss is {last[0]:.3f}, and a uniform guess has {guess:.3f}"
     return None

@@ -116,7 +116,7 @@ class Trainer:
             self._resume()
         ending = self._folder.open_log(self.step, len(self.schedule))
         self._ended = ending is not None
-        self.diverged = ending and ending.get("diverged")
+        self.diverged = None if ending is None else ending.get("diverged")
         if not self._ended:
             self._folder.describe(self.step, self.device.name, self.model, self.plan)
             if self.world.is_first and not config.resume:
@@ -273,6 +273,9 @@ class Trainer:
             self.save()
         if weights or evaluation or sample or checkpoint:
             self._restart_clock()
+        # At the end there is no time for patience.
+        if last and (reason := self.divergence()) is not None:
+            self._roll_back(reason)
 
     def _evaluate(self) -> dict[str, float]:
         return evaluate(self.model, self.data, self.config, self.device)
@@ -396,20 +399,23 @@ class Trainer:
         endless = 0 < config.max_skipped <= skipped
         if not endless and not spikes.is_spike(self._spikes, config):
             return False
-        if self._spikes.num_rollbacks < config.max_rollbacks and self._roll_back(skipped):
+        reason = spikes.in_words(self._spikes, skipped)
+        if self._roll_back(reason):
             return True
         if endless:
             raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped))
-        self._warn(f"{spikes.in_words(self._spikes, skipped)}; {spikes.continue_message(config)}")
+        self._warn(f"{reason}; {spikes.continue_message(config)}")
         self._spikes = spikes.accepted(self._spikes)
         return False
 
-    def _roll_back(self, skipped: int) -> bool:
+    def _roll_back(self, reason: str) -> bool:
         """Continue from before the spike with the data after it; return whether it was possible.
 
         No checkpoint is written: a run that is killed afterwards and resumed meets the same spike
         and rolls back again.
         """
+        if self._spikes.num_rollbacks >= self.config.spikes.max_rollbacks:
+            return False
         spike, next_sample = self._spikes, self.samples + self.passed_over
         folder, every = self._folder.checkpoints, self.config.checkpoint.every
         loaded, wrong = checkpoints.load_newest_of(
@@ -436,9 +442,9 @@ class Trainer:
             high=[[point.step, point.loss] for point in spike.high],
         )
         self._warn(
-            f"{spikes.in_words(spike, skipped)}: rolled back to the checkpoint of step "
-            f"{self.step}, continuing with the data after the spike (rollback "
-            f"{self._spikes.num_rollbacks} of {self.config.spikes.max_rollbacks})"
+            f"{reason}: rolled back to the checkpoint of step {self.step}, continuing with the "
+            f"data after the spike (rollback {self._spikes.num_rollbacks} of "
+            f"{self.config.spikes.max_rollbacks})"
         )
         self._restart_clock()
         return True
