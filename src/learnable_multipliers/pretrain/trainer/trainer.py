@@ -109,7 +109,6 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self._data_check.start()
         self.model = build(config.model, config.seed, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
@@ -162,9 +161,13 @@ class Trainer:
         All ranks stop after the same step, whichever of them received a signal or found that the
         data are not what their manifest says.
         """
+        first = self.step
         while self.step < len(self.schedule) and self.stopped_by is None:
             with self._stopwatch, self.world.collective():
                 self._take_step()
+            if self.step == first + 1:
+                # Not before, so that no first step waits for it.
+                self._data_check.start()
             yield self.step
             number = self._agreed(interrupt.received or 0 if interrupt is not None else 0)
             self.stopped_by = signal.Signals(number) if number else None
