@@ -46,7 +46,8 @@ def write_elsewhere(arguments) -> None:
 
 
 def say_much(arguments) -> None:
-    raise ValueError("one line\nand another")
+    print("one line", file=sys.stderr)
+    raise ValueError("and another")
 
 
 # Cause -> the command, what it does instead, and the file that was changed before.
