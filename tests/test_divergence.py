@@ -1,6 +1,5 @@
 """A run that has diverged says so: no sample, an end record, an error, and no checkpoint lost."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -224,10 +223,4 @@ def test_a_report_of_a_run_that_ends_well_has_no_word_of_divergence(data, tmp_pa
     run = Run.load(config.out)
     assert run.diverged is None
     assert "diverged" not in write_page(tmp_path / "page.html", [run], title="t").read_text()
-    # One from an earlier release says nothing about it.
-    lines = (config.out / "metrics.jsonl").read_text().splitlines()
-    ending = json.loads(lines[-1])
-    del ending["diverged"]
-    (config.out / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(ending), ""]))
-    assert Run.load(config.out).diverged is None
     assert killed_after(replace(config, resume=True), 3).diverged is None

@@ -228,8 +228,8 @@ def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path
     whole = load_file(path / "model.safetensors")
     for tensors, message in (
         # A single number would spread over the whole weight.
-        (whole | {norm: torch.ones(1)}, f"other shapes for {norm}"),
-        (whole | {norm: whole[norm].bfloat16()}, f"other shapes for {norm}"),
+        (whole | {norm: torch.ones(1)}, f"other shapes or types for {norm}"),
+        (whole | {norm: whole[norm].bfloat16()}, f"other shapes or types for {norm}"),
         (whole | {"extra": torch.ones(1)}, "beyond this run's, extra"),
         ({name: value for name, value in whole.items() if name != norm}, f"misses {norm}"),
     ):

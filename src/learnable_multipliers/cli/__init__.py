@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
+        if os.environ.get("LRM_TRACEBACK"):
+            raise
         # Buffered output is discarded, or Python would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # The reader has closed the pipe, as `head` does.
