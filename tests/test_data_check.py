@@ -338,6 +338,20 @@ def test_swapped_ids_in_the_tokenizer_of_the_data_are_refused(own, tmp_path):
         Trainer(replace(config, resume=True))
 
 
+@pytest.mark.parametrize("place", ["pipe", "device", "folder"])
+def test_a_tokenizer_that_is_no_regular_file_is_refused(own, tmp_path, place):
+    tokenizer = own / "tokenizer.json"
+    tokenizer.unlink()
+    if place == "pipe":
+        os.mkfifo(tokenizer)
+    elif place == "device":
+        tokenizer.symlink_to("/dev/zero")
+    else:
+        tokenizer.mkdir()
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a regular file"):
+        Trainer(run_of(own, tmp_path / "run"))
+
+
 def test_swapped_ids_in_the_tokenizer_of_a_run_are_not_exported(data, tmp_path):
     config = run_of(data, tmp_path / "run", steps=3)
     trained(config)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from contextlib import closing
 from itertools import pairwise
@@ -145,6 +146,12 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         log.log(4, metrics_of(4))
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
+        MetricLog(tmp_path, tensorboard=False)
 
 
 def test_torn_line_is_not_glued_to_the_next(tmp_path):

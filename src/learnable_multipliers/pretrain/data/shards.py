@@ -180,6 +180,9 @@ class ShardFile(NamedTuple):
 
 def verify_sha256(path: Path, expected: str) -> None:
     """Raise unless a file has the SHA-256 that its manifest says."""
+    # Reading a pipe or a device may never end.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file: copy it again")
     if (found := file_sha256(path)) != expected:
         raise ValueError(
             f"{path} is damaged: its SHA-256 is {found}, the manifest says {expected}; "

@@ -58,6 +58,9 @@ class MetricLog:
         self.folder = Path(folder)
         make_folder(self.folder)
         self.path = self.folder / FILE_NAME
+        if self.path.exists() and not self.path.is_file():
+            # Opening a pipe would wait for its other end.
+            raise ValueError(f"{self.path} is not a regular file: remove it")
         self._observer, self._intervals = observer, intervals or {}
         self._writer = self._event_writer() if tensorboard else None
         self._trackers: list[Any] = []
