@@ -12,6 +12,7 @@ from learnable_multipliers.pretrain.config import CheckpointConfig, SpikeConfig,
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.spikes import (
     LossPoint,
     SpikeState,
@@ -22,7 +23,7 @@ from learnable_multipliers.pretrain.trainer.spikes import (
     observe,
     rollback_steps,
 )
-from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from learnable_multipliers.report import Run, write_page
 from runs import (
     BATCH,

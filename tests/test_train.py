@@ -16,7 +16,8 @@ from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.device import choose_device
-from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained
 
 OPTIMIZERS = {

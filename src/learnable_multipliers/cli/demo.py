@@ -26,9 +26,10 @@ from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.run_folder import FILES
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
-from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from learnable_multipliers.report.page import render
 from learnable_multipliers.report.records import Run
 

@@ -23,8 +23,9 @@ from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
-from learnable_multipliers.pretrain.trainer.trainer import Interrupt, Trainer
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 
 def train(arguments: Sequence[str]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
@@ -29,6 +27,7 @@ from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
@@ -46,37 +45,6 @@ _WRONG_DATA = 1 << 16
 """Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
 _PATIENCE = 0.5
 """Seconds between looks at the check of the data."""
-
-
-class Interrupt:
-    """Ctrl-C, SIGTERM and a lost terminal end a run after the current step, with a checkpoint.
-
-    Within this context the first signal is noted; a second one ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        # Python takes signals on its main thread alone; elsewhere the caller is in charge.
-        if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            # Windows has no SIGHUP; under nohup a run is meant to outlive its terminal.
-            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-                numbers.append(signal.SIGHUP)
-            self._before = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            # None stands for a handler that Python did not set and cannot set again.
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number)
 
 
 class Trainer:
@@ -173,7 +141,9 @@ class Trainer:
             self.stopped_by = signal.Signals(number) if number else None
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
-        self._wait_for_data_check()
+        if not self._ended:
+            # Its end is not recorded before that either.
+            self._wait_for_data_check()
         if self.stopped_by is None and not self._ended:
             if self._held_out_loss is None:
                 # Stopped after its last step, and resumed.
