@@ -135,13 +135,13 @@ def same_content(path: str, before: bytes, after: bytes | None) -> bool:
 def judge(words: Sequence[str], valid: Valid, ended: Ended, before: Files, after: Files) -> Verdict:
     """Judge the form of an end: what is said, and what is left behind."""
     said = ended.stdout + ended.stderr
-    if crash := next((mark for mark in _CRASHES if mark in said), None):
-        last = [line for line in said.splitlines() if line.strip()][-1]
-        return Verdict("traceback", last if crash.startswith("Trace") else crash)
     if ended.hung:
         return Verdict("hang", f"{ended.seconds:.0f} s")
     if ended.code < 0:
         return Verdict("signal", f"ended by signal {-ended.code}")
+    if crash := next((mark for mark in _CRASHES if mark in said), None):
+        last = [line for line in said.splitlines() if line.strip()][-1]
+        return Verdict("traceback", last if crash.startswith("Trace") else crash)
     stopped = ended.interrupted and ended.code in (130, 0)
     if ended.code not in (0, 1, 2) and not stopped:
         return Verdict("exit code", f"exit code {ended.code}")

@@ -22,9 +22,11 @@ def path(data, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hidden_size": 1 << 40}, "disagree about lm_head.weight and"),
+        ({"hidden_size": 1 << 40}, "parameters, and 1e+15 are the most"),
         ({"hidden_size": 1 << 62, "vocab_size": 1 << 62}, ""),
-        ({"num_layers": 1 << 40}, "tensors for 1099511627776 layers"),
+        ({"hidden_size": 1 << 20}, "disagree about lm_head.weight and"),
+        ({"num_layers": 1 << 40}, "num_layers must be at most 1,000"),
+        ({"num_layers": 999}, "tensors for 999 layers"),
         ({"num_layers": 1}, "disagree about model.layers.1"),
         ({"num_layers": 0}, ""),
         ({"tie_embeddings": True}, "disagree about lm_head.weight"),

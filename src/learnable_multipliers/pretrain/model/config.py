@@ -151,14 +151,6 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{name} must be at least {minimum}, got {getattr(self, name)}"
                 )
-        for name in ("rope_theta", "norm_eps", "init_std", *self.mup_factors):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"model.{name} must be finite, got {getattr(self, name)}")
-        if self.norm_eps < 0 or self.init_std < 0 or self.rope_theta <= 0:
-            raise ValueError(
-                "model.rope_theta must be above 0, model.norm_eps and model.init_std not below it; "
-                f"got {self.rope_theta:g}, {self.norm_eps:g} and {self.init_std:g}"
-            )
         if self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"model.num_layers must be at most {MAX_LAYERS:,}, got {self.num_layers:,}: the "
