@@ -10,32 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
 Config = TypeVar("Config")
 _WIDEST = 100
-_REGISTRY = tyro.constructors.ConstructorRegistry()
-
-
-@_REGISTRY.primitive_rule
-def _whole_numbers(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[int] | None:
-    """Accept `30e9` for an int."""
-    if info.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: _whole_number(words[0]),
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    )
 
 
 def _whole_number(word: str) -> int:
+    """Accept `30e9` for an int."""
     with suppress(InvalidOperation):
         # Exact, which a float is not for long numbers; 1e999999999 is not written out.
         value = Decimal(word)
@@ -46,27 +30,36 @@ def _whole_number(word: str) -> int:
     raise ValueError(f"{word!r} is not a whole number")
 
 
-@_REGISTRY.primitive_rule
-def _paths(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
-    """Refuse an empty path, which Python reads as the current folder."""
-    if info.type is not Path:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
-        instance_from_str=lambda words: _path(words[0]),
-        is_instance=lambda value: isinstance(value, Path),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 def _path(word: str) -> Path:
-    # A script with an unset variable means no folder, least of all the current one.
+    """Refuse an empty path, which Python reads as the current folder.
+
+    A script with an unset variable means no folder, least of all the current one.
+    """
     if not word or "\0" in word:
         raise ValueError(f"{word!r} is not a path; the current folder is written .")
     return Path(word)
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """Return tyro's registry with our own readers of words."""
+    registry = tyro.constructors.ConstructorRegistry()
+    for kind, metavar, parse in ((int, "INT", _whole_number), (Path, "PATH", _path)):
+        spec = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words, parse=parse: parse(words[0]),
+            is_instance=lambda value, kind=kind: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+        @registry.primitive_rule
+        def _(info: tyro.constructors.PrimitiveTypeInfo, kind: Any = kind, spec: Any = spec) -> Any:
+            return spec if info.type is kind else None
+
+    return registry
+
+
+_REGISTRY = _registry()
 
 
 def read(
