@@ -500,3 +500,13 @@ def test_a_message_is_one_line_whatever_the_path(ask):
     assert code == 1
     assert "a b\\x1b[31m\\udcff is neither a run nor a checkpoint" in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("word", ["x" * 5000, "1"])
+def test_a_usage_error_is_short_whatever_the_word(capsys, word):
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate", "--steps", "1", "--", word, *["--unknown"] * 300])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert "Unrecognized options" in lines[0]
+    assert len(lines) == 30

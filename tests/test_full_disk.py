@@ -213,6 +213,12 @@ def test_output_goes_through_links_keeps_permissions_and_spares_devices(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
+def test_output_to_a_pipe_that_nobody_reads_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe"):
+        write_output(tmp_path / "pipe", b"content")
+
+
 def test_a_read_only_disk_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
     def refuse(path, *_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

@@ -34,7 +34,11 @@ def write_output(path: Path, content: bytes) -> None:
     and pipes, which nothing can replace, are written to.
     """
     if path.exists() and not path.is_file():
-        path.write_bytes(content)
+        # A pipe that nobody reads is an error: opened otherwise, it would wait forever.
+        descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         return
     target = path.resolve() if path.is_symlink() else path
     with new_parents(target):

@@ -6,9 +6,10 @@ import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from decimal import Decimal, InvalidOperation
+from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ import tyro
 
 Config = TypeVar("Config")
 _WIDEST = 100
+_MOST_LINES = 30
 
 
 def _whole_number(word: str) -> int:
@@ -71,17 +73,37 @@ def read(
     default: Config | None = None,
 ) -> Config:
     """Return the config that arguments ask for; wrong ones end the process with exit code 2."""
-    return tyro.cli(
-        kind,
-        prog=f"lrm {command}",
-        # Indented, because tyro joins lines that begin with a letter and never breaks them again.
-        description=wrapped(description, first="  "),
-        args=list(arguments),
-        default=tyro.MISSING_NONPROP if default is None else default,
-        # `--resume` alone, without a `--no-resume` that nobody needs; `PATH`, not `{None}|PATH`.
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-        registry=_REGISTRY,
-    )
+    with _short_errors():
+        return tyro.cli(
+            kind,
+            prog=f"lrm {command}",
+            # Indented: tyro joins lines that begin with a letter and never breaks them again.
+            description=wrapped(description, first="  "),
+            args=list(arguments),
+            default=tyro.MISSING_NONPROP if default is None else default,
+            # `--resume` alone, without a `--no-resume` that nobody needs; `PATH`, not
+            # `{None}|PATH`.
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            registry=_REGISTRY,
+        )
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    """Leave out the middle of a long usage error: a log file wants no pages about one word."""
+    if sys.stderr.isatty():
+        yield
+        return
+    errors = StringIO()
+    try:
+        with redirect_stderr(errors):
+            yield
+    finally:
+        lines = errors.getvalue().splitlines()
+        if len(lines) > _MOST_LINES:
+            lines = [*lines[: _MOST_LINES - 5], "...", *lines[-4:]]
+        for line in lines:
+            print(line, file=sys.stderr)
 
 
 def command(

@@ -135,6 +135,11 @@ def _errors_of(file: Path) -> Iterator[None]:
 
     Code that comes with a model is never run, and nobody is asked about it on a terminal.
     """
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    # The error says what its warnings say.
+    logging.set_verbosity_error()
     try:
         yield
     except (MemoryError, RecursionError):
@@ -148,6 +153,8 @@ def _errors_of(file: Path) -> Iterator[None]:
             ) from error
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{file} gives no model: {why}") from error
+    finally:
+        logging.set_verbosity(before)
 
 
 def _check_layers(folder: Path, count: object) -> None:
