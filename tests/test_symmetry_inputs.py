@@ -280,3 +280,17 @@ def test_special_tokens_of_a_proxy_lie_in_its_vocabulary():
     small = make_proxy(transformers.LlamaForCausalLM(config))
     assert small.config.vocab_size == 13
     assert small.config.pad_token_id == 399 % 13
+
+
+def test_a_model_without_finite_outputs_is_refused_in_words():
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        rms_norm_eps=float("nan"),
+        **_TOKENS,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="not finite at random weights"):
+        lrm.find_symmetries(model, lrm.plan(model, "scalar"))

@@ -146,8 +146,14 @@ class ModelCopy:
             for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
                 found.append(self._derivatives(outputs, count))
-        rows, sizes = zip(*found, strict=True)
-        return torch.cat(rows), torch.cat(sizes)
+        rows, sizes = (torch.cat(part) for part in zip(*found, strict=True))
+        if not sizes.isfinite().all():
+            raise ValueError(
+                "the model's outputs or their derivatives are not finite at random weights, so its "
+                "symmetries cannot be found: look for a size, an epsilon or a factor in its "
+                "config that is far off"
+            )
+        return rows, sizes
 
     @torch.no_grad()
     def scales_single_outputs(self, axis: Axis) -> bool:
