@@ -213,6 +213,12 @@ def test_output_goes_through_links_keeps_permissions_and_spares_devices(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
+def test_output_to_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        write_output(tmp_path / "loop", b"content")
+
+
 def test_output_to_a_pipe_that_nobody_reads_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):

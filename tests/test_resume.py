@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +219,20 @@ def test_a_state_of_another_release_is_told(data, tmp_path):
     rewritten(path, "state.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match="state.json has no: seconds"):
         Trainer(replace(config, resume=True))
+
+
+def test_weights_of_another_optimizer_state_are_refused(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=8)
+    killed_after(config, 6)
+    path = tmp_path / "run" / "checkpoints" / "step-00000005"
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 2
+    rewritten(path, "model.safetensors", save(weights))
+    with (
+        closing(Trainer(replace(config, resume=True))) as trainer,
+        pytest.raises(CheckpointError, match="embed_tokens.weight is not what the optimizer's"),
+    ):
+        trainer.train()
 
 
 def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path):

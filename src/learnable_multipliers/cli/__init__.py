@@ -98,6 +98,9 @@ def _limit_in_words(error: Exception) -> str | None:
     if isinstance(error, OverflowError):
         return f"a number is out of range ({error}): choose a smaller one"
     text = str(error).partition("\n")[0]
+    # Raised by `Path.resolve` before Python 3.13.
+    if text.startswith("Symlink loop"):
+        return text
     if isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY):
         return f"this does not fit into memory ({text or 'no more is left'}): ask for less"
     return None

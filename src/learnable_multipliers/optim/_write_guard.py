@@ -18,6 +18,10 @@ from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._sharding import local
 
 
+class WeightChangedError(RuntimeError):
+    """A weight is not what the optimizer wrote: somebody else has written to it."""
+
+
 class WriteGuard:
     """Checks a parameter's storage, its version, and a sample of its numbers."""
 
@@ -123,7 +127,7 @@ def _written_outside(state: ParameterState) -> Exception:
     shape = tuple(state.parameter.shape)
     if state.matrix is not None and shape != state.matrix.shape:
         return wrong_shape(state.name, shape, state.matrix.shape)
-    return RuntimeError(
+    return WeightChangedError(
         f"{state.name} was changed since the last step by something other than this optimizer, "
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
         "opt.sync_from_model_() after it; if not, restore the weights before stepping."

@@ -15,6 +15,7 @@ from typing import Any
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
 from learnable_multipliers.optim._copies import CopiesDifferError
+from learnable_multipliers.optim._write_guard import WeightChangedError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
@@ -208,6 +209,13 @@ class Trainer:
             self.optimizer.step()
         except CopiesDifferError as error:
             raise OSError(f"step {self.step + 1:,}: {error} (--resume)") from error
+        except WeightChangedError as error:
+            name = str(error).partition(" ")[0]
+            raise checkpoints.CheckpointError(
+                f"step {self.step + 1:,}: {name} is not what the optimizer's state makes it: the "
+                "files of the checkpoint that was resumed do not belong together, or memory is "
+                "faulty. Remove that checkpoint and resume from the one before"
+            ) from error
         self._losses.add(loss, self.optimizer.skipped_last)
         self._train_step.clear()
         self.samples += planned.sequences
