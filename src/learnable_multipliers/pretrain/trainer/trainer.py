@@ -142,9 +142,8 @@ class Trainer:
             self.stopped_by = signal.Signals(number) if number else None
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
-        if not self._ended:
-            # Its end is not recorded before that either.
-            self._wait_for_data_check()
+        # The end of a run is not recorded before that either.
+        self._wait_for_data_check()
         if self.stopped_by is None and not self._ended:
             if self._held_out_loss is None:
                 # Stopped after its last step, and resumed.
