@@ -199,6 +199,10 @@ def test_frozen_norms_stay_at_one_but_the_last():
     assert len(frozen) == 2 * HYBRID.num_layers
     assert all("layernorm" in name and "final" not in name for name in frozen)
     assert all(model.get_parameter(name).eq(1).all() for name in frozen)
+    model = build(replace(HYBRID, freeze_norms=True, ssm_norm=True))
+    inner = [p for name, p in model.named_parameters() if "mamba.norm" in name]
+    assert len(inner) == HYBRID.num_layers
+    assert not any(p.requires_grad for p in inner)
 
 
 def test_the_same_seed_gives_the_same_weights():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from learnable_multipliers._initialize import FixedMultiplier, fixed_multipliers
-from learnable_multipliers._multiplier import Block, Kind, Matrix
+from learnable_multipliers._multiplier import Block, Kind, Matrix, Scale
 from learnable_multipliers._names import unwrap
 from learnable_multipliers._placement import (
     PLACEMENTS,
@@ -32,6 +32,8 @@ def plan(
     rules: Sequence[Rule] = (),
     *,
     train: Train = "all",
+    scale: Scale = "linear",
+    init: Literal["one", "fold"] = "one",
     derive: bool = False,
     inputs: Any = None,
     proxy: Proxy = "auto",
@@ -39,8 +41,9 @@ def plan(
     """Decide for every parameter of `model` which multipliers it carries.
 
     Reads names, module types and shapes only, so it works on the meta device. `train` is
-    `"multipliers"` to learn nothing else: raw weights, vectors and the rest stay as they are. With
-    `derive`, the
+    `"multipliers"` to learn nothing else: raw weights, vectors and the rest stay as they are.
+    `scale` and `init` are those of multipliers whose rule does not say: linear or log, starting at
+    1 or at the model's own fixed forward multipliers, which `fold` takes over. With `derive`, the
     symmetry-aware placement is computed from the model's own symmetries instead (the conventions
     are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of
     the forward pass, random tokens by default. `proxy` is that of `find_symmetries`. The symmetries
@@ -49,12 +52,16 @@ def plan(
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)
         raise ValueError(f"unknown placement {placement!r}; choose from {choices}")
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale is 'linear' or 'log', got {scale!r}")
+    if init not in ("one", "fold"):
+        raise ValueError(f"init is 'one' or 'fold', got {init!r}; a rule can give a number")
     bare = unwrap(model)
     roles = read_roles(bare)
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
     carried, unconfirmed = derived_placement(bare, inputs, proxy) if derive else ({}, ())
-    planner = _Planner(placement, tuple(rules), carried, train)
+    planner = _Planner(placement, tuple(rules), carried, train, scale, init == "fold")
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
@@ -106,8 +113,12 @@ class _Planner:
         rules: tuple[Rule, ...],
         carried: Mapping[str, Carried],
         train: Train,
+        scale: Scale,
+        folds: bool,
     ):
         self.train: Train = train
+        self.scale: Scale = scale
+        self.folds = folds
         self.placement: Placement = placement
         self.carried = carried
         self.rules = rules
@@ -135,9 +146,9 @@ class _Planner:
             shape=parameter.shape,
             aliases=parameter.aliases,
             reason=_joined_reasons(decisions),
-            lr_scale=_agreed(parameter, "lr_scale", rules) or 1.0,
-            weight_decay=_agreed(parameter, "weight_decay", rules),
-            train=_agreed(parameter, "train", rules) or self.train,
+            lr_scale=_agreed(parameter, "lr_scale", rules, 1.0),
+            weight_decay=_agreed(parameter, "weight_decay", rules, None),
+            train=_agreed(parameter, "train", rules, self.train),
             init_pending=any(decision.pending for decision in decisions),
         )
         if parameter.opaque and all(decision.kind == "none" for decision in decisions):
@@ -159,7 +170,7 @@ class _Planner:
                 repeats=parameter.repeats,
                 col=_shared_column(decisions),
                 transposed=parameter.transposed,
-                scale=_agreed(parameter, "scale", rules) or "linear",
+                scale=_agreed(parameter, "scale", rules, self.scale),
             )
         except ValueError as error:
             raise ValueError(f"{parameter.name}: {error}") from error
@@ -209,7 +220,8 @@ class _Planner:
             for entry in entries
             if entry.matrix is not None
             for block in entry.matrix.blocks
-            if block.row or block.scalar or entry.matrix.col
+            # Columns are shared by all blocks, which may start at different values.
+            if block.row or block.scalar or (entry.matrix.col and len(entry.matrix.blocks) == 1)
         }
         inits: dict[tuple[str, str], float] = {}
         folds, kept = [], []
@@ -217,7 +229,8 @@ class _Planner:
             free = [target for target in multiplier.targets if target not in carried & self.to_fold]
             if free:
                 name, role = free[0]
-                why = "is not folded by a rule" if free[0] in carried else "carries no multiplier"
+                folded = free[0] in carried
+                why = "is not folded by a rule" if folded else "carries no multiplier of its own"
                 stays = f"{multiplier.field} stays fixed at {multiplier.value:g}"
                 kept.append(f"{stays}: {name} ({role}) {why}")
                 continue
@@ -244,7 +257,7 @@ class _Planner:
                 self.used.add(index)
             return replace(
                 entry,
-                lr_scale=rule.lr_scale or 1.0,
+                lr_scale=1.0 if rule.lr_scale is None else rule.lr_scale,
                 weight_decay=rule.weight_decay,
                 train=rule.train or self.train,
             )
@@ -293,7 +306,7 @@ class _Planner:
                 f'Rule(r"{parameter.name}", "col"), or untie the two.'
             )
         decision = _Decision(part, choice, rule)
-        if rule is not None and rule.init == "fold":
+        if self.folds if rule is None or rule.init is None else rule.init == "fold":
             self.to_fold.add((parameter.name, part.role))
         elif decision.init != 1.0 and choice.kind == "none":
             raise ValueError(
@@ -303,15 +316,18 @@ class _Planner:
         return decision
 
 
-def _agreed(parameter: ParameterRole, attribute: str, rules: Sequence[Rule | None]) -> Any:
+def _agreed(
+    parameter: ParameterRole, attribute: str, rules: Sequence[Rule | None], otherwise: Any
+) -> Any:
     """Return a setting of the rules of a matrix's blocks; raise if they differ."""
-    values = {None if rule is None else getattr(rule, attribute) for rule in rules}
+    given = [None if rule is None else getattr(rule, attribute) for rule in rules]
+    values = dict.fromkeys(otherwise if value is None else value for value in given)
     if len(values) > 1:
         raise ValueError(
             f"{parameter.name} is one stored matrix, but rules give its blocks different "
             f"{attribute}: {', '.join(str(value) for value in values)}"
         )
-    return values.pop()
+    return next(iter(values))
 
 
 def _shared_column(decisions: Sequence[_Decision]) -> bool:
@@ -344,4 +360,7 @@ def _started_at(entry: PlanEntry, inits: dict[tuple[str, str], float]) -> PlanEn
         replace(block, init=inits.get((entry.name, block.role), block.init))
         for block in entry.matrix.blocks
     )
-    return replace(entry, matrix=replace(entry.matrix, blocks=blocks), init_pending=True)
+    try:
+        return replace(entry, matrix=replace(entry.matrix, blocks=blocks), init_pending=True)
+    except ValueError as error:
+        raise ValueError(f"{entry.name}: {error}") from error

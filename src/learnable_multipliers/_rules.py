@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -39,9 +40,10 @@ class Rule:
     transposed: bool | None = None
     """Set whether the weight is stored (in, out)."""
     scale: Scale | None = None
+    """Linear or log; None follows `lrm.plan`."""
     init: float | Literal["fold"] | None = None
     """Initial value of the product of the multipliers. `fold` takes over the model's own fixed
-    forward multipliers, which become 1."""
+    forward multipliers, which become 1. None follows `lrm.plan`."""
     init_keeps: Literal["function", "raw"] = "function"
     """What an initial number leaves as it is: the function (the raw weight is divided by it),
     or the raw weight (the effective weight is multiplied by it, on purpose)."""
@@ -55,9 +57,19 @@ class Rule:
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"unknown kind {self.kind!r}; choose from {', '.join(KINDS)}")
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from error
         for role in (self.only, self.role, *(self.split or ())):
             if role is not None:
                 check_role(role)
+        for name in ("lr_scale", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {value}")
+        if self.scale not in (None, *get_args(Scale)):
+            raise ValueError(f"scale is 'linear' or 'log', got {self.scale!r}")
         if isinstance(self.init, str) and self.init != "fold":
             raise ValueError(f"init is a number or 'fold', got {self.init!r}")
         if self.train not in (None, *get_args(Train)):
