@@ -91,10 +91,10 @@ def train(model, optimizer, part=0, parts=1, *, micro=1, steps=range(STEPS)):
         optimizer.zero_grad()
 
 
-def reference(optimizer, kind, **settings):
+def reference(optimizer, kind, clip_multipliers=False, **settings):
     """Train in one process; return model and optimizer."""
     model, plan = fresh(kind, **settings)
-    made = make(optimizer, model, plan)
+    made = make(optimizer, model, plan, clip_multipliers=clip_multipliers)
     train(model, made)
     return model, made
 

@@ -120,7 +120,7 @@ def start(kind, dtype):
     return model, plan, values
 
 
-def explicit_run(kind, dtype, make, steps=20, micro=1, max_norm=None):
+def explicit_run(kind, dtype, make, steps=20, micro=1, max_norm=None, clip_multipliers=False):
     """Train the explicit path; return raw, multipliers and moments by name."""
     model, plan, values = start(kind, dtype)
     lrm.reparametrize(model, plan)
@@ -139,7 +139,9 @@ def explicit_run(kind, dtype, make, steps=20, micro=1, max_norm=None):
         grads = [
             p.grad for n, p in model.named_parameters() if p.grad is not None and not is_mult(n)
         ]
-        if max_norm is not None:
+        if max_norm is not None and clip_multipliers:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        elif max_norm is not None:
             norm = torch.nn.utils.get_total_norm(grads)
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for p in model.parameters():

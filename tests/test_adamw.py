@@ -69,7 +69,7 @@ def stock(lr=LR):
     return make
 
 
-def ours(max_norm=None, backend="auto", lr=LR):
+def ours(max_norm=None, backend="auto", lr=LR, **settings):
     def make(model, plan):
         return lrm.AdamW(
             lrm.param_groups(model, plan, weight_decay=DECAY),
@@ -80,6 +80,7 @@ def ours(max_norm=None, backend="auto", lr=LR):
             multiplier_weight_decay=MULTIPLIER_DECAY,
             max_grad_norm=max_norm,
             backend=backend,
+            **settings,
         )
 
     return make
@@ -94,6 +95,14 @@ def test_optimizer_path_equals_explicit_path_in_float64(kind, max_norm, micro):
     compared = compare(explicit, optimized, ("exp_avg", "exp_avg_sq"), rtol=1e-10, atol=1e-10)
     assert {"exp_avg", "exp_avg_sq"} <= compared
     assert any(name.endswith("_exp_avg") for name in compared)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])
+def test_clipping_with_multipliers_is_torch_s_over_all_parameters(kind):
+    settings = {"max_norm": 0.3, "clip_multipliers": True}
+    explicit = explicit_run(kind, torch.float64, stock(), **settings)
+    optimized = optimizer_run(kind, torch.float64, ours(**settings))
+    compare(explicit, optimized, ("exp_avg", "exp_avg_sq"), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.3])
@@ -135,10 +144,14 @@ def train(model, optimizer, steps, first=0):
         optimizer.zero_grad()
 
 
-def test_clip_norm_is_that_of_the_raw_gradients_without_multipliers():
+def with_gradients(make):
+    """Return model and optimizer with gradients, and what three clip norms they have.
+
+    They are those of raw gradients, of these with the multipliers', and of effective weights'.
+    """
     torch.manual_seed(0)
     model, plan, values = start("row+col", torch.float64)
-    optimizer = ours(max_norm=1.0)(model, plan)
+    optimizer = make(model, plan)
     place(optimizer, model, values)
     backward(model, torch.randint(0, 13, (2, 7)))
     raw, with_multipliers, effective = [], [], []
@@ -157,6 +170,11 @@ def test_clip_norm_is_that_of_the_raw_gradients_without_multipliers():
             raw.append(p.grad)
             with_multipliers.append(p.grad)
     norms = [torch.nn.utils.get_total_norm(g) for g in (raw, with_multipliers, effective)]
+    return model, optimizer, norms
+
+
+def test_clip_norm_is_that_of_the_raw_gradients_without_multipliers():
+    model, optimizer, norms = with_gradients(ours(max_norm=1.0))
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
     torch.testing.assert_close(optimizer.grad_norm, norms[0], rtol=1e-12, atol=0)
@@ -165,14 +183,45 @@ def test_clip_norm_is_that_of_the_raw_gradients_without_multipliers():
     assert all(torch.equal(model.get_parameter(n).grad, g) for n, g in before.items())
 
 
-def test_clipping_by_hand_equals_clipping_inside():
-    model, optimizer = toy_run(torch.float64, max_norm=0.2)
+def wrapped(model, plan, **settings):
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    return lrm.LearnableMultipliers(inner, model, plan, **settings)
+
+
+def muon(model, plan, **settings):
+    return lrm.Muon(lrm.param_groups(model, plan), lr=LR, **settings)
+
+
+def adamw(model, plan, **settings):
+    return lrm.AdamW.from_model(model, plan, lr=LR, **settings)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("make", [adamw, muon, wrapped])
+def test_every_optimizer_counts_multipliers_where_asked_to(make, counted):
+    def build(model, plan):
+        return make(model, plan, max_grad_norm=1.0, clip_multipliers=counted)
+
+    model, optimizer, norms = with_gradients(build)
+    exact = {"rtol": 1e-12, "atol": 0}
+    # No limit: the gradients stay as they are.
+    for asked, norm in ((None, norms[counted]), (False, norms[0]), (True, norms[1])):
+        found = lrm.clip_grad_norm_(optimizer, 1e9, clip_multipliers=asked)
+        torch.testing.assert_close(found, norm, **exact)
+    assert copy.deepcopy(optimizer).clip_multipliers == counted
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, norms[counted], **exact)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_clipping_by_hand_equals_clipping_inside(counted):
+    model, optimizer = toy_run(torch.float64, max_norm=0.2, clip_multipliers=counted)
     train(model, optimizer, 4)
     other, by_hand = toy_run(torch.float64)
     for step in range(4):
         ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
         backward(other, ids)
-        norm = lrm.clip_grad_norm_(by_hand, 0.2)
+        norm = lrm.clip_grad_norm_(by_hand, 0.2, clip_multipliers=counted)
         by_hand.step()
         by_hand.zero_grad()
     torch.testing.assert_close(norm, optimizer.grad_norm)

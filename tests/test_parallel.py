@@ -21,12 +21,13 @@ LAYOUTS = ["fsdp 1", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp", "tp 2", "fsdp x tp", 
 KINDS = {"adamw": ["row+col", "blocks", "scalar"], "muon": ["row+col", "blocks"]}
 
 
-def run(layout, optimizer, kind, **settings):
+def run(layout, optimizer, kind, clip_multipliers=False, **settings):
     """Train on this rank's part; return model and optimizer."""
     model, plan = fresh(kind)
     model, part, parts = parallelize(model, layout, **settings)
     group = mesh_of(layout).get_group() if (layout, optimizer) == ("ddp 2", "muon") else None
-    made = make(optimizer, model, plan, **({"process_group": group} if group else {}))
+    given = {"process_group": group} if group else {}
+    made = make(optimizer, model, plan, clip_multipliers=clip_multipliers, **given)
     train(model, made, part, parts)
     return model, made
 
@@ -45,6 +46,21 @@ def compare(layout, optimizer, kinds):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_equal_one_process(layout, optimizer, ranks):
     ranks.run(compare, layout, optimizer, KINDS[optimizer])
+
+
+def clipped(layout):
+    """Compare runs whose clip norm counts multipliers."""
+    if mesh_of(layout) is None:
+        return
+    for kind in KINDS["adamw"]:
+        found = results(*run(layout, "adamw", kind, clip_multipliers=True))
+        expected = results(*reference("adamw", kind, clip_multipliers=True))
+        largest_difference(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "tp 2", "fsdp x tp", "ddp 2"])
+def test_clip_norms_with_multipliers_are_those_of_one_process(layout, ranks):
+    ranks.run(clipped, layout)
 
 
 @pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "fsdp x tp", "ddp 2"])

@@ -59,6 +59,12 @@ def test_triton_equals_the_reference(optimizer_class, kind, max_norm):
     assert_same(runs, rtol=1e-2 if loose else 1e-4, atol=1e-3 if loose else 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["row+col", "log scalar", "blocks"])
+def test_clip_norms_with_multipliers_are_those_of_the_reference(kind):
+    runs = both(lrm.AdamW, kind, max_grad_norm=0.3, clip_multipliers=True)
+    assert_same(runs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off instead of rounding")
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
 def test_triton_equals_the_reference_under_bfloat16(optimizer_class):

@@ -21,14 +21,17 @@ def multipliers(source: Optimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
     return unwrap(source).multipliers()
 
 
-def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
+def clip_grad_norm_(
+    optimizer: Optimizer, max_norm: float, *, clip_multipliers: bool | None = None
+) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
     The norm is that of the raw weights' gradients and of every parameter without multipliers.
-    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest.
+    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest; `clip_multipliers`
+    counts them, as an optimizer made with it does unless told otherwise here.
     `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
     """
-    return unwrap(optimizer).clip_grad_norm_(max_norm)
+    return unwrap(optimizer).clip_grad_norm_(max_norm, clip_multipliers)
 
 
 def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ class AdamW(MultiplierOptimizer):
         lr: 1e-3 where neither it nor the groups say otherwise; `weight_decay` 0.1,
             `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3 likewise.
         max_grad_norm: Clip by the norm of the raw weights' gradients, as part of the step.
+        clip_multipliers: Count the multipliers' gradients in that norm too.
         process_group: The ranks that hold copies of these parameters, as under
             DistributedDataParallel: they agree on which steps to skip.
         backend: Which kernels run. `fused` and `foreach` are taken as torch has them; every step
@@ -38,6 +39,7 @@ class AdamW(MultiplierOptimizer):
         multiplier_lr_scale: float | None = None,
         multiplier_weight_decay: float | None = None,
         max_grad_norm: float | None = None,
+        clip_multipliers: bool = False,
         backend: Backend = "auto",
         process_group: Any = None,
         fused: bool | None = None,
@@ -57,6 +59,7 @@ class AdamW(MultiplierOptimizer):
             params,
             defaults,
             max_grad_norm=max_grad_norm,
+            clip_multipliers=clip_multipliers,
             backend=backend,
             process_group=process_group,
         )

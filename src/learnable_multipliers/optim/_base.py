@@ -68,6 +68,7 @@ class MultiplierOptimizer(Optimizer):
     _settings: tuple[str, ...] = (
         "_plan",
         "max_grad_norm",
+        "clip_multipliers",
         "backend",
         "grad_norm",
         "_skipped",
@@ -81,6 +82,7 @@ class MultiplierOptimizer(Optimizer):
         defaults: dict[str, Any],
         *,
         max_grad_norm: float | None,
+        clip_multipliers: bool,
         backend: Backend,
         process_group: Any = None,
     ):
@@ -90,6 +92,7 @@ class MultiplierOptimizer(Optimizer):
         defaults = {**defaults, **{n: v for n, v in _DEFAULTS.items() if n in defaults}, **given}
         self._plan = None
         self.max_grad_norm = max_grad_norm
+        self.clip_multipliers = clip_multipliers
         self.backend: Backend = backend
         self.grad_norm: Tensor | None = None
         self._skipped: SkippedSteps | None = None
@@ -190,7 +193,7 @@ class MultiplierOptimizer(Optimizer):
         if not active:
             return
         # The long pass over all gradients first: a GPU is busy with it while the host goes on.
-        grads, norm, finite = bound.gradients(active)
+        grads, norm, finite = bound.gradients(active, self.clip_multipliers)
         if self.found_inf is not None:
             finite = finite & (self.found_inf == 0)
         touched = bound.guard.check()
@@ -268,15 +271,19 @@ class MultiplierOptimizer(Optimizer):
         )
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that the raw gradients' norm is at most `max_norm`; return it."""
+    def clip_grad_norm_(self, max_norm: float, clip_multipliers: bool | None = None) -> Tensor:
+        """Scale all gradients so that their clip norm is at most `max_norm`; return it.
+
+        `clip_multipliers` is the optimizer's own unless given.
+        """
         bound = self._current()
         for packed in bound.packed.values():
             packed.write_factors_()
         active = bound.collect_gradients()
         if not active:
             return torch.zeros(())
-        _, norm, _ = bound.gradients(active)
+        counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
+        _, norm, _ = bound.gradients(active, counted)
         clip = clip_factor(norm, max_norm)
         for state in active:
             grad = state.parameter.grad

@@ -148,10 +148,13 @@ class Binding:
         for state in self.states:
             state.grad = None
 
-    def gradients(self, active: ParameterSet) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
-        """Return the multipliers' gradients by dtype, the norm of all others, and if all is finite.
+    def gradients(
+        self, active: ParameterSet, clip_multipliers: bool
+    ) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
+        """Return the multipliers' gradients by dtype, the clip norm, and if all is finite.
 
-        Where parameters are distributed over ranks these are the same numbers on each of them.
+        The norm is that of all other gradients, or of these too. Where parameters are distributed
+        over ranks these are the same numbers on each of them.
         """
         if len(active) < len(self.states):
             # Sums of the last step must not stay for matrices without a gradient in this one.
@@ -164,9 +167,12 @@ class Binding:
         grads = {dtype: packed.gradients() for dtype, packed in self.packed.items()}
         if self._sums is not None:
             assert self.squares is not None
-            finite = self._sums.all_reduce_(grads, self.squares)
-            norm = self.squares.sum().sqrt()
+            square, finite = self._sums.all_reduce_(grads, self.squares, clip_multipliers)
+            norm = square.sqrt()
             return grads, norm, finite & norm.isfinite()
+        if clip_multipliers:
+            for grad in grads.values():
+                square = square + grad.square().sum()
         norm = square.sqrt()
         finite = norm.isfinite()
         for grad in grads.values():

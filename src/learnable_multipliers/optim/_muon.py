@@ -75,6 +75,7 @@ class Muon(MultiplierOptimizer):
         multiplier_lr_scale: float | None = None,
         multiplier_weight_decay: float | None = None,
         max_grad_norm: float | None = None,
+        clip_multipliers: bool = False,
         backend: Backend = "auto",
         process_group: Any = None,
         fused: bool | None = None,
@@ -103,6 +104,7 @@ class Muon(MultiplierOptimizer):
             params,
             defaults,
             max_grad_norm=max_grad_norm,
+            clip_multipliers=clip_multipliers,
             backend=backend,
             process_group=process_group,
         )

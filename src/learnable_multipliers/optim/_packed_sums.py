@@ -27,6 +27,8 @@ class _Route:
     put: Tensor
     weight: Tensor
     """What a copy counts: one over the number of ranks that bring the same numbers."""
+    unsent: Tensor
+    """The same for gradients that are whole on their rank and not sent; 0 for those that are."""
 
 
 class PackedSums:
@@ -51,10 +53,12 @@ class PackedSums:
     def _route(self, packed: PackedMultipliers, shards: Sequence[Shard]) -> _Route:
         places = torch.arange(len(packed.values))
         taken, put, weight = [], [], []
+        unsent = torch.zeros(len(places), dtype=packed.values.dtype)
         for index, matrix in packed.matrices.items():
             shard = shards[index]
             for name, own in packed.views_of(places, index).items():
                 if name not in shard.partial:
+                    unsent[own.flatten()] = shard.num_parts / self._group.size()
                     continue
                 shape = torch.Size(matrix.value_shapes()[name])
                 whole = torch.arange(self.size, self.size + shape.numel()).view(shape)
@@ -64,15 +68,19 @@ class PackedSums:
                 copies = self._group.size() / shard.num_parts
                 weight.append(torch.full((own.numel(),), 1 / copies, dtype=packed.values.dtype))
         none, nothing = places[:0], torch.zeros(0, dtype=packed.values.dtype)
-        joined = [none, *taken], [none, *put], [nothing, *weight]
+        joined = [none, *taken], [none, *put], [nothing, *weight], [unsent]
         return _Route(*(torch.cat(tensors).to(self._device) for tensors in joined))
 
-    def all_reduce_(self, grads: dict[torch.dtype, Tensor], squares: Tensor) -> Tensor:
-        """Complete gradients and squared norms in place; return whether all numbers are finite.
+    def all_reduce_(
+        self, grads: dict[torch.dtype, Tensor], squares: Tensor, multipliers: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Complete gradients and squared norms in place; return the norm's sum, and if finite.
 
-        `squares` holds the squared norm of each parameter's part on this rank.
+        `squares` holds the squared norm of each parameter's part on this rank. The sum is that of
+        all squares, with those of `multipliers` where asked for.
         """
-        packed = torch.zeros(self.size, dtype=self._dtype, device=self._device)
+        size = self.size + multipliers
+        packed = torch.zeros(size, dtype=self._dtype, device=self._device)
         for grad in grads.values():
             # Rows that are whole on this rank are not sent; that they are not finite is.
             packed[0] += ~grad.isfinite().all()
@@ -80,9 +88,15 @@ class PackedSums:
         for dtype, route in self._routes.items():
             own = grads[dtype].index_select(0, route.taken) * route.weight
             packed.index_copy_(0, route.put, own.to(packed.dtype))
+        if multipliers:
+            for dtype, route in self._routes.items():
+                packed[-1] += (grads[dtype].square() * route.unsent).sum()
         dist.all_reduce(packed, group=self._group)
         squares.copy_(packed[self._squares])
+        total = squares.sum()
+        if multipliers:
+            total = total + packed[self._squares.stop : self.size].square().sum() + packed[-1]
         for dtype, route in self._routes.items():
-            total = packed.index_select(0, route.put).to(dtype)
-            grads[dtype].index_copy_(0, route.taken, total)
-        return packed.isfinite().all() & (packed[0] == 0)
+            sums = packed.index_select(0, route.put).to(dtype)
+            grads[dtype].index_copy_(0, route.taken, sums)
+        return total, packed.isfinite().all() & (packed[0] == 0)

@@ -62,6 +62,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         multiplier_lr_scale: float = 1.0,
         multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
         max_grad_norm: float | None = None,
+        clip_multipliers: bool = False,
         backend: Backend = "auto",
         process_group: Any = None,
     ):
@@ -105,6 +106,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             groups,
             defaults,
             max_grad_norm=max_grad_norm,
+            clip_multipliers=clip_multipliers,
             backend=backend,
             process_group=process_group,
         )
