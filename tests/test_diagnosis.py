@@ -10,7 +10,7 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from learnable_multipliers.equilibrium import noise_indicator, noise_ratio
-from learnable_multipliers.equilibrium._readings import verdict_of
+from learnable_multipliers.equilibrium._readings import row_spread, verdict_of
 from paths import KINDS, Toy, backward, toy_plan
 from small_training import ENDS, median_departure, train
 
@@ -252,6 +252,18 @@ def test_a_signal_makes_a_tensor_free(name):
     assert all(found[matrix].indicator > 3 for matrix in HIDDEN)
     assert {found[matrix].verdict for matrix in HIDDEN} == {"free"}
     assert found["norm.weight"].verdict == "free"
+
+
+def test_rare_rows_are_predicted_as_many_of_them_walk():
+    lrs, frequency = [4e-3] * 300, torch.logspace(-2, 0, 7, dtype=torch.float64)
+    found = row_spread(lrs, 1.0, (0.9, 0.95), frequency)
+    chance = frequency[:, None].expand(-1, 1500)
+    run = lrm.simulate_brownian("adamw", lrs, 1.0, (7, 1500, 4), frequency=chance, seed=5)
+    # One row for each frequency would err by half where gradients are few.
+    torch.testing.assert_close(
+        found, run.row_rms.double().square().mean(-1).sqrt(), rtol=0.06, atol=0
+    )
+    assert bool((found.diff() > 0).all())
 
 
 def test_rows_of_an_embedding_walk_by_their_frequency():
