@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 INTEGRATIONS := $(VENV)/.integrations
 
-.PHONY: venv integrations demo test test-all check format clean
+.PHONY: venv integrations demo experiments test test-all check format clean
 
 venv: $(READY)
 
@@ -28,8 +28,14 @@ $(INTEGRATIONS): $(READY)
 demo: venv
 	$(BIN)/lrm demo
 
+# The paper's experiments at the size of a CPU; a stopped one goes on where it was.
+experiments: venv
+	$(BIN)/lrm experiment all --preset cpu
+	$(BIN)/lrm experiment report --preset cpu
+
 # Tests of Triton kernels run on the CPU, in the interpreter, in a process of their own.
-KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py)
+KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py \
+	gate.py head_loss.py)
 
 # One more than the two cores of CI: tests of several ranks wait for each other.
 WORKERS ?= 3
@@ -59,4 +65,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build demo
+	rm -rf $(VENV) build demo experiments

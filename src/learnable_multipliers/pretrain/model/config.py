@@ -21,7 +21,7 @@ class ModelConfig:
     """
 
     vocab_size: int = 4096
-    """Tokens in the vocabulary; the data's tokenizer decides where 0."""
+    """Tokens in the vocabulary; 0 is that of the data's tokenizer, up to a multiple of 64."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 2
@@ -56,10 +56,16 @@ class ModelConfig:
     """Added to the mean square in every RMSNorm."""
     freeze_norms: bool = False
     """Keep the weights of the norms in the blocks at 1 (as the paper's width and MLP runs do)."""
+    freeze_final_norm: bool = False
+    """Keep the weight of the norm in front of the head at 1; with the rule
+    '. only=head kind=scalar' it is one learned number."""
     tie_embeddings: bool = False
     """Use one matrix as embedding and head."""
     init_std: float = 0.02
     """Standard deviation of matrices at the start."""
+    embedding_std: float = 0.0
+    """Standard deviation of the embedding at the start, also of the head where the two are tied; 0
+    is init_std."""
     mup_embedding: float = 1.0
     """On the embedding's output."""
     mup_head: float = 1.0
@@ -162,6 +168,11 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{name} must be a positive number, got {getattr(self, name):g}"
                 )
+        if self.embedding_std and not _TINY <= self.embedding_std < math.inf:
+            raise ValueError(
+                "model.embedding_std must be a positive number, or 0 for that of model.init_std, "
+                f"got {self.embedding_std:g}"
+            )
         for name, value in self.mup_factors.items():
             if not math.isfinite(value):
                 raise ValueError(f"model.{name} must be a finite number, got {value:g}")

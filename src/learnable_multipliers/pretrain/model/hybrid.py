@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
 from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
 from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.gate import gated
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
 from learnable_multipliers.pretrain.model.mamba import Mamba
 from learnable_multipliers.pretrain.model.projections import (
@@ -53,8 +53,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream."""
-        gate, up = project(x, (self.gate_proj,), (self.up_proj,))
-        inner = up * F.silu(scaled(gate, self.mup_gate))
+        (joined,) = project(x, (self.gate_proj, self.up_proj))
+        inner = gated(joined, self.mup_gate)
         return scaled(project_sum([inner], [self.down_proj]), self.mup_down)
 
 
@@ -71,7 +71,8 @@ class Layer(nn.Module):
             nn.RMSNorm(config.hidden_size, config.norm_eps) if config.has_mlp else None
         )
         if config.freeze_norms:
-            for norm in (self.input_layernorm, self.pre_ff_layernorm):
+            inner = None if self.mamba is None else self.mamba.norm
+            for norm in (self.input_layernorm, inner, self.pre_ff_layernorm):
                 if norm is not None:
                     norm.requires_grad_(False)
 
@@ -106,6 +107,8 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.final_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        if config.freeze_final_norm:
+            self.final_layernorm.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the features the head reads, (batch, length, hidden_size)."""
@@ -207,8 +210,9 @@ def empty_model(config: ModelConfig) -> HybridLM:
 
 @torch.no_grad()
 def initialize_weights_(model: HybridLM, generator: torch.Generator) -> None:
-    """Draw fresh weights: matrices from one normal distribution, the rest as Mamba-2 does."""
+    """Draw fresh weights: matrices from normal distributions, the rest as Mamba-2 does."""
     std = model.config.init_std
+    embedding = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         leaf = name.rpartition(".")[2]
         if leaf == "A_log":
@@ -223,4 +227,5 @@ def initialize_weights_(model: HybridLM, generator: torch.Generator) -> None:
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, std, generator=generator)
+            own = model.config.embedding_std if parameter is embedding else 0.0
+            parameter.normal_(0.0, own or std, generator=generator)

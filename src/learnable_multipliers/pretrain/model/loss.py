@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.projections import scaled
+
+if HAS_TRITON:
+    from learnable_multipliers.pretrain.model import loss_kernels as kernels
+else:
+    kernels = None
+
+CHUNK_BYTES = 256 << 20
+"""Logits that the kernels hold at a time: fewer make matrix products too small for an H200."""
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Losses(NamedTuple):
@@ -21,9 +31,42 @@ class Losses(NamedTuple):
 
 
 def head_loss(
+    features: Tensor,
+    head: Tensor,
+    mup_head: float,
+    targets: Tensor,
+    z_loss: float,
+    backend: Backend = "auto",
+) -> Losses:
+    """Return cross-entropy + z_loss * (log sum exp of the logits)^2, both averaged.
+
+    Chooses between PyTorch and Triton, by device and by the `backend` asked for.
+    """
+    device = features.device.type
+    dtype = torch.promote_types(features.dtype, head.dtype)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
+    if not takes_triton(backend, features.device, obstacle) or kernels is None:
+        return head_loss_reference(features, head, mup_head, targets, z_loss)
+    gradient = torch.is_grad_enabled() and (features.requires_grad or head.requires_grad)
+    total, cross_entropy, *_ = kernels.head_loss(
+        features.flatten(0, -2),
+        head,
+        targets.flatten(),
+        mup_head,
+        z_loss,
+        dtype,
+        gradient,
+        CHUNK_BYTES,
+    )
+    return Losses(total, cross_entropy.detach())
+
+
+def head_loss_reference(
     features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
 ) -> Losses:
-    """Return cross-entropy + z_loss * (log sum exp of the logits)^2, both averaged."""
+    """Return the same by PyTorch's own operators."""
     logits = head_logits(features, head, mup_head)
     return losses_of(logits.logsumexp(-1), target_logits(logits, targets), z_loss)
 

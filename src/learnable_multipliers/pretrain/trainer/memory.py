@@ -1,8 +1,9 @@
 """Peak memory of each rank of a run, from shapes.
 
 Weights, gradients and optimizer state are counted parameter by parameter. Activations are counted
-by formula: what autograd keeps of each layer and of the head, per token. Estimates were within 7%
-of the peaks on an H200, compiled and not (`tests/test_memory.py`).
+by formula: what autograd keeps of each layer and of the head, per token. Estimates were within 8%
+of the peaks on an H200, compiled and not; one of a 20M model with 2,048 tokens was 15% too high
+(`tests/test_memory.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.model.loss import CHUNK_BYTES
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
 from learnable_multipliers.pretrain.trainer.device import Device
@@ -63,19 +65,25 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     """Return the estimate of a run's memory on each rank."""
     length = config.data.sequence_length
     # A chunk is no longer than the sequence.
-    model = replace(config.model, ssm_chunk_size=min(config.model.ssm_chunk_size, length))
-    sharded = replace(config, model=rank_shape(model, axes.tensor))
+    shape = replace(config.model, ssm_chunk_size=min(config.model.ssm_chunk_size, length))
     with torch.device("meta"):
+        plan = make_plan(HybridLM(shape), config.optimizer)
+        # Factors that multipliers take over are in no forward pass.
+        shape = replace(shape, **{name: 1.0 for name, _ in plan.folds})
+        sharded = replace(config, model=rank_shape(shape, axes.tensor))
         model = HybridLM(sharded.model)
-    rows = state_bytes(sharded, model, make_plan(model, config.optimizer), axes.shard)
+    rows = state_bytes(sharded, model, plan, axes.shard)
     rows |= _communication(model, axes)
     sequences = micro_batch(config, axes.dp_degree)
-    rows[_ACTIVATIONS] = activation_bytes(
-        sharded.model, sequences * config.data.sequence_length, device
-    )
-    if not device.compiled:
+    in_chunks = axes.tensor == 1 and _has_kernels(device)
+    tokens = sequences * config.data.sequence_length
+    rows[_ACTIVATIONS] = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
+    if in_chunks:
+        # Freed before most gradients are there, like the rest of the activations.
+        rows[_ACTIVATIONS] += _head_bytes(sharded.model, tokens, device)
+    elif not device.compiled:
         # The backward pass of the loss computes several tensors of their size in float32.
-        logits = sequences * config.data.sequence_length * sharded.model.vocab_size
+        logits = tokens * sharded.model.vocab_size
         rows["gradients of the logits"] = 4 * _FLOAT * logits
     if device.device.type == "cuda":
         rows["workspace of CUDA libraries"] = _LIBRARIES
@@ -136,9 +144,15 @@ def state_bytes(
     return sizes
 
 
-def activation_bytes(model: ModelConfig, num_tokens: int, device: Device) -> int:
-    """Return the bytes that autograd keeps of one micro-batch."""
-    kept = _Kept(model, device)
+def activation_bytes(
+    model: ModelConfig, num_tokens: int, device: Device, *, in_chunks: bool = False
+) -> int:
+    """Return the bytes that autograd keeps of one micro-batch.
+
+    Args:
+        in_chunks: Kernels compute the loss, and keep no logits.
+    """
+    kept = _Kept(model, device, in_chunks)
     per_token = model.num_layers * kept.layer() + kept.head()
     return num_tokens * per_token + kept.cast_weights()
 
@@ -146,13 +160,14 @@ def activation_bytes(model: ModelConfig, num_tokens: int, device: Device) -> int
 class _Kept:
     """What autograd keeps, in bytes per token; compiled layers compute cheap tensors again."""
 
-    def __init__(self, model: ModelConfig, device: Device):
+    def __init__(self, model: ModelConfig, device: Device, in_chunks: bool):
         self.model, self.eager = model, not device.compiled
+        self.in_chunks, self.has_kernels = in_chunks, _has_kernels(device)
         self.width = device.dtype.itemsize
         self.casts = self.width < _FLOAT
         self.cuda = device.device.type == "cuda"
         sizes = {model.ssm_head_dim, model.ssm_state_size}
-        self.kernels = device.device.type == "cuda" and HAS_TRITON and sizes.issubset(KERNEL_SIZES)
+        self.kernels = self.has_kernels and sizes.issubset(KERNEL_SIZES)
         self.heads = model.num_heads * model.head_dim
         self.kv_heads = model.num_kv_heads * model.head_dim if model.has_attention else 0
 
@@ -172,6 +187,9 @@ class _Kept:
         """Return what embedding, last norm, logits and loss keep."""
         model = self.model
         residual = (2 * _FLOAT + self.width) * model.hidden_size
+        if self.in_chunks:
+            # The gradient of the features.
+            return residual + (_FLOAT + self.width) * model.hidden_size
         if not self.eager:
             return residual + self.width * model.vocab_size
         # float32 logits and the mask of the targets.
@@ -213,6 +231,8 @@ class _Kept:
 
     def _mlp(self) -> int:
         """Return the numbers of gate, up and their product; without a compiler of silu(gate)."""
+        if self.has_kernels:
+            return 3 * self.model.intermediate_size
         scaled = self.model.mup_gate != 1.0
         return (3 + self.eager + scaled) * self.model.intermediate_size
 
@@ -232,6 +252,17 @@ class _Kept:
         tables = (2 * _FLOAT // self.width if self.eager else 0) + 1
         tables = tables * num_heads * chunk + model.ssm_groups * chunk
         return kept + (6 + 2 * self.eager) * size + tables + chunk_states + 2 * states
+
+
+def _has_kernels(device: Device) -> bool:
+    return device.device.type == "cuda" and HAS_TRITON
+
+
+def _head_bytes(model: ModelConfig, num_tokens: int, device: Device) -> int:
+    """Return what the loss holds while it computes logits a chunk at a time."""
+    logits = num_tokens * model.vocab_size * device.dtype.itemsize
+    gradient = (_FLOAT + device.dtype.itemsize) * model.vocab_size * model.hidden_size
+    return min(logits, CHUNK_BYTES) + gradient
 
 
 def micro_batch(config: TrainConfig, dp_degree: int) -> int:
