@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from learnable_multipliers.pretrain.config import DataConfig, TrainConfig
+from learnable_multipliers.pretrain.config import (
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
@@ -15,6 +21,16 @@ from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_survives_the_round_trip(recipe):
     config = replace(RECIPES[recipe][1], data=DataConfig(path=Path("some/where")))
+    assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_rules_and_factors_survive_the_round_trip():
+    optimizer = OptimizerConfig(
+        rules=(". only=head kind=scalar", r"mlp\\.up kind=none"),
+        norm_scale={"head": 8.0, "gate": 0.25},
+        lr_factors={"up": 3.0},
+    )
+    config = TrainConfig(optimizer=optimizer)
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
@@ -77,9 +93,31 @@ def test_what_a_file_leaves_out_is_not_guessed():
         (
             "optimizer",
             {"lr": 0.5, "weight_decay": 0.0, "multiplier_lr_scale": 1e3},
-            "optimizer.multiplier_weight_decay is 1: a step would decay a multiplier",
+            "lr times multiplier_lr_scale times multiplier_weight_decay is 1: a step would",
         ),
-        ("optimizer", {"multiplier_init": "fold", "placement": "none"}, "no multipliers"),
+        (
+            "optimizer",
+            {"multiplier_lr": 1000.0},
+            "multiplier_lr times multiplier_weight_decay is 2: a step would decay a multiplier",
+        ),
+        (
+            "optimizer",
+            {"multiplier_lr": 0.01, "multiplier_lr_scale": 2.0},
+            "multiplier_lr is 0.01 and optimizer.multiplier_lr_scale 2: give .* not both",
+        ),
+        ("optimizer", {"multiplier_lr": -0.1}, "multiplier_lr must be a number of at least 0"),
+        ("optimizer", {"multiplier_scale": "exp"}, "not one of linear, log"),
+        ("optimizer", {"rules": "head kind=row"}, "optimizer.rules is .*, not a list"),
+        ("optimizer", {"rules": (3,)}, r"optimizer.rules\[0\] is 3, not a text"),
+        ("optimizer", {"rules": ("head",)}, "optimizer.rules: rule 'head' sets nothing"),
+        ("optimizer", {"rules": ("@nowhere",)}, "optimizer.rules: the rules in nowhere cannot"),
+        ("optimizer", {"lr_factors": {"head": 0.0}}, "lr_factors: head must have a number from"),
+        ("optimizer", {"norm_scale": {"head": -8.0}}, "norm_scale: head must have a number from"),
+        ("optimizer", {"norm_scale": {"head": float("nan")}}, "norm_scale: head must have a"),
+        ("optimizer", {"norm_scale": {"haed": 8.0}}, "norm_scale: unknown role 'haed'; .* head"),
+        ("optimizer", {"norm_scale": {3: 8.0}}, "a key of .*norm_scale is 3, not a text"),
+        ("optimizer", {"weight_decay_factors": {"head": -1.0}}, "head must have a number from 0"),
+        ("optimizer", {"weight_decay_factors": {"head": "much"}}, "head is 'much', not a number"),
         ("optimizer", {"momentum": -0.5}, r"optimizer.momentum must lie in \[0, 1\), got -0.5"),
         ("optimizer", {"momentum": 1.0}, r"optimizer.momentum must lie in \[0, 1\), got 1"),
         # 0 / 0 for a token that did not occur.
@@ -93,10 +131,13 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("model", {"norm_eps": 1e-50}, "model.norm_eps must be a positive number, got 1e-50"),
         ("model", {"init_std": 0.0}, "model.init_std must be a positive number, got 0"),
         ("model", {"init_std": float("inf")}, "model.init_std must be a positive number, got inf"),
+        ("model", {"embedding_std": -1.0}, "model.embedding_std must be a positive number, or 0"),
+        ("model", {"embedding_std": float("inf")}, "model.embedding_std must be a positive"),
         ("model", {"rope_theta": -1.0}, "model.rope_theta must be a positive number, got -1"),
         ("model", {"mup_key": float("nan")}, "model.mup_key must be a finite number, got nan"),
         ("schedule", {"decay_shape": "step"}, "not one of exponential, linear, cosine"),
         ("log", {"evaluate_tokens": -1}, "log.evaluate_tokens must be a number of at least 0"),
+        ("log", {"signals_every": -1}, "log.signals_every must be a number of at least 0"),
         ("log", {"every": -2}, "log.every must be a number of at least 0"),
         ("checkpoint", {"every": -5}, "checkpoint.every must be a number of at least 0"),
         ("checkpoint", {"keep": 1}, "keep must be at least 2"),
@@ -114,7 +155,14 @@ def test_settings_that_cannot_work_are_refused(section, changes, message):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"z_loss": float("inf")}, "z_loss must be"), ({"seed": 1 << 64}, "fit into 64 bits")],
+    [
+        ({"z_loss": float("inf")}, "z_loss must be"),
+        ({"seed": 1 << 64}, "fit into 64 bits"),
+        *(
+            ({"log": LogConfig(signals_every=5), "parallel": ParallelConfig(**sharded)}, "whole")
+            for sharded in ({"shard": 2}, {"tensor": 2})
+        ),
+    ],
 )
 def test_settings_of_the_whole_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -33,7 +33,7 @@ STEPS, LENGTH, BATCH = 30, 32, 4
 
 # Every number is written out: a default that changes later is not a change of numerics.
 HYBRID = ModelConfig(
-    vocab_size=0,
+    vocab_size=257,
     hidden_size=32,
     num_layers=2,
     max_length=2048,

@@ -156,6 +156,30 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
             torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
 
 
+def test_signals_of_copies_are_those_of_one_process(ranks, data, tmp_path):
+    config = config_of(data, tmp_path / "alone", kind="muon")
+    config = replace(config, log=replace(config.log, signals_every=3))
+    train_here(config)
+    copies = ParallelConfig(**AXES["DDP"])
+    ranks.run(train_here, replace(config, out=tmp_path / "run", parallel=copies))
+    alone, found = (
+        [list(numbers_of(r)) for r in read_metrics(tmp_path / name) if r["kind"] == "signals"]
+        for name in ("alone", "run")
+    )
+    assert len(found) == 4
+    # Of six digits.
+    assert found == [pytest.approx(record, rel=2e-6) for record in alone]
+
+
+def numbers_of(value):
+    """Yield all numbers of a record, in order."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            yield from numbers_of(item)
+        elif not isinstance(item, str):
+            yield item
+
+
 def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp_path):
     config = config_of(data, tmp_path / "alone", llama=True)
     shape = replace(config.model, mup_key=0.5, mup_down=2.0, mup_head=0.25)

@@ -86,14 +86,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(data, tmp_path, n
 
 
 def test_a_resumed_run_has_the_thinned_log_of_an_uninterrupted_one(data, tmp_path, monkeypatch):
-    for kind in ("train", "weights", "health", "eval"):
+    for kind in ("train", "weights", "health", "signals", "eval"):
         monkeypatch.setitem(NEWEST, kind, 2)
     config = small_run(data, tmp_path / "whole", steps=24, name="run")
     log = replace(config.log, every=1, weights_every=2, evaluate_every=3, sample_tokens=0)
-    config = replace(config, log=log)
+    config = replace(config, log=replace(log, signals_every=1))
     trained(config)
-    steps = [r["step"] for r in read_metrics(config.out) if r["kind"] == "train"]
-    assert steps == [1, 16, 23, 24]
+    for kind in ("train", "signals"):
+        steps = [r["step"] for r in read_metrics(config.out) if r["kind"] == kind]
+        assert steps == [1, 16, 23, 24]
     part = replace(config, out=tmp_path / "part")
     killed_after(part, 14)
     killed_after(replace(part, resume=True), 17)
@@ -293,7 +294,7 @@ def test_other_settings_are_refused(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     trained(config)
     for changes, message in (
-        ({"model": replace(HYBRID, vocab_size=300)}, "model.vocab_size: 257 -> 300"),
+        ({"model": replace(HYBRID, vocab_size=300)}, "model.vocab_size: 320 -> 300"),
         ({"seed": 1}, "seed: 0 -> 1"),
         ({"optimizer": replace(config.optimizer, lr=1e-3)}, "optimizer.lr: 0.004 -> 0.001"),
     ):

@@ -48,7 +48,8 @@ def test_another_seed_gives_other_weights_and_another_order(data, tmp_path):
 
 def test_looking_at_a_run_does_not_change_it(data, tmp_path):
     quiet = small_run(data, tmp_path / "quiet", steps=6)
-    seldom = dict.fromkeys(("every", "weights_every", "evaluate_every", "sample_every"), 0)
+    fields = ("every", "weights_every", "signals_every", "evaluate_every", "sample_every")
+    seldom = dict.fromkeys(fields, 0)
     often = dict.fromkeys(seldom, 1)
     runs = [
         trained(replace(quiet, out=tmp_path / str(n), log=replace(quiet.log, **every)))
@@ -57,7 +58,7 @@ def test_looking_at_a_run_does_not_change_it(data, tmp_path):
     assert_same(*runs)
     kinds = [[r["kind"] for r in read_metrics(tmp_path / str(n))] for n in range(2)]
     assert kinds[0] == ["train", "weights", "health", "weights", "health", "eval", "sample", "end"]
-    assert kinds[1] == ["train", "weights", "health", "eval", "sample"] * 6 + ["end"]
+    assert kinds[1] == ["train", "weights", "health", "signals", "eval", "sample"] * 6 + ["end"]
 
 
 def test_a_logged_loss_is_the_mean_since_the_one_before(data, tmp_path):
@@ -213,3 +214,10 @@ def test_impossible_ways_to_compute_are_refused(changes, message):
     runtime = TrainConfig().runtime
     with pytest.raises(ValueError, match=message):
         choose_device(replace(runtime, **{"device": "cpu", **changes}))
+
+
+def test_a_vocabulary_of_the_data_is_rounded_up_to_what_gpus_multiply_fast(data, tmp_path):
+    trainer = Trainer(small_run(data, tmp_path / "run"))
+    assert trainer.data.manifest.vocab_size == 257
+    assert trainer.config.model.vocab_size == trainer.model.lm_head.weight.shape[0] == 320
+    trainer.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
+from learnable_multipliers.roles import check_role
 
 _LARGEST = 1e15
 """Of the optimizer's settings: products of two must fit into float32."""
@@ -42,6 +45,10 @@ class OptimizerConfig:
     placement: Placement = "full"
     """Which multipliers matrices carry: none, row and column (full), those free of symmetries
     (symmetry-aware), or one number each (scalar)."""
+    rules: tuple[str, ...] = ()
+    """Exceptions from the placement, each in quotes: a pattern for names (. is all) and settings of
+    lrm.Rule, '. only=head kind=scalar' or 'up_proj kind=none'; the first that matches decides.
+    @FILE reads them from a file, one a line."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -50,18 +57,38 @@ class OptimizerConfig:
     """AdamW's averaging."""
     eps: float = 1e-8
     """AdamW's floor under the second moment."""
+    lr_factors: dict[str, float] = field(default_factory=dict)
+    """Factors on the learning rate of matrices, by role: head 2 gate 0.5."""
+    weight_decay_factors: dict[str, float] = field(default_factory=dict)
+    """Factors on the weight decay of matrices, by role."""
+    norm_scale: dict[str, float] = field(default_factory=dict)
+    """Factors S on the equilibrium norm of matrices, by role: learning rate times S, decay over S
+    (as in the paper's projector and MLP runs)."""
     max_grad_norm: float = 1.0
     """Clip norm of the raw gradients, multipliers left out (paper: 1); 0 does not clip."""
+    clip_multipliers: bool = False
+    """Count the multipliers' gradients in the clip norm too (paper: they are better left out)."""
     multiplier_lr_scale: float = 1.0
     """Learning rate of the multipliers over that of the matrices."""
+    multiplier_lr: float = 0.0
+    """Peak learning rate of the multipliers itself, whatever lr is; 0 is lr times
+    multiplier_lr_scale."""
     multiplier_weight_decay: float = 2e-3
     """Of multipliers (paper: 2e-3)."""
-    multiplier_init: Literal["one", "fold"] = "one"
-    """Multipliers start at 1, or take over the model's fixed mup_* factors (fold)."""
+    multiplier_scale: Literal["linear", "log"] = "linear"
+    """What is learned: the multiplier, or its logarithm, whose decay pulls to 1."""
+    multiplier_init: Literal["one", "fold"] = "fold"
+    """Multipliers take over the model's fixed mup_* factors, where it has any (fold), or start at
+    1 beside them."""
     momentum: float = 0.95
     """Muon's."""
     adamw_lr_scale: float = 1.0
     """With Muon: learning rate of what AdamW trains, over that of the matrices."""
+
+    @property
+    def multiplier_ratio(self) -> float:
+        """Learning rate of the multipliers over that of the matrices, however it was given."""
+        return self.multiplier_lr / self.lr if self.multiplier_lr else self.multiplier_lr_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +187,13 @@ class LogConfig:
     weights_every: int = 100
     """Steps between statistics of norms and multipliers; there is always one at either end."""
     drift: bool = True
-    """Find the model's scale symmetries at the start, in seconds to half a minute, and watch how
-    far multipliers drift along them."""
+    """Find the model's scale symmetries at the start, in seconds to half a minute the first time,
+    and watch how far multipliers drift along them."""
     drift_bound: float = 10.0
     """Factor of drift from which on there is a warning."""
+    signals_every: int = 0
+    """Steps between sizes of activations and of rows of weights, layer by layer; with it there is
+    always one at either end, 0 is never."""
     evaluate_every: int = 250
     """Steps between evaluations on held-out text; there is always one at the end."""
     evaluate_tokens: int = 500_000
@@ -272,6 +302,11 @@ class TrainConfig:
         _check_at_least(1, "parallel.", self.parallel, "shard", "tensor")
         if not self.parallel.timeout > 0:
             raise ValueError(f"parallel.timeout must be positive, got {self.parallel.timeout:g}")
+        if self.log.signals_every and max(self.parallel.shard, self.parallel.tensor) > 1:
+            raise ValueError(
+                "log.signals_every measures whole weights and activations, which sharded runs do "
+                "not have: set parallel.shard=1 and parallel.tensor=1, or log.signals_every=0"
+            )
         if self.checkpoint.keep < 2:
             raise ValueError(
                 "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
@@ -316,17 +351,40 @@ class TrainConfig:
                 f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
                 "weight to nothing or beyond; lower one of them"
             )
-        decay = optimizer.lr * optimizer.multiplier_lr_scale * optimizer.multiplier_weight_decay
+        if optimizer.multiplier_lr and optimizer.multiplier_lr_scale != 1:
+            raise ValueError(
+                f"optimizer.multiplier_lr is {optimizer.multiplier_lr:g} and "
+                f"optimizer.multiplier_lr_scale {optimizer.multiplier_lr_scale:g}: give the "
+                "learning rate of the multipliers itself or over that of the matrices, not both"
+            )
+        rate = "multiplier_lr" if optimizer.multiplier_lr else "lr times multiplier_lr_scale"
+        decay = optimizer.lr * optimizer.multiplier_ratio * optimizer.multiplier_weight_decay
         if decay >= 1:
             raise ValueError(
-                "optimizer.lr times optimizer.multiplier_lr_scale and "
-                f"optimizer.multiplier_weight_decay is {decay:g}: a step would decay a multiplier "
-                "to nothing or beyond; lower one of them"
+                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: a step would decay "
+                "a multiplier to nothing or beyond; lower one of them"
             )
-        if optimizer.multiplier_init == "fold" and optimizer.placement == "none":
+        try:
+            parse_rules(optimizer.rules)
+        except ValueError as error:
+            raise ValueError(f"optimizer.rules: {error}") from error
+        # A decay of 0 is none; the others would leave a matrix as it was drawn.
+        _check_factors("weight_decay_factors", optimizer.weight_decay_factors, 0.0)
+        for name in ("lr_factors", "norm_scale"):
+            _check_factors(name, getattr(optimizer, name), 1 / _LARGEST)
+
+
+def _check_factors(name: str, factors: Mapping[str, float], least: float) -> None:
+    """Raise a ValueError for factors that no role of a matrix can have."""
+    for role, factor in factors.items():
+        try:
+            check_role(role)
+        except ValueError as error:
+            raise ValueError(f"optimizer.{name}: {error}") from error
+        if not least <= factor <= _LARGEST:
             raise ValueError(
-                "optimizer.multiplier_init=fold lets multipliers take over fixed factors, but "
-                "optimizer.placement=none has no multipliers: set one of them otherwise"
+                f"optimizer.{name}: {role} must have a number from {least:g} to {_LARGEST:g}, got "
+                f"{factor:g}"
             )
 
 

@@ -35,6 +35,15 @@ def to_dict(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def with_floats(value: Any) -> Any:
+    """Return plain data with the numbers that JSON has none for; the way back from `to_dict`."""
+    if isinstance(value, dict):
+        return {key: with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    return float(value) if isinstance(value, str) and value in NOT_FINITE else value
+
+
 def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
     """Return a `kind` made from plain data; a ValueError names what does not fit, and where.
 
@@ -51,6 +60,9 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
     if origin is Literal:
         _expect(values in args, where, values, f"one of {', '.join(map(str, args))}")
         return values
+    if origin is tuple and args[-1] is Ellipsis:
+        _expect(isinstance(values, list | tuple), where, values, "a list")
+        return tuple(from_dict(args[0], v, f"{where}[{i}]") for i, v in enumerate(values))
     if origin is tuple:
         fits = isinstance(values, list | tuple) and len(values) == len(args)
         _expect(fits, where, values, f"a list of {len(args)}")
@@ -61,7 +73,10 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
         return [from_dict(args[0], value, f"{where}[{i}]") for i, value in enumerate(values)]
     if origin is dict:
         _expect(isinstance(values, dict), where, values, "a mapping")
-        return {key: from_dict(args[1], value, f"{where}.{key}") for key, value in values.items()}
+        return {
+            from_dict(args[0], key, f"a key of {where}"): from_dict(args[1], v, f"{where}.{key}")
+            for key, v in values.items()
+        }
     if kind is Path:
         _expect(isinstance(values, str), where, values, "a path")
         return Path(values)

@@ -23,11 +23,12 @@ _FIELDS = {
     "eval": ("step", "tokens", "loss"),
     "weights": ("step", "tokens", "raw_rms", "predicted_rms"),
     "health": ("step",),
+    "signals": ("step",),
     "sample": ("step", "prompt", "text"),
     "end": ("step",),
 }
-# Records of a kind that are held, or up to twice as many: those of the weights are long.
-_MOST = {"train": 20_000, "weights": 64, "health": 1000}
+# Records of a kind that are held, or up to twice as many: those of weights and signals are long.
+_MOST = {"train": 20_000, "weights": 64, "health": 1000, "signals": 64}
 _MOST_OTHERS = 50_000
 
 

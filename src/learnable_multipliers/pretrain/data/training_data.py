@@ -30,6 +30,9 @@ from learnable_multipliers.pretrain.data.shards import (
 )
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
+_NUM_SPANS = 256
+"""In which a large text is sampled."""
+
 
 class TrainingData:
     """A prepared dataset as a run uses it."""
@@ -90,6 +93,19 @@ class TrainingData:
         """
         samples = sample_order(np.arange(start, start + size), self._num_samples, self._seed)
         return _moved(self._train.samples(samples, self._length), device)
+
+    def token_counts(self, vocab_size: int, max_tokens: int) -> Tensor:
+        """Return how often each token occurs in the training text, (vocab_size,).
+
+        Text of more than `max_tokens` is counted in spans that lie evenly over it.
+        """
+        total, spans = len(self._train), 1 if len(self._train) <= max_tokens else _NUM_SPANS
+        size = min(total, max_tokens) // spans
+        counts = np.zeros(vocab_size, np.int64)
+        for span in range(spans):
+            start = span * total // spans
+            counts += np.bincount(self._train.tokens(start, start + size), minlength=vocab_size)
+        return torch.from_numpy(counts)
 
     def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
         """Yield held-out samples from the start, the same ones every time; 0 tokens is all.
@@ -163,7 +179,7 @@ def default_corpus(vocab_size: int) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where default data and results of checks lie: LRM_CACHE, or the user's cache."""
+    """Return where default data and what runs found out lie: LRM_CACHE, or the user's cache."""
     if own := os.environ.get("LRM_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -23,11 +23,15 @@ from typing import Any
 from learnable_multipliers._atomic import replace_file, sync
 from learnable_multipliers._checksum import sealed_line, unsealed_line
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
-from learnable_multipliers.pretrain.serialization import NOT_FINITE, to_dict
+from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
 FILE_NAME = "metrics.jsonl"
-NEWEST = {"train": 10_000, "eval": 10_000, "sample": 1000, "weights": 100, "health": 100}
-"""How many of the newest records of a kind are kept; a record of the weights has every matrix."""
+NEWEST = {
+    **{"train": 10_000, "eval": 10_000, "sample": 1000},
+    # One of these has every matrix or every layer.
+    **{"weights": 100, "health": 100, "signals": 100},
+}
+"""How many of the newest records of a kind are kept."""
 _START = re.compile(rb'\{"step": (\d+), "kind": "(\w+)"')
 Metrics = Mapping[str, Any]
 Observer = Callable[[dict[str, Any]], None]
@@ -211,7 +215,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
         raise FileNotFoundError(f"there are no metrics at {path}")
-    return [_with_floats(record) for _, record in _lines(path)]
+    return [with_floats(record) for _, record in _lines(path)]
 
 
 def is_kept(step: int, newest: int, every: int, count: int) -> bool:
@@ -241,14 +245,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     "the line"
                 ) from error
             yield line, record
-
-
-def _with_floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_floats(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_floats(item) for item in value]
-    return float(value) if isinstance(value, str) and value in NOT_FINITE else value
 
 
 def _numbers(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:

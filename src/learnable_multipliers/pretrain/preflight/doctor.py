@@ -72,7 +72,7 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
         ("data", run.check_data, "prepare data (lrm data prepare) and name them: --data.path"),
         ("checksums", run.check_checksums, "copy the data again, or prepare them again"),
         ("settings", run.check_settings, _SETTINGS),
-        ("plan", run.check_plan, "lrm plan MODEL shows the plan; rules can be given in Python"),
+        ("plan", run.check_plan, "lrm plan MODEL shows the plan; optimizer.rules can change it"),
         ("fast paths", run.check_fast_paths, _SETTINGS),
         ("memory", run.check_memory, checks.LESS_MEMORY),
         ("disk", run.check_disk, "free some space, or choose another disk: --out"),

@@ -2,22 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._initialize import initialize_
-from learnable_multipliers._plan import Plan
+from learnable_multipliers._initialize import fixed_multipliers, initialize_
+from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._planner import plan
-from learnable_multipliers._rules import Rule
 from learnable_multipliers.optim import AdamW, Muon, param_groups
+from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.rules import parse_rules
 
 
 def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
-    """Decide which multipliers each matrix carries; leaves the model alone."""
-    rules = [Rule("", init="fold")] if config.multiplier_init == "fold" else []
-    return plan(model, config.placement, rules)
+    """Decide how each matrix is trained and what it carries; leaves the model alone."""
+    rules = parse_rules(config.rules)
+    carries = config.placement != "none" or bool(rules)
+    folds = config.multiplier_init == "fold" and carries and bool(fixed_multipliers(model))
+    planned = plan(
+        model,
+        config.placement,
+        rules,
+        scale=config.multiplier_scale,
+        init="fold" if folds else "one",
+    )
+    planned = _with_factors(planned, config)
+    _check_decays(planned, config)
+    return planned
+
+
+def _with_factors(planned: Plan, config: OptimizerConfig) -> Plan:
+    """Return a plan with the factors on learning rates and decays that a config gives to roles."""
+    lr, decay, norm = config.lr_factors, config.weight_decay_factors, config.norm_scale
+    there = dict.fromkeys(role for entry in planned.entries for role in _roles(entry))
+    for name, factors in (
+        ("lr_factors", lr),
+        ("weight_decay_factors", decay),
+        ("norm_scale", norm),
+    ):
+        if missing := [role for role in factors if role not in there]:
+            raise ValueError(
+                f"optimizer.{name}: the model has no matrix of the role {missing[0]}; it has "
+                f"{', '.join(there)}"
+            )
+
+    def scaled(entry: PlanEntry) -> PlanEntry:
+        found = {
+            role: (
+                lr.get(role, 1.0) * norm.get(role, 1.0),
+                decay.get(role, 1.0) / norm.get(role, 1.0),
+            )
+            for role in _roles(entry)
+        }
+        if len(set(found.values())) > 1:
+            raise ValueError(
+                f"{entry.name} is one stored matrix with one learning rate and one decay, so its "
+                f"roles ({', '.join(found)}) must all have the same optimizer.lr_factors, "
+                "weight_decay_factors and norm_scale"
+            )
+        by_lr, by_decay = next(iter(found.values()), (1.0, 1.0))
+        own = config.weight_decay if entry.weight_decay is None else entry.weight_decay
+        if by_decay != 1.0:
+            entry = replace(entry, weight_decay=own * by_decay)
+        return replace(entry, lr_scale=entry.lr_scale * by_lr)
+
+    return replace(planned, entries=tuple(scaled(entry) for entry in planned.entries))
+
+
+def _roles(entry: PlanEntry) -> list[str]:
+    return [] if entry.matrix is None else [block.role for block in entry.matrix.blocks]
+
+
+def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
+    """Raise a ValueError for a weight that one step would decay to nothing or beyond."""
+    for entry in planned.entries:
+        default = 0.0 if entry.vector else config.weight_decay
+        decay = default if entry.weight_decay is None else entry.weight_decay
+        lr = config.lr * entry.lr_scale
+        if config.kind == "muon" and not is_hidden(entry.matrix):
+            lr *= config.adamw_lr_scale
+        if lr * decay >= 1:
+            raise ValueError(
+                f"{entry.name} would train with learning rate {lr:g} and weight decay {decay:g}: "
+                "their product must be below 1, or a step decays it to nothing or beyond; lower "
+                "optimizer.lr, or what the rules and factors by role make of it"
+            )
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | Muon, Plan]:
@@ -40,9 +111,10 @@ def optimizer_for(
         "lr": config.lr,
         "betas": config.betas,
         "eps": config.eps,
-        "multiplier_lr_scale": config.multiplier_lr_scale,
+        "multiplier_lr_scale": config.multiplier_ratio,
         "multiplier_weight_decay": config.multiplier_weight_decay,
         "max_grad_norm": config.max_grad_norm or None,
+        "clip_multipliers": config.clip_multipliers,
         "process_group": copies,
     }
     if config.kind == "adamw":

@@ -102,6 +102,7 @@ class RunFolder:
                 "sample": settings.sample_every,
                 "weights": settings.weights_every,
                 "health": settings.weights_every,
+                "signals": settings.signals_every,
             },
             observer=self._observer,
         )

@@ -7,7 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.metrics.log import Observer
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
+from learnable_multipliers.pretrain.metrics.signals import Signals
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
+from learnable_multipliers.pretrain.rules import read_rules
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
@@ -39,13 +41,15 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
     tensors_of,
 )
+from learnable_multipliers.pretrain.trainer.symmetries import symmetries_of
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
-from learnable_multipliers.symmetry import find_symmetries
 
 _WRONG_DATA = 1 << 16
 """Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
 _PATIENCE = 0.5
 """Seconds between looks at the check of the data."""
+_VOCAB_MULTIPLE = 64
+"""Of the vocabulary's size, where data decide it: a GPU takes twice as long with an odd one."""
 
 
 class Trainer:
@@ -85,9 +89,13 @@ class Trainer:
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
         symmetries = None
         if config.log.drift and self.plan.num_multipliers:
-            # On the CPU, in float64.
-            symmetries = find_symmetries(build(config.model, config.seed), self.plan)
+            symmetries = symmetries_of(config.model, self.plan)
         self.monitor = Monitor(self.optimizer, symmetries, drift_bound=config.log.drift_bound)
+        self._signals: Signals | None = None
+        if config.log.signals_every:
+            self._signals = Signals.of_run(
+                self.model, self.optimizer, self.plan, self.data, config.data, self.device.device
+            )
         self.step = self.samples = self.passed_over = self._skipped_before = 0
         self._stopwatch = Stopwatch()
         self._losses = LossMeter(self.device.device)
@@ -260,13 +268,16 @@ class Trainer:
         if (logged or due(self.config.spikes.max_skipped)) and self._rolled_back():
             return
         weights = due(log.weights_every) or last or self.step == 1
+        signals = due(log.signals_every) or last or self.step == 1
         evaluation = due(log.evaluate_every) or last
         sample = bool(log.sample_tokens) and (due(log.sample_every) or last)
         # While the loss is in doubt no checkpoint may displace a good one.
         checkpoint = due(self.config.checkpoint.every) and not last
         checkpoint = checkpoint and not (self._spikes.high or self._losses.read().skipped_in_a_row)
         if weights:
-            self._record_health()
+            self._record_health(last)
+        if self._signals is not None and signals:
+            self._record("signals", **self._signals.measure(self.device.autocast()))
         if evaluation:
             found = self._evaluate()
             self._held_out_loss = found["loss"]
@@ -279,7 +290,7 @@ class Trainer:
                 self._record("sample", prompt=log.prompt, text=text)
         if checkpoint:
             self.save()
-        if weights or evaluation or sample or checkpoint:
+        if weights or signals or evaluation or sample or checkpoint:
             self._restart_clock()
         # At the end there is no time for patience.
         if last and (reason := self.divergence()) is not None:
@@ -315,10 +326,14 @@ class Trainer:
         """Measure the next speed from here."""
         self._mark = (self.seconds, self.tokens)
 
-    def _record_health(self) -> None:
+    def _record_health(self, last: bool) -> None:
         health = self.monitor.health()
         self._record("weights", **describe_weights(self.optimizer, self.plan, health.readings))
-        self._record("health", **health.metrics(), alarms=[a.text for a in health.alarms])
+        found: dict[str, Any] = {"alarms": [alarm.text for alarm in health.alarms]}
+        if last:
+            # Of every tensor, so not in every record.
+            found["readings"] = [asdict(reading) for reading in health.readings]
+        self._record("health", **health.metrics(), **found)
         for alarm in health.alarms:
             self._folder.warn(self.step, alarm.text, alarm.about)
 
@@ -474,10 +489,12 @@ class Trainer:
 
 
 def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size and name filled in, checked."""
+    """Return a config with vocabulary size, name and rules of files filled in, checked."""
     if config.model.vocab_size == 0:
-        model = replace(config.model, vocab_size=data.manifest.vocab_size)
+        vocab_size = math.ceil(data.manifest.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        model = replace(config.model, vocab_size=vocab_size)
         config = replace(config, model=model)
     config = replace(config, name=config.name or config.out.resolve().name)
     config.check()
-    return config
+    optimizer = replace(config.optimizer, rules=read_rules(config.optimizer.rules))
+    return replace(config, optimizer=optimizer)
