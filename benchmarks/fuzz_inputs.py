@@ -19,6 +19,7 @@ from pyarrow import parquet
 from learnable_multipliers._checksum import KEY, sealed, sealed_line
 from learnable_multipliers.cli.data_prepare import PrepareConfig
 from learnable_multipliers.cli.demo import DemoConfig
+from learnable_multipliers.cli.experiment import ExperimentConfig
 from learnable_multipliers.cli.models import PlanConfig, SymmetriesConfig
 from learnable_multipliers.cli.preflight import VerifyConfig
 from learnable_multipliers.cli.runs import DiagnoseConfig, ExportConfig, ReportConfig
@@ -100,6 +101,7 @@ VALID: dict[str, Valid] = {
         writes="anything",
     ),
     "plan": _valid("plan tiny", PlanConfig),
+    "plan by rules": _valid("plan tiny --rules", PlanConfig, ". only=head kind=row", "@rules.txt"),
     "plan of a folder": _valid("plan hf --json plan.json", PlanConfig),
     "symmetries": _valid("symmetries hf --placement scalar", SymmetriesConfig, weight=2),
     "simulate": _valid("simulate --steps 20 --shape 4 4", SimulateConfig, weight=6),
@@ -107,6 +109,7 @@ VALID: dict[str, Valid] = {
     "export": _valid("export run new", ExportConfig, weight=6),
     "export of a checkpoint": _valid(f"export {NEWEST} new --dtype bfloat16", ExportConfig),
     "report": _valid("report run --out new.html", ReportConfig, weight=3),
+    "experiments": _valid("experiment list --preset gpu --out records", ExperimentConfig, weight=1),
 }
 
 
@@ -225,6 +228,7 @@ INPUTS: dict[str, Input] = {
     "Hugging Face config": Input(
         "hf/config.json", "json", ("plan of a folder",) * 4 + ("symmetries",), "other input"
     ),
+    "rules": Input("rules.txt", "bytes", ("plan by rules",), "other input"),
     "source .txt": _source("a.txt", "prepare text", "prepare", rule="other input"),
     "source .jsonl": _source("b.jsonl", "prepare json lines", "prepare", rule="other input"),
     "source .parquet": _source("c.parquet", "prepare parquet", "prepare", rule="other input"),
@@ -232,6 +236,10 @@ INPUTS: dict[str, Input] = {
     "source .gz": _source("d.txt.gz", "prepare gz", "prepare", rule="same outcome"),
     "source .xz": _source("e.jsonl.xz", "prepare xz", "prepare", rule="same outcome"),
     "source .zst": _source("f.txt.zst", "prepare zst", "prepare", rule="same outcome"),
+    # A line that a kill left incomplete is dropped.
+    "records": Input(
+        "records/noise.jsonl", "json lines", ("experiments",), "other input", _reseal_lines
+    ),
 }
 
 
@@ -250,6 +258,9 @@ def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     for name in ("mine", "locked", "tmp", "home"):
         (here / name).mkdir()
     (here / "mine" / "report.html").write_text("<p>not ours</p>\n")
+    (here / "rules.txt").write_text("# rules\nup_proj kind=none\nq_proj scale=log init=0.5\n")
+    (here / "records").mkdir()
+    (here / "records" / "noise.jsonl").write_bytes(_records())
     os.mkfifo(here / "pipe")
     (here / "dangling").symlink_to("nowhere")
     (here / "loop").symlink_to("loop")
@@ -272,6 +283,12 @@ def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     # A run without --data.path finds its data prepared.
     run(["train", "tiny", *SMALL, "--dry-run", "--out", "none"], here)
     (here / "locked").chmod(0)
+
+
+def _records() -> bytes:
+    """Return records of two runs, of those that are published."""
+    with lzma.open(Path(__file__).parents[1] / "results/experiments/noise.jsonl.xz") as file:
+        return file.readline() + file.readline()
 
 
 def _write_sources(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import learnable_multipliers as lrm
-from learnable_multipliers import cli
+from learnable_multipliers import Plan, cli
 from learnable_multipliers.cli import COMMANDS, demo, main
 from learnable_multipliers.cli.train import configure
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
@@ -57,6 +57,10 @@ def another(kind, value, index):
         return Path(f"some/where else {index}")
     if isinstance(value, bool):
         return not value
+    if isinstance(value, dict):
+        return {"head": index + 0.5, "gate": 1 / (index + 2)}
+    if kind == tuple[str, ...]:
+        return (f". only=head lr_scale={index}", "up_proj kind=none")
     if isinstance(value, tuple):
         return tuple(number / 2 + index / 256 for number in value)
     if isinstance(value, str):
@@ -83,6 +87,8 @@ def as_arguments(path, value, default) -> list[str]:
         return []
     if isinstance(value, bool):
         return [f"--{section}{dot}{name}" if value else f"--{section}{dot}no-{name}"]
+    if isinstance(value, dict):
+        value = tuple(word for pair in value.items() for word in pair)
     values = value if isinstance(value, tuple) else (value,)
     return [f"--{section}{dot}{name}", *map(str, values)]
 
@@ -114,6 +120,34 @@ def test_every_setting_can_be_given_by_its_name_and_arrives(part):
 @pytest.mark.parametrize("name", RECIPES)
 def test_without_settings_a_recipe_is_what_it_says(name):
     assert configure([name]) == RECIPES[name][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("head", "'head' stands alone: write names and numbers in turn"),
+        ("head large", "'large', for 'head', is not a number"),
+        ("head 2 gate 1 head 4", "'head' is there twice"),
+    ],
+)
+def test_factors_by_role_that_cannot_be_read_are_usage_errors(ask, words, message):
+    code, _, complaints = ask("train", "tiny", "--optimizer.norm-scale", *words.split())
+    assert code == 2
+    assert message in in_one_line(complaints)
+
+
+def test_a_plan_takes_rules_in_words(ask):
+    Path("rules.txt").write_text("up_proj kind=none\n")
+    rules = ("--rules", ". only=head kind=scalar", "@rules.txt")
+    code, out, _ = ask("plan", "tiny-llama", *rules, "--json", "plan.json")
+    assert code == 0
+    expected = [lrm.Rule(".", "scalar", only="head"), lrm.Rule("up_proj", "none")]
+    assert Plan.from_json(Path("plan.json").read_text()) == lrm.plan(
+        build(PRESETS["tiny-llama"]), "full", expected
+    )
+    code, _, complaints = ask("plan", "tiny-llama", "--rules", "head")
+    assert code == 1
+    assert complaints.startswith("lrm plan: rule 'head' sets nothing")
 
 
 def test_names_may_be_written_with_underscores_and_equals_signs():
@@ -175,7 +209,8 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
             option = re.sub(r"([\w-]+)$", r"no-\1", option)
         told = re.search(rf"{re.escape(option)} .*?\(default: (.*?)\)", text)
         assert told, path
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        several = isinstance(value, tuple | dict)
+        shown = " ".join(map(str, value)) if several else str(value)
         assert told[1].strip("'") == shown, path
 
 
@@ -345,9 +380,7 @@ def test_from_text_to_report_and_export(ask, data):
     config = small_run(Path("data"), Path("runs/one"), steps=3)
     code, out, _ = ask(*command_of(config))
     assert code == 0
-    assert out.startswith(
-        "one: 40.9k parameters, 1,605 multipliers (full), adamw, on cpu in float32"
-    )
+    assert out.startswith("one: 45k parameters, 1,668 multipliers (full), adamw, on cpu in float32")
     assert "sample at step 3:\nThe" in out
     assert "Next: lrm report runs/one; lrm export runs/one OUT" in out
     written = json.loads(Path("runs/one/config.json").read_text())
@@ -358,7 +391,7 @@ def test_from_text_to_report_and_export(ask, data):
     assert "<h1>A title</h1>" in Path("page.html").read_text()
     code, out, complaints = ask("export", "runs/one", "exported")
     assert (code, complaints) == (0, "")
-    assert out.startswith("exported: FalconH1ForCausalLM of 40,940 parameters, step 3\n")
+    assert out.startswith("exported: FalconH1ForCausalLM of 44,972 parameters, step 3\n")
     assert (Path("exported") / "model.safetensors").is_file()
     code, out, complaints = ask(*command_of(config))
     assert code == 1

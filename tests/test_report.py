@@ -4,18 +4,16 @@ import json
 import math
 import random
 import re
-import shutil
-import subprocess
 import zlib
 from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
+from browser import open_in_browser
 from learnable_multipliers._checksum import sealed
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.report import Run, records, write_page
@@ -805,65 +803,12 @@ def test_a_page_about_no_run_is_refused(tmp_path):
     assert not (tmp_path / "p.html").exists()
 
 
-PROBE = """<script>
-const errors = [];
-addEventListener("error", (event) => errors.push(String(event.message)), true);
-addEventListener("securitypolicyviolation", (event) => errors.push(event.violatedDirective));
-console.error = (...parts) => errors.push(parts.join(" "));
-addEventListener("load", () => {
-  const size = (element) => [element.getBoundingClientRect().width,
-                             element.getBoundingClientRect().height];
-  const out = document.createElement("pre");
-  out.id = "probe";
-  out.textContent = JSON.stringify({
-    errors,
-    plots: [...document.querySelectorAll("figure svg")].map(size),
-    texts: [...document.querySelectorAll("figure svg text")].map(size),
-    ink: getComputedStyle(document.querySelector("h1")).color,
-    width: document.documentElement.scrollWidth,
-    requests: performance.getEntriesByType("resource").length,
-  });
-  document.body.append(out);
-});
-</script>"""
-
-
-def open_in_browser(path, profile, *options):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        pytest.skip("chromium is not installed: the page is not opened in a browser")
-    done = subprocess.run(
-        [
-            browser,
-            *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            *("--disable-dev-shm-usage", f"--user-data-dir={profile}", "--enable-logging=stderr"),
-            *("--virtual-time-budget=5000", "--window-size=500,900", *options),
-            *("--dump-dom", Path(path).as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "CONSOLE" not in done.stderr
-    found = re.search('<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, "the page did not load"
-    return json.loads(unescape(found[1]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "ink"), [(1, "rgb(51, 56, 63)"), (0, "rgb(213, 218, 224)")], ids=["light", "dark"]
 )
 def test_a_browser_shows_every_plot_without_errors(tmp_path, page, scheme, ink):
-    probed = page.replace("default-src 'none';", "default-src 'none'; script-src 'unsafe-inline';")
-    probed = probed.replace("<title>", PROBE + "<title>", 1)
-    assert probed.count("unsafe-inline") == 2
-    path = tmp_path / "probed.html"
-    path.write_text(probed)
-    option = f"--blink-settings=preferredColorScheme={scheme}"
-    seen = open_in_browser(path, tmp_path / "profile", option)
+    seen = open_in_browser(page, tmp_path, f"--blink-settings=preferredColorScheme={scheme}")
     assert seen["errors"] == []
     assert seen["requests"] == 0
     assert len(seen["plots"]) == 14

@@ -30,6 +30,7 @@ COMMANDS = {
     "diagnose": ("runs", "find the weights of a run held by noise and decay"),
     "export": ("runs", "export a trained model to a Hugging Face folder"),
     "report": ("runs", "write a page that compares one or several runs"),
+    "experiment": ("experiment", "run the experiments of the paper, and judge its claims"),
 }
 # What torch says, in a plain RuntimeError, where memory runs out or no machine has so much.
 _NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")

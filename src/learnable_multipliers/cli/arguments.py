@@ -42,6 +42,21 @@ def _path(word: str) -> Path:
     return Path(word)
 
 
+def _factors(words: Sequence[str]) -> dict[str, float]:
+    """Read `head 64 gate 2`."""
+    found: dict[str, float] = {}
+    if len(words) % 2:
+        raise ValueError(f"{words[-1]!r} stands alone: write names and numbers in turn")
+    for name, word in zip(words[::2], words[1::2], strict=True):
+        if name in found:
+            raise ValueError(f"{name!r} is there twice")
+        try:
+            found[name] = float(word)
+        except ValueError:
+            raise ValueError(f"{word!r}, for {name!r}, is not a number") from None
+    return found
+
+
 def _registry() -> tyro.constructors.ConstructorRegistry:
     """Return tyro's registry with our own readers of words."""
     registry = tyro.constructors.ConstructorRegistry()
@@ -57,6 +72,18 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         @registry.primitive_rule
         def _(info: tyro.constructors.PrimitiveTypeInfo, kind: Any = kind, spec: Any = spec) -> Any:
             return spec if info.type is kind else None
+
+    factors = tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[ROLE FLOAT [ROLE FLOAT ...]]",
+        instance_from_str=_factors,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [str(word) for pair in value.items() for word in pair],
+    )
+
+    @registry.primitive_rule
+    def _(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        return factors if info.type == dict[str, float] else None
 
     return registry
 

@@ -23,6 +23,7 @@ from learnable_multipliers.cli.arguments import closest, command
 from learnable_multipliers.pretrain.model.config import MAX_LAYERS
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.pretrain.trainer.memory import total_memory
 from learnable_multipliers.report import analysis
 from learnable_multipliers.symmetry import find_symmetries
@@ -38,6 +39,8 @@ class PlanConfig:
     """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
     placement: Placement = "full"
     """Rows and columns (full), without redundant ones (symmetry-aware), or one each (scalar)."""
+    rules: tuple[str, ...] = ()
+    """Exceptions, each in quotes, as for lrm train: '. only=head kind=scalar', or @FILE."""
     json: Path | None = None
     """Also write the plan to this file."""
 
@@ -48,7 +51,8 @@ def plan(config: PlanConfig) -> None:
 
     Reads only names and shapes: no weights are loaded.
     """
-    planned = _planner.plan(_named_model(config.model, weights=False), config.placement)
+    rules = parse_rules(config.rules)
+    planned = _planner.plan(_named_model(config.model, weights=False), config.placement, rules)
     print(planned)
     if config.json is not None:
         write_output(config.json, (planned.to_json() + "\n").encode())

@@ -134,4 +134,7 @@ def svg(figure: Figure, name: str) -> str:
         figure.savefig(buffer, format="svg", metadata=nothing)
     # Without the ids that every figure has; the others are hashes with the name.
     text = buffer.getvalue()
-    return re.sub('<g id="[^"]*"', "<g", text[text.index("<svg") :])
+    text = re.sub('<g id="[^"]*"', "<g", text[text.index("<svg") :])
+    # Coordinates to a hundredth of a point, finer than any screen, and steps of a path on one line.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
+    return re.sub(r" \n(?=[LMCQz])", " ", text)

@@ -1,0 +1,217 @@
+"""`lrm experiment`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+
+from learnable_multipliers.cli.arguments import closest, command, usage_error
+from learnable_multipliers.experiments import catalogue, page, runner
+from learnable_multipliers.experiments.command import command_of
+from learnable_multipliers.experiments.progress import Display, in_words
+from learnable_multipliers.experiments.record import Record, read_records
+from learnable_multipliers.experiments.run import Preset
+from learnable_multipliers.pretrain.data.training_data import default_corpus
+
+_RANKS = 8
+"""Of the paper's runs: one node."""
+_CPU_VOCABULARY = 1024
+"""A quarter of what `lrm train` takes: a small model spends half of its time on the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """What to run, and where its records are."""
+
+    what: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="list|all|report|NAME ...", help_behavior_hint="(required)"),
+    ]
+    """List the experiments, run all or some of them, or judge the claims from their records."""
+    preset: Preset = "cpu"
+    """Size of the runs: seconds each on a CPU or on one GPU, or those of the paper, whose commands
+    are printed."""
+    data: Path | None = None
+    """Folder that lrm data prepare wrote. The preset cpu may do without: it then takes the
+    sources of the Python standard library."""
+    out: Path = Path("experiments")
+    """Folder of the records, one file for each experiment, and of the report."""
+    ledger: Path | None = None
+    """Folder of the report's claims.json and README.md, if not the one of the records."""
+    jobs: int = 0
+    """Runs at a time; 0 is one for each core, or what suits a GPU."""
+    seconds: float = 0.0
+    """Start no run that would not end within this time; 0 is no limit."""
+    again: bool = False
+    """Repeat runs that were made before a claim they judge was defined as it is now."""
+
+
+@command(ExperimentConfig)
+def experiment(config: ExperimentConfig) -> None:
+    """Run the experiments of the paper: each figure and table is one.
+
+    A run is trained once and kept as one record. The same command, given again, goes on where it
+    was stopped.
+    """
+    match config.what:
+        case ("list",):
+            _list(config)
+        case ("report",):
+            _report(config)
+        case ("all",):
+            _run(config, list(catalogue.MODULES))
+        case _:
+            _run(config, _names(config.what))
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    if not words:
+        usage_error("lrm experiment: name experiments, or all; lrm experiment list shows them")
+    for word in words:
+        if word in ("list", "all", "report"):
+            usage_error(f"lrm experiment: {word} stands alone: lrm experiment {word}")
+        if word not in catalogue.MODULES:
+            near = closest(word, list(catalogue.MODULES))
+            hint = f"did you mean {near}? " if near else ""
+            usage_error(
+                f"lrm experiment: there is no experiment {word!r}; {hint}lrm experiment list shows "
+                "them"
+            )
+    return list(dict.fromkeys(words))
+
+
+# -- list --------------------------------------------------------------------------------------
+
+
+def _list(config: ExperimentConfig) -> None:
+    records = read_records(config.out)
+    rows = [("experiment", "figure", "claims", "records of runs", "")]
+    for name in catalogue.MODULES:
+        found = catalogue.load(name)
+        keys = {run.key for run in found.runs(config.preset)}
+        claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
+        done = f"{len(keys & records.keys())} of {len(keys)}"
+        rows.append((name, found.FIGURE, claims, done, found.TITLE))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip())
+
+
+# -- report ------------------------------------------------------------------------------------
+
+
+def _report(config: ExperimentConfig) -> None:
+    if not config.out.is_dir():
+        raise ValueError(
+            f"there is no folder {config.out} with records of runs: --out names it, and "
+            "lrm experiment all makes them"
+        )
+    for path in page.write_report(config.out, config.preset, config.ledger):
+        print(path)
+
+
+# -- run ---------------------------------------------------------------------------------------
+
+
+def _run(config: ExperimentConfig, names: Sequence[str]) -> None:
+    if config.preset == "paper":
+        _print_commands(names)
+        return
+    _check(config)
+    with runner.locked(config.out):
+        records = read_records(config.out)
+        _train(config, names, records)
+
+
+def _check(config: ExperimentConfig) -> None:
+    """Raise a ValueError for what cannot be done on this machine."""
+    if config.jobs < 0 or not config.seconds >= 0:
+        raise ValueError("--jobs and --seconds must not be negative")
+    if config.preset != "gpu":
+        return
+    if config.data is None:
+        raise ValueError(
+            "the preset gpu needs text of its own: give the folder that lrm data prepare wrote "
+            "with --data"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("the preset gpu needs a CUDA device, and there is none: --preset cpu")
+
+
+def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Record]) -> None:
+    console = Console()
+    with console.status("reading the data"):
+        data = config.data or default_corpus(_CPU_VOCABULARY)
+        jobs = runner.missing(names, config.preset, data, records, again=config.again)
+        asked = {run.key for name in names for run in catalogue.load(name).runs(config.preset)}
+        runner.check_data(jobs, asked, records)
+    _say(console, f"{len(asked):,} runs, {len(asked) - len(jobs):,} of them have a record")
+    if not config.again:
+        _tell_outdated(config, names, records, console)
+    if not jobs:
+        return
+    num_workers = config.jobs or runner.default_jobs(config.preset)
+    with Display(len(jobs), console) as display:
+        result = runner.train_missing(
+            jobs,
+            config.out,
+            display,
+            num_workers=num_workers,
+            num_threads=runner.default_threads(config.preset, num_workers),
+            seconds=config.seconds,
+        )
+    if result.num_left:
+        again = "the same command goes on with them"
+        _say(console, f"{len(result.records):,} runs trained, {result.num_left:,} left: {again}")
+    if result.stopped_by is not None:
+        sys.exit(128 + result.stopped_by)
+    if result.failures:
+        listed = "; ".join(f"{in_words(job)} ({why.text})" for job, why in result.failures)
+        raise ValueError(f"{len(result.failures)} of {len(jobs)} runs failed: {listed}")
+
+
+def _tell_outdated(
+    config: ExperimentConfig,
+    names: Sequence[str],
+    records: dict[str, Record],
+    console: Console,
+) -> None:
+    """Say which records do not judge their claims."""
+    for name in names:
+        found = [
+            records[r.key] for r in catalogue.load(name).runs(config.preset) if r.key in records
+        ]
+        old = [changed for record in found if (changed := runner.outdated(record, name))]
+        if old:
+            claims = ", ".join(dict.fromkeys(claim for changed in old for claim in changed))
+            _say(
+                console,
+                f"{name}: {len(old):,} records are from before {claims} was defined as it is now, "
+                "and do not judge it; --again repeats these runs",
+            )
+
+
+def _print_commands(names: Sequence[str]) -> None:
+    """Print how each run of the paper is trained; nothing on this machine could."""
+    print("# DATA is the folder that lrm data prepare wrote.")
+    for name in names:
+        found = catalogue.load(name)
+        print(f"\n# {name}: {found.TITLE} ({found.FIGURE})")
+        for run in found.runs("paper"):
+            folder = re.sub(r"[^\w.=+-]+", "-", run.in_words)
+            print(command_of(replace(run.config, out=Path("runs") / name / folder), _RANKS))
+
+
+def _say(console: Console, text: str) -> None:
+    # One line in a log file; terminals wrap by themselves.
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

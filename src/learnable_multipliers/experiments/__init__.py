@@ -1,0 +1,1 @@
+"""The paper's figures and tables as experiments: runs, records, claims, verdicts, plots."""

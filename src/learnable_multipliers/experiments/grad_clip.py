@@ -1,0 +1,221 @@
+"""Gradient clipping with multipliers in and out of the clip norm (sec. 4.3).
+
+Multipliers add up the gradients of whole rows, columns or matrices, so theirs can be large at the
+start of a run. In the clip norm they shrink the updates of everything else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from learnable_multipliers.experiments import loss_difference, table
+from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.loss_difference import SEEDS
+from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.presets import base, with_optimizer, with_signals
+from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.run import Labels, Preset, Run
+from learnable_multipliers.experiments.table import Number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Multipliers in the clip norm"
+FIGURE = "Fig. 6"
+EARLY = 0.2
+"""Part of the steps that is the start of a run: its warmup, and as many again."""
+_PLAIN: Labels = {"placement": "none", "arm": "out"}
+_ARMS: dict[str, Labels] = {
+    "no multipliers": _PLAIN,
+    "scalars out": {"placement": "scalar", "arm": "out"},
+    "scalars in": {"placement": "scalar", "arm": "in"},
+    "vectors out": {"placement": "vector", "arm": "out"},
+    "vectors in": {"placement": "vector", "arm": "in"},
+}
+_IN, _OUT = _ARMS["scalars in"], _ARMS["scalars out"]
+
+CLAIMS = (
+    Claim(
+        id="C11",
+        statement="Gradients of scalar multipliers are large at the start: counted in the clip "
+        "norm they have steps clipped that would not be, and the loss ends higher.",
+        where="Sec. 4.3, Fig. 6",
+        tests=(
+            # The paper's axis goes to 7, with norms well below the threshold of 1 where
+            # multipliers are left out.
+            Test(
+                name="C11.norm",
+                what="gradient norm over the first fifth of the steps, scalars in it over scalars "
+                "out of it, log of the ratio",
+                bound=math.log(2),
+                opposite=-0.1,
+                effect=math.log(2),
+            ),
+            Test(
+                name="C11.clipped",
+                what="share of steps clipped in the first fifth of the run, scalars in the norm "
+                "minus scalars out of it",
+                bound=0.5,
+                opposite=-0.25,
+                effect=0.5,
+            ),
+            # The paper's axis goes from -0.010 to 0.025: about 0.01, and twice that here.
+            loss_difference.hurts(
+                "C11.loss", "scalars in the clip norm minus scalars out of it", effect=0.02
+            ),
+        ),
+        note="The paper's statement is about scalar multipliers; row and column ones are drawn "
+        "beside them and judge nothing. Scalars are on every matrix with the head, whose scale is "
+        "the farthest off at the start, and train with the 1e-2 of the paper's MLP experiment; "
+        "vectors are not on the head and train with the rate of the matrices. For these runs the "
+        "paper gives neither.",
+    ),
+)
+
+
+def runs(preset: Preset) -> list[Run]:
+    """Return scalar and vector multipliers in and out of the norm, and a plain run."""
+    plain = with_signals(base(preset, "llama"))
+    carried = {
+        "scalar": with_optimizer(
+            plain, placement="scalar", rules=(". only=head kind=scalar",), multiplier_lr=1e-2
+        ),
+        "vector": with_optimizer(plain, placement="full"),
+        "none": plain,
+    }
+    return [
+        Run(
+            labels={**labels, "seed": seed},
+            config=replace(
+                with_optimizer(
+                    carried[str(labels["placement"])], clip_multipliers=labels["arm"] == "in"
+                ),
+                seed=seed,
+            ),
+        )
+        for seed in SEEDS[preset]
+        for labels in (_OUT, _IN, *(arm for arm in _ARMS.values() if arm not in (_OUT, _IN)))
+    ]
+
+
+def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
+    """Return what scalars in the norm do to it, to clipping and to the loss."""
+    arms = [table.by_seed(records, **labels) for labels in (_IN, _OUT)]
+    norms = [table.paired(early_norm, arm) for arm in arms]
+    shares = [table.paired(clipped, arm) for arm in arms]
+    return {
+        "C11.norm": table.paired(operator.sub, *norms),
+        "C11.clipped": table.paired(operator.sub, *shares),
+        "C11.loss": loss_difference.between(records, _IN, _OUT),
+    }
+
+
+def early_norm(record: Record) -> Number:
+    """Return the mean log of the gradient norm at the start of a run."""
+    found = [math.log(norm) for norm in _early_norms(record) if norm > 0]
+    return fmean(found) if found else None
+
+
+def clipped(record: Record) -> Number:
+    """Return the share of logged steps at the start of a run that are clipped."""
+    threshold = record.config["optimizer"]["max_grad_norm"]
+    found = [norm > threshold for norm in _early_norms(record)]
+    return fmean(found) if found else None
+
+
+def _early_norms(record: Record) -> list[float]:
+    data = record.config["data"]
+    tokens = data["sequence_length"] * data["batch_sequences"]
+    # Not of the last step there is: a run that diverged has fewer.
+    last = EARLY * record.config["schedule"]["tokens"] / tokens
+    return [norm for step, norm in _curve(record, "grad_norm").items() if step <= last]
+
+
+def _curve(record: Record, name: str) -> dict[float, float]:
+    """Return what was logged in training by step, where it is a number."""
+    found = zip(record.train.get("step", []), record.train.get(name, []), strict=True)
+    return {step: value for step, value in found if math.isfinite(value)}
+
+
+def plot(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw norm and loss at the start, and how losses differ during the run and at its end."""
+    return [
+        Plot(
+            "Gradient norm at the start",
+            "Norm that is compared with the threshold, before it is clipped. The paper finds norms "
+            "far above the threshold with scalars in, and well below it with scalars out.",
+            _start(records, "grad_norm", "gradient norm"),
+        ),
+        Plot(
+            "Loss at the start",
+            "Training loss. The paper finds a slower start with scalars in the norm.",
+            _start(records, "loss", "training loss, nats"),
+        ),
+        Plot(
+            "Loss difference over the run",
+            "Training loss with multipliers in the norm minus that with them out of it. The paper "
+            "finds that it stays above zero for scalars.",
+            _differences(records),
+        ),
+        loss_difference.plot(
+            records,
+            {name: labels for name, labels in _ARMS.items() if labels != _PLAIN},
+            _PLAIN,
+            against="no multipliers",
+            title="Loss at the end",
+            caption="Mean and range over seeds. The paper finds that scalars in the norm gain "
+            "nothing over a run without multipliers, and scalars out of it do.",
+        ),
+    ]
+
+
+def _start(records: Sequence[Labelled], name: str, y: str) -> Figure:
+    """Draw a curve of every arm over the first steps: twice as many as the statistics read."""
+    curves = {
+        arm: [_curve(one.record, name) for one in table.select(records, **labels)]
+        for arm, labels in _ARMS.items()
+    }
+    last = max((step for seeds in curves.values() for seed in seeds for step in seed), default=0)
+    with drawing.canvas(x="step", y=y) as (figure, axes):
+        drawing.curves(
+            axes,
+            {
+                arm: [{s: v for s, v in seed.items() if s <= 2 * EARLY * last} for seed in seeds]
+                for arm, seeds in curves.items()
+            },
+        )
+        if name == "grad_norm":
+            drawing.level(axes, 1.0, "threshold")
+            # Single steps have norms of 100.
+            drawing.log_limits(axes, "y")
+    return figure
+
+
+def _differences(records: Sequence[Labelled]) -> Figure:
+    """Draw the training loss with multipliers in the norm minus that with them out of it."""
+    curves: dict[str, list[dict[float, float]]] = {}
+    for placement in ("scalar", "vector"):
+        within, out = (
+            table.by_seed(records, placement=placement, arm=arm) for arm in ("in", "out")
+        )
+        pairs = [
+            (_curve(within[seed], "loss"), _curve(out[seed], "loss"))
+            for seed in sorted(set(within) & set(out))
+        ]
+        curves[f"{placement}s"] = [
+            {step: ours[step] - theirs[step] for step in ours if step in theirs}
+            for ours, theirs in pairs
+        ]
+    with drawing.canvas(x="step", y="training loss, in minus out of the norm, nats") as (
+        figure,
+        axes,
+    ):
+        drawing.curves(axes, curves, early=EARLY)
+        drawing.level(axes, 0.0, "no difference")
+    return figure

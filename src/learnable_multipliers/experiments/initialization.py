@@ -1,0 +1,217 @@
+"""Starts of small models: what all positions have in common, and what it costs.
+
+Not a figure of the paper, but what its runs rest on. Where all matrices start at 0.02, embeddings
+are small beside what blocks add, and much of that is the same at every position: from some layer on
+there is little left to tell positions apart. Scaling the embedding up removes it. The small presets
+start from what is measured here, for the Llama and the hybrid apart.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments.presets import (
+    SEEDS,
+    Family,
+    base,
+    with_optimizer,
+    with_signals,
+)
+from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+
+TITLE = "How small models start"
+FIGURE = "not in the paper"
+CLAIMS: tuple[Claim, ...] = ()
+
+SMALL = "all at 0.02"
+FACTOR = "embedding x 5.66"
+UNIT = "embedding rms 1"
+FALCON = "Falcon-H1's factors"
+STARTS: dict[Family, tuple[str, ...]] = {
+    "llama": (SMALL, FACTOR, UNIT),
+    "hybrid": (SMALL, FACTOR, UNIT, FALCON),
+}
+OPTIMIZERS = ("adamw", "muon")
+_NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
+
+
+def runs(preset: Preset) -> list[Run]:
+    """Return a plain run of each start, family and optimizer; AdamW alone on the CPU."""
+    return [
+        Run(
+            labels={"family": family, "optimizer": optimizer, "start": start, "seed": seed},
+            config=started(base(preset, family), start, optimizer, seed),
+        )
+        for seed in SEEDS[preset]
+        for optimizer in (OPTIMIZERS[:1] if preset == "cpu" else OPTIMIZERS)
+        for family, starts in STARTS.items()
+        for start in starts
+    ]
+
+
+def started(config: TrainConfig, start: str, optimizer: str, seed: int) -> TrainConfig:
+    """Return a plain run that begins this way, whatever the start of the config given."""
+    model = replace(config.model, init_std=0.02, embedding_std=0.0, **_no_factors(config.model))
+    if start == FACTOR:
+        # Falcon-H1's own, 2^2.5.
+        model = replace(model, mup_embedding=2**2.5)
+    elif start == UNIT:
+        model = replace(model, embedding_std=1.0)
+    elif start == FALCON:
+        model = with_falcon_h1_multipliers(model)
+    config = with_optimizer(replace(config, model=model, seed=seed), kind=optimizer)
+    return with_signals(config)
+
+
+def _no_factors(model: ModelConfig) -> dict[str, float]:
+    return dict.fromkeys(model.mup_factors, 1.0)
+
+
+def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
+    """Return nothing: no claim of the paper rests on it."""
+    return {}
+
+
+def common_direction(record: Record, at_end: bool = False) -> list[float]:
+    """Return the share of the power of each layer's input that is the same at every position.
+
+    The last one is that of the final norm's input.
+    """
+    found = record.signals[-1 if at_end else 0] if record.signals else {}
+    return found.get("common_direction", [])
+
+
+def gradient_ratios(record: Record) -> list[float]:
+    """Return the rms of the gradients of query and key over that of value and output, by layer.
+
+    Geometric means, at the first step; nothing where records have no gradients.
+    """
+    found = record.signals[0].get("gradients", {}) if record.signals else {}
+    columns = [found.get(role, []) for role in ("query", "key", "value", "attention-out")]
+    return [
+        math.sqrt(query * key / (value * output))
+        for query, key, value, output in zip(*columns, strict=True)
+        if value and output
+    ]
+
+
+def plot(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw the common direction by layer, the loss over steps, and the loss at the end."""
+    drawn = []
+    for family in table.distinct(records, "family"):
+        of_family = table.select(records, family=family)
+        drawn += [_directions(family, of_family, at_end) for at_end in (False, True)]
+        drawn += _gradients(family, of_family)
+        for optimizer in table.distinct(of_family, "optimizer"):
+            drawn.append(_losses(family, optimizer, table.select(of_family, optimizer=optimizer)))
+        drawn.append(_final(family, of_family))
+    return drawn
+
+
+def _directions(family: str, records: Sequence[Labelled], at_end: bool) -> Plot:
+    # Every optimizer begins with the same weights; where they end is another matter.
+    records = table.select(records, optimizer=records[0].labels["optimizer"])
+    arms: dict[str, list[Curve]] = {
+        start: [
+            {float(layer): share for layer, share in enumerate(common_direction(record, at_end))}
+            for record in found
+        ]
+        for start, found in _by_start(records).items()
+    }
+    with drawing.canvas(
+        x="layer whose input it is (last: the final norm)", y="share of power in common"
+    ) as (figure, axes):
+        drawing.curves(axes, arms)
+        axes.set_ylim(-0.02, 1.02)
+    when = "at the end" if at_end else "at the first step"
+    optimizer = _NAMES[str(records[0].labels["optimizer"])]
+    return Plot(
+        f"What positions have in common {when}, {_NAMES[family]}",
+        "Square of the mean of a layer's input over positions, over its mean square: 1 where all "
+        f"positions are the same, 0 where they have nothing in common. Trained with {optimizer}.",
+        figure,
+    )
+
+
+def _gradients(family: str, records: Sequence[Labelled]) -> list[Plot]:
+    # The first gradient is that of the start, whatever the optimizer; Muon averages it.
+    arms: dict[str, list[Curve]] = {
+        start: [
+            {float(i): ratio for i, ratio in enumerate(ratios, 1)}
+            for r in found
+            if (ratios := gradient_ratios(r))
+        ]
+        for start, found in _by_start(table.select(records, optimizer="adamw")).items()
+    }
+    if not any(arms.values()):
+        return []
+    with drawing.canvas(x="layer", y="gradients of Q and K over those of V and output") as (
+        figure,
+        axes,
+    ):
+        axes.set_yscale("log")
+        drawing.curves(axes, {start: seeds for start, seeds in arms.items() if seeds})
+    return [
+        Plot(
+            f"Gradients in attention at the first step, {_NAMES[family]}",
+            "RMS of the gradients of query and key over that of value and output. Where positions "
+            "have much in common, what attention looks at changes little.",
+            figure,
+        )
+    ]
+
+
+def _losses(family: str, optimizer: str, records: Sequence[Labelled]) -> Plot:
+    arms = {
+        start: [_curve(record.train) for record in found]
+        for start, found in _by_start(records).items()
+    }
+    with drawing.canvas(x="step", y="training loss (nats)") as (figure, axes):
+        # The first tenth, from that of chance down, would be all there is to see.
+        drawing.curves(axes, arms, early=0.1)
+    return Plot(
+        f"Loss by start, {_NAMES[family]}, {_NAMES[optimizer]}",
+        "A poor start shows as a plateau. All runs of a seed see the same text in the same order.",
+        figure,
+    )
+
+
+def _curve(train: Mapping[str, Sequence[float]]) -> Curve:
+    return dict(zip(train.get("step", ()), train.get("loss", ()), strict=False))
+
+
+def _final(family: str, records: Sequence[Labelled]) -> Plot:
+    arms = {
+        _NAMES[optimizer]: {
+            start: [table.loss(record) for record in found]
+            for start, found in _by_start(table.select(records, optimizer=optimizer)).items()
+        }
+        for optimizer in table.distinct(records, "optimizer")
+    }
+    with drawing.canvas(x="start", y="held-out loss at the end (nats)") as (figure, axes):
+        drawing.categories(axes, arms)
+    means = (
+        f"{name}: {', '.join(f'{start} {statistics.fmean(found[start]):.3f}' for start in found)}."
+        for name, found in arms.items()
+    )
+    return Plot(f"Final loss by start, {_NAMES[family]}", " ".join(means), figure)
+
+
+def _by_start(records: Sequence[Labelled]) -> dict[str, list[Record]]:
+    """Return the records of each start that has any, in the order of `STARTS`."""
+    found = {
+        start: [one.record for one in table.select(records, start=start)]
+        for start in STARTS["hybrid"]
+    }
+    return {start: some for start, some in found.items() if some}

@@ -1,0 +1,231 @@
+"""Trains the runs of experiments that have no record yet, in worker processes.
+
+A record is written when its run ends, so a stopped command goes on where it was, and a run that
+several experiments ask for is trained once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from learnable_multipliers.experiments import catalogue
+from learnable_multipliers.experiments.pool import Workers
+from learnable_multipliers.experiments.record import Record, append
+from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.worker import Failure, Job
+from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
+from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.serialization import to_dict
+from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
+
+GPU_JOBS = 1
+"""Runs at a time on one GPU."""
+_LOOK = 0.2
+"""Seconds between looks at signals and the clock."""
+_LOCK = ".lock"
+
+
+class Watcher(Protocol):
+    """Hears what becomes of the jobs."""
+
+    def started(self, job: Job) -> None:
+        """A worker begins with a job."""
+
+    def ended(self, job: Job, found: Record | Failure, seconds_left: float | None) -> None:
+        """A job has a record, or will have none."""
+
+
+@dataclass
+class Result:
+    """What a call of `train_missing` has done."""
+
+    records: list[Record] = field(default_factory=list)
+    failures: list[tuple[Job, Failure]] = field(default_factory=list)
+    num_left: int = 0
+    """Jobs that were not started, for want of time or because of a signal."""
+    stopped_by: signal.Signals | None = None
+
+
+def prepared(run: Run, preset: Preset, data: Path | None) -> Run:
+    """Return a run with the data and the device of this machine; its key stays the same."""
+    config = run.config
+    device = "cpu" if preset == "cpu" else "cuda"
+    return replace(
+        run,
+        config=replace(
+            config,
+            data=replace(config.data, path=data),
+            runtime=replace(config.runtime, device=device),
+        ),
+    )
+
+
+def missing(
+    names: Iterable[str],
+    preset: Preset,
+    data: Path | None,
+    records: Mapping[str, Record],
+    *,
+    again: bool = False,
+) -> list[Job]:
+    """Return the runs of experiments that have no record, each once, in order.
+
+    Args:
+        again: Also those whose records do not know the claims as they are defined now.
+    """
+    ledgers = catalogue.ledgers(preset)
+    jobs: dict[str, Job] = {}
+    for name in names:
+        for run in catalogue.load(name).runs(preset):
+            record = records.get(run.key)
+            if record is not None and not (again and outdated(record, name)):
+                continue
+            job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledgers[run.key])
+            jobs.setdefault(run.key, job)
+    return list(jobs.values())
+
+
+def outdated(record: Record, name: str) -> list[str]:
+    """Return the claims of an experiment that were defined otherwise when a run began."""
+    claims = catalogue.load(name).CLAIMS
+    return [claim.id for claim in claims if record.ledger.get(claim.id) != claim.hash]
+
+
+def default_jobs(preset: Preset) -> int:
+    """Return how many runs are trained at a time."""
+    return num_cores() if preset == "cpu" else GPU_JOBS
+
+
+def default_threads(preset: Preset, num_workers: int) -> int:
+    """Return the threads of a worker: one on a CPU, where results depend on their number."""
+    return 1 if preset == "cpu" else max(1, num_cores() // num_workers)
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock of a folder of records, made if it is missing."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: choose another folder (--out)")
+    make_folder(out)
+    (out / _LOCK).touch()
+    try:
+        descriptor = lock(out / _LOCK)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another process is writing records to {out}: wait for it or end it, or choose "
+            "another folder (--out)"
+        ) from error
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def check_data(jobs: Sequence[Job], keys: Iterable[str], records: Mapping[str, Record]) -> None:
+    """Raise a ValueError if the data are damaged, or earlier records are of others.
+
+    Runs are too short to wait for the check that each makes in the background.
+    """
+    if not jobs:
+        return
+    config = jobs[0].run.config
+    data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+    check = data.check()
+    check.start()
+    check.wait()
+    check.raise_if_failed()
+    others = [key for key in keys if key in records and records[key].data != data.fingerprint]
+    if others:
+        raise ValueError(
+            f"{len(others):,} of the runs have records of other data, and records of both cannot "
+            "be compared: give the data they were trained on with --data, or choose another "
+            "folder (--out)"
+        )
+
+
+def train_missing(
+    jobs: Sequence[Job],
+    out: Path,
+    watcher: Watcher,
+    *,
+    num_workers: int,
+    num_threads: int,
+    seconds: float = 0.0,
+) -> Result:
+    """Train jobs in worker processes and write their records to a folder.
+
+    Args:
+        num_threads: CPU threads of a worker.
+        seconds: Start no job that would not end within them; 0 is no limit.
+    """
+    began = time.monotonic()
+    result, pending = Result(), list(jobs)
+    with (
+        tempfile.TemporaryDirectory(prefix="lrm-", ignore_cleanup_errors=True) as scratch,
+        Workers(Path(scratch), min(num_workers, len(jobs)), num_threads) as workers,
+        Interrupt() as interrupt,
+    ):
+
+        def in_time(job: Job) -> bool:
+            known = durations(job, result.records)
+            return not seconds or not known or time.monotonic() - began + max(known) <= seconds
+
+        while interrupt.received is None:
+            for worker in workers.idle() if pending else ():
+                job = next_job(pending, worker.compiled)
+                if job is None or not in_time(job):
+                    break
+                pending.remove(job)
+                worker.give(job)
+                watcher.started(job)
+            if not workers.busy:
+                break
+            for job, found in workers.answers(_LOOK):
+                if isinstance(found, Record):
+                    append(out / f"{job.experiment}.jsonl", found)
+                    result.records.append(found)
+                else:
+                    result.failures.append((job, found))
+                left = seconds_left([*pending, *workers.busy], result.records, num_workers)
+                watcher.ended(job, found, left)
+        result.num_left = len(pending) + len(workers.busy)
+        result.stopped_by = interrupt.received
+    return result
+
+
+def next_job(pending: Sequence[Job], compiled: object) -> Job | None:
+    """Return the next job whose code a worker has compiled already, or else the first."""
+    alike = (job for job in pending if job.compiled == compiled)
+    return next(alike, pending[0] if pending else None)
+
+
+def durations(job: Job, records: Sequence[Record]) -> list[float]:
+    """Return how long a job would take, judged by each record like it, or else by all others."""
+    model = to_dict(job.run.config.model)
+    alike = [record for record in records if record.config["model"] == model] or records
+    tokens = job.run.config.schedule.tokens
+    return [record.seconds * tokens / max(1, record.tokens) for record in alike]
+
+
+def seconds_left(jobs: Sequence[Job], records: Sequence[Record], num_workers: int) -> float | None:
+    """Return the time that jobs will take together; None before there is a record."""
+    if not records:
+        return None
+    return sum(statistics.mean(durations(job, records)) for job in jobs) / num_workers

@@ -1,0 +1,291 @@
+"""Tuned factors against learned ones: NONE, LR, LRWD and FULL, with and without multipliers.
+
+Falcon-H1's factors on learning rates and decays are not public, and those on the forward pass are.
+So the first two are tuned here, by a sweep that is part of the experiment: every group of matrices
+at half and at twice its rate or decay, one at a time. `winners` reads the factors off its records;
+written into `LR_FACTORS` and `WD_FACTORS`, they make the arms LR and LRWD. Until then these arms do
+not exist, and claim C13 is not run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+
+TITLE = "Tuned factors against learned ones"
+FIGURE = "Fig. 7, left"
+GROUPS: dict[str, tuple[str, ...]] = {
+    "embed": ("embedding",),
+    "head": ("head",),
+    "attn in": ("query", "key", "value"),
+    "attn out": ("attention-out",),
+    "ssm in": ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt"),
+    "ssm out": ("ssm-out",),
+    "gate": ("gate",),
+    "up": ("up",),
+    "down": ("down",),
+}
+"""Matrices that share a factor: one stored matrix has one rate and one decay."""
+LR_FACTORS: dict[str, float] = {}
+"""Group -> factor on the learning rate, from `winners`; empty before a sweep has been recorded."""
+WD_FACTORS: dict[str, float] = {}
+"""Group -> factor on the weight decay, likewise."""
+
+Optimizer = Literal["adamw", "muon"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
+Tuning = Literal["NONE", "LR", "LRWD", "FULL"]
+TUNINGS: tuple[Tuning, ...] = ("NONE", "LR", "LRWD", "FULL")
+_NAMES = {"adamw": "AdamW", "muon": "Muon"}
+_SWEPT = {"lr": "learning rate", "wd": "weight decay"}
+_STEPS = (0.5, 2.0)
+_NOTHING: Mapping[str, float] = {}
+_NOISE = 0.003
+"""What a factor must gain over 1 in the sweep, in nats: about the spread between seeds."""
+
+
+def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
+    """Return the tests of one optimizer; all statistics are in nats.
+
+    The paper's losses lie in three tiers on an axis of 0.025, about 0.006 apart, and its gap
+    between the arms with and without multipliers is about 0.008. Half a tier is a difference; of
+    the gap a quarter, as it is the smallest of four, which noise makes smaller. The same amount on
+    the other side contradicts; for what should make no difference, a whole tier does.
+    """
+    name = _NAMES[optimizer]
+    return (
+        Test(
+            name=f"C13.{optimizer}.improves",
+            what=f"loss without multipliers minus with, {name}, the smallest over the tunings",
+            bound=0.002,
+            opposite=-0.002,
+            effect=0.008,
+        ),
+        Test(
+            name=f"C13.{optimizer}.worst",
+            what=f"loss of NONE without multipliers minus the mean of the second tier (NONE with, "
+            f"LR, LRWD and FULL without), {name}",
+            bound=0.003,
+            opposite=-0.003,
+            effect=0.006,
+        ),
+        Test(
+            name=f"C13.{optimizer}.best",
+            what=f"mean loss of the second tier minus that of LR, LRWD and FULL with multipliers, "
+            f"{name}",
+            bound=0.003,
+            opposite=-0.003,
+            effect=0.006,
+        ),
+        Test(
+            name=f"C13.{optimizer}.enough",
+            what=f"loss of LR minus the mean of LRWD and FULL, all with multipliers, {name}: what "
+            "tuned decays and starts add",
+            bound=0.003,
+            side="at most",
+            opposite=0.006,
+            effect=0.006,
+        ),
+    )
+
+
+CLAIMS = (
+    Claim(
+        id="C13",
+        statement="Multipliers improve every tuning. Neither tuned nor learned is worst; tuned "
+        "rates without multipliers and multipliers without tuning are alike; multipliers with "
+        "tuned rates are best, and tuned decays and starts add nothing to them. With Adam and "
+        "with Muon.",
+        where="Sec. 5.1, Fig. 7 left",
+        tests=tuple(test for optimizer in OPTIMIZERS for test in _tests(optimizer)),
+        note="Not run as long as LR_FACTORS and WD_FACTORS are empty: the arms LR and LRWD need "
+        "factors from a recorded sweep. As in the paper, Muon borrows those tuned with Adam.",
+    ),
+)
+
+
+def runs(preset: Preset) -> list[Run]:
+    """Return every tuning there are factors for, with and without multipliers, then the sweep."""
+    tunings = TUNINGS if LR_FACTORS and WD_FACTORS else ("NONE", "FULL")
+    arms = [
+        Run(
+            labels={"tuning": tuning, "arm": arm, "optimizer": optimizer, "seed": seed},
+            # With signals, as where other experiments have the same runs.
+            config=with_signals(replace(_tuned(_base(preset, optimizer, arm), tuning), seed=seed)),
+        )
+        for seed in SEEDS[preset]
+        for optimizer in OPTIMIZERS
+        for tuning in tunings
+        for arm in ("plain", "vector")
+    ]
+    return [*arms, *_sweep(preset)]
+
+
+def _sweep(preset: Preset) -> list[Run]:
+    """Return a run for each group at half and twice its rate, then its decay; one on the CPU."""
+    seed = SEEDS[preset][0]
+    plain = replace(_base(preset, "adamw", "plain"), seed=seed)
+    return [
+        Run(
+            labels={"arm": "sweep", "what": what, "group": group, "factor": step, "seed": seed},
+            config=_factored(plain, **{what: {group: step}}),
+        )
+        for what in _SWEPT
+        for group in GROUPS
+        for step in _STEPS
+        if preset != "cpu" or (what, group, step) == ("lr", "head", 2.0)
+    ]
+
+
+def _base(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
+    """Return a hybrid without any factor, and for one arm with multipliers."""
+    config = base(preset, "hybrid")
+    model = replace(config.model, **dict.fromkeys(config.model.mup_factors, 1.0))
+    placement = "full" if arm == "vector" else "none"
+    return with_optimizer(replace(config, model=model), kind=optimizer, placement=placement)
+
+
+def _tuned(config: TrainConfig, tuning: Tuning) -> TrainConfig:
+    """Return a run with the factors of a tuning; multipliers start at those of the forward pass."""
+    lr = LR_FACTORS if tuning != "NONE" else {}
+    wd = WD_FACTORS if tuning in ("LRWD", "FULL") else {}
+    if tuning == "FULL":
+        config = replace(config, model=with_falcon_h1_multipliers(config.model))
+    return _factored(config, lr=lr, wd=wd)
+
+
+def _factored(
+    config: TrainConfig, lr: Mapping[str, float] = _NOTHING, wd: Mapping[str, float] = _NOTHING
+) -> TrainConfig:
+    """Return a run with factors on the rates and decays of groups of matrices."""
+    return with_optimizer(
+        config,
+        lr_factors=_by_role(lr),
+        weight_decay_factors=_by_role(wd),
+        multiplier_init="fold",
+    )
+
+
+def _by_role(factors: Mapping[str, float]) -> dict[str, float]:
+    return {role: factor for group, factor in factors.items() for role in GROUPS[group]}
+
+
+def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
+    """Return the tiers of the tunings, by optimizer."""
+    found: dict[str, BySeed] = {}
+    for optimizer in OPTIMIZERS:
+        arms = [
+            table.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
+            for arm in ("plain", "vector")
+            for tuning in TUNINGS
+        ]
+        for name in ("improves", "worst", "best", "enough"):
+            found[f"C13.{optimizer}.{name}"] = table.paired(partial(_statistic, name), *arms)
+    return found
+
+
+def _statistic(name: str, *records: Record) -> float:
+    """Return a statistic of the eight arms: plain ones, then those with multipliers."""
+    losses = [table.loss(record) for record in records]
+    plain, vector = losses[: len(TUNINGS)], losses[len(TUNINGS) :]
+    second = statistics.fmean([vector[0], *plain[1:]])
+    if name == "improves":
+        return min(without - learned for without, learned in zip(plain, vector, strict=True))
+    if name == "worst":
+        return plain[0] - second
+    if name == "best":
+        return second - statistics.fmean(vector[1:])
+    return vector[1] - statistics.fmean(vector[2:])
+
+
+def winners(records: Sequence[Labelled]) -> dict[str, dict[str, float]]:
+    """Return {"lr": {group: factor}, "wd": ...} as the sweep has it, for the two tables above.
+
+    A factor is chosen if it beats 1 by more than the noise between seeds.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for what in _SWEPT:
+        changes = _changes(records, what)
+        best = {group: min(factors, key=lambda f: factors[f]) for group, factors in changes.items()}
+        found[what] = {
+            group: factor for group, factor in best.items() if changes[group][factor] < -_NOISE
+        }
+    return found
+
+
+def _changes(records: Sequence[Labelled], what: str) -> dict[str, dict[float, float]]:
+    """Return group -> factor -> loss minus that of the run without the factor."""
+    found: dict[str, dict[float, float]] = {}
+    plain = table.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
+    for one in table.select(records, arm="sweep", what=what):
+        if (without := plain.get(int(one.labels["seed"]))) is not None:
+            change = table.loss(one.record) - table.loss(without)
+            group, factor = str(one.labels["group"]), float(one.labels["factor"])
+            found.setdefault(group, {})[factor] = change
+    return {group: found[group] for group in GROUPS if group in found}
+
+
+def plot(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw the loss of every tuning, and what each factor of the sweep changed."""
+    losses = {
+        _NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
+            tuning: [
+                table.loss(one.record)
+                for one in table.select(records, tuning=tuning, arm=arm, optimizer=optimizer)
+            ]
+            for tuning in TUNINGS
+            if table.select(records, tuning=tuning)
+        }
+        for optimizer in OPTIMIZERS
+        for arm in ("plain", "vector")
+    }
+    with drawing.canvas(x="what is tuned", y="held-out loss at the end (nats)") as (figure, axes):
+        drawing.categories(axes, losses)
+    drawn = [
+        Plot(
+            "Loss by tuning",
+            "FULL has Falcon-H1's factors on the forward pass, where multipliers start. The paper "
+            "sees three tiers: NONE without multipliers; NONE with them and the others without; "
+            "the others with them.",
+            figure,
+        )
+    ]
+    chosen = winners(records)
+    for what, words in _SWEPT.items():
+        changes = _changes(records, what)
+        if not changes:
+            continue
+        arms = {
+            f"x {drawing.ratio(step)}": {
+                group: [factors[step]] for group, factors in changes.items() if step in factors
+            }
+            for step in _STEPS
+        }
+        with drawing.canvas(x=f"whose {words}", y="loss minus that at factor 1 (nats)") as (
+            figure,
+            axes,
+        ):
+            drawing.categories(axes, arms)
+            drawing.level(axes, -_NOISE, "chosen if below")
+        factors = ", ".join(f"{group} x {factor:g}" for group, factor in chosen[what].items())
+        drawn.append(
+            Plot(
+                f"Sweep of the {words}",
+                "One group of matrices at a time, without multipliers, one seed. Chosen: "
+                f"{factors or 'none'}.",
+                figure,
+            )
+        )
+    return drawn
