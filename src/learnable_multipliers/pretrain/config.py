@@ -19,6 +19,9 @@ _LARGEST = 1e15
 """Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
+Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
+_ONLY: dict[Variant, str] = {"adamc": "adamw", "normuon": "muon", "muown": "muon"}
+"""Variants of one kind of optimizer; the others are of either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,9 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "muon"] = "adamw"
     """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
+    variant: Variant = "none"
+    """Another paper's change to it, to compare with (docs/rivals.md): cautious, hyperball, sphere
+    of either, adamc of AdamW, normuon and muown of Muon."""
     placement: Placement = "full"
     """Which multipliers matrices carry: none, row and column (full), those free of symmetries
     (symmetry-aware), or one number each (scalar)."""
@@ -83,7 +89,13 @@ class OptimizerConfig:
     momentum: float = 0.95
     """Muon's."""
     adamw_lr_scale: float = 1.0
-    """With Muon: learning rate of what AdamW trains, over that of the matrices."""
+    """With Muon or a variant: learning rate of what is not a hidden matrix, over that of those."""
+
+    @property
+    def rest_lr_scale(self) -> float:
+        """Learning rate of what is not a hidden matrix, over that of those."""
+        apart = self.kind == "muon" or self.variant != "none"
+        return self.adamw_lr_scale if apart else 1.0
 
     @property
     def multiplier_ratio(self) -> float:
@@ -325,6 +337,26 @@ class TrainConfig:
             # An infinite drift bound never warns.
             _check_at_least(0, f"{section}.", config, *sorted(numbers - {"drift_bound"}))
 
+    def _check_variant(self) -> None:
+        variant, kind = self.optimizer.variant, self.optimizer.kind
+        if variant == "none":
+            return
+        if variant in _ONLY and kind != _ONLY[variant]:
+            raise ValueError(
+                f"optimizer.variant={variant} changes {_ONLY[variant]}, not {kind}: set "
+                f"optimizer.kind={_ONLY[variant]}"
+            )
+        if variant == "muown" and (self.optimizer.placement != "none" or self.optimizer.rules):
+            raise ValueError(
+                "optimizer.variant=muown learns magnitudes of rows itself: set "
+                "optimizer.placement=none and leave optimizer.rules out"
+            )
+        if max(self.parallel.shard, self.parallel.tensor) > 1:
+            raise ValueError(
+                "optimizer.variant trains whole matrices, which sharded runs do not have: set "
+                "parallel.shard=1 and parallel.tensor=1"
+            )
+
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
         for name, value in vars(optimizer).items():
@@ -344,8 +376,8 @@ class TrainConfig:
             )
         if not 0 <= optimizer.momentum < 1:
             raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
-        scale = max(1.0, optimizer.adamw_lr_scale) if optimizer.kind == "muon" else 1.0
-        decay = optimizer.lr * scale * optimizer.weight_decay
+        self._check_variant()
+        decay = optimizer.lr * max(1.0, optimizer.rest_lr_scale) * optimizer.weight_decay
         if decay >= 1:
             raise ValueError(
                 f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.equilibrium import TensorReading
-from learnable_multipliers.optim import AdamW, Muon, multipliers
+from learnable_multipliers.optim import multipliers
+from learnable_multipliers.optim._base import MultiplierOptimizer
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -95,7 +96,7 @@ class Stopwatch:
 
 @torch.no_grad()
 def describe_weights(
-    optimizer: AdamW | Muon, plan: Plan, readings: Iterable[TensorReading]
+    optimizer: MultiplierOptimizer, plan: Plan, readings: Iterable[TensorReading]
 ) -> dict[str, Any]:
     """Return rms, predicted rms, roles and quantiles of the multipliers, by parameter name."""
     matrices = {entry.name: entry.matrix for entry in plan.entries if entry.matrix is not None}

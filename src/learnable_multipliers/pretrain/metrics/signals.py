@@ -16,8 +16,8 @@ from torch import Tensor
 
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.equilibrium._prediction import trained_tensors
-from learnable_multipliers.optim import AdamW, Muon
 from learnable_multipliers.optim._accessors import raw_weights
+from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.config import ModelConfig
@@ -44,7 +44,7 @@ class Signals:
     def __init__(
         self,
         model: HybridLM,
-        optimizer: AdamW | Muon,
+        optimizer: MultiplierOptimizer,
         plan: Plan,
         tokens: Tensor,
         occurrences: Tensor,
@@ -65,7 +65,7 @@ class Signals:
     def of_run(
         cls,
         model: HybridLM,
-        optimizer: AdamW | Muon,
+        optimizer: MultiplierOptimizer,
         plan: Plan,
         data: TrainingData,
         config: DataConfig,
@@ -207,7 +207,7 @@ def rows_by_role(plan: Plan, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {role: torch.stack(rows) for role, rows in found.items()}
 
 
-def gradients(optimizer: AdamW | Muon) -> dict[str, Tensor]:
+def gradients(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
     """Return the rms of the gradients of raw weights by role and layer, averaged as AdamW does.
 
     Muon keeps one average of a whole matrix.

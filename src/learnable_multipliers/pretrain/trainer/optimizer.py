@@ -11,8 +11,10 @@ from learnable_multipliers._initialize import fixed_multipliers, initialize_
 from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._planner import plan
 from learnable_multipliers.optim import AdamW, Muon, param_groups
+from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.rivals.catalogue import make_rival
 from learnable_multipliers.pretrain.rules import parse_rules
 
 
@@ -81,8 +83,8 @@ def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
         default = 0.0 if entry.vector else config.weight_decay
         decay = default if entry.weight_decay is None else entry.weight_decay
         lr = config.lr * entry.lr_scale
-        if config.kind == "muon" and not is_hidden(entry.matrix):
-            lr *= config.adamw_lr_scale
+        if not is_hidden(entry.matrix):
+            lr *= config.rest_lr_scale
         if lr * decay >= 1:
             raise ValueError(
                 f"{entry.name} would train with learning rate {lr:g} and weight decay {decay:g}: "
@@ -91,7 +93,7 @@ def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
             )
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | Muon, Plan]:
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[MultiplierOptimizer, Plan]:
     """Return the optimizer, and the plan it trains by; folds fixed factors where asked to."""
     planned = initialize_(model, make_plan(model, config))
     return optimizer_for(model, planned, config), planned
@@ -99,13 +101,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[AdamW | M
 
 def optimizer_for(
     model: nn.Module, planned: Plan, config: OptimizerConfig, copies: Any = None
-) -> AdamW | Muon:
+) -> MultiplierOptimizer:
     """Return the optimizer of a model that is planned and initialized, and spread over ranks.
 
     Args:
         copies: The group of ranks that hold plain copies of every parameter: they agree on steps to
             skip, and share Muon's work.
     """
+    if config.variant != "none":
+        return make_rival(model, planned, config, copies)
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
     shared: dict[str, Any] = {
         "lr": config.lr,

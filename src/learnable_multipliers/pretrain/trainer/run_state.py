@@ -93,12 +93,14 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return weights and optimizer state by name, not copied; a tied weight is there once."""
+    # Not optimizer.state: a wrapped optimizer has one of its own.
+    state = optimizer.state_dict()["state"]
     return {
         "model": {name: p.detach() for name, p in model.named_parameters()},
         "optimizer": {
             f"{name}/{key}": value
-            for name, parameter in _by_name(optimizer)
-            for key, value in optimizer.state[parameter].items()
+            for index, name in enumerate(_names(optimizer))
+            for key, value in state.get(index, {}).items()
         },
     }
 
@@ -115,11 +117,10 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Che
     for key, value in checkpoint.tensors["optimizer"].items():
         name, _, entry = key.rpartition("/")
         states.setdefault(name, {})[entry] = value
-    names = [name for name, _ in _by_name(optimizer)]
     optimizer.load_state_dict(
         {
             "param_groups": optimizer.state_dict()["param_groups"],
-            "state": {index: states[name] for index, name in enumerate(names)},
+            "state": {index: states[name] for index, name in enumerate(_names(optimizer))},
         }
     )
 
@@ -203,9 +204,5 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    return [
-        (name, parameter)
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"], strict=True)
-    ]
+def _names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [name for group in optimizer.param_groups for name in group["param_names"]]

@@ -1,0 +1,1 @@
+"""Optimizers of other papers, to compare multipliers with: a page for each."""
