@@ -141,6 +141,45 @@ def test_validation_sources_are_kept_out_of_training(tmp_path):
     assert manifest.source["dropped_because_in_validation"] == 3
 
 
+def test_texts_to_test_on_are_splits_by_name_and_kept_out_of_training(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    one = json_lines(tmp_path / "b.jsonl", [*TEXTS[5:7], "another"])
+    two = json_lines(tmp_path / "c.jsonl", ["a third"])
+    held_out = json_lines(tmp_path / "d.jsonl", TEXTS[:1])
+    out = tmp_path / "out"
+    config = PrepareConfig(
+        sources=(source,),
+        out=out,
+        valid_sources=(held_out,),
+        test_sources=(f"wiki={one}", f"other={held_out}", f"wiki={two}"),
+        vocab_size=300,
+    )
+    manifest = prepare(config)
+    assert list(manifest.splits) == ["train", "valid", "wiki", "other"]
+    assert read_back(out, "train") == TEXTS[1:5] + TEXTS[7:]
+    assert read_back(out, "wiki") == [*TEXTS[5:7], "another", "a third"]
+    assert read_back(out, "valid") == read_back(out, "other") == TEXTS[:1]
+    assert manifest.source["test_sources"] == {"wiki": [one, two], "other": [held_out]}
+    assert manifest.source["dropped_because_in_validation"] == 3
+
+
+@pytest.mark.parametrize("given", ["wiki", "=a.jsonl", "wiki=", "train=a", "valid=a", "../x=a"])
+def test_texts_to_test_on_need_a_name_of_their_own(tmp_path, given):
+    with pytest.raises(ValueError, match="give NAME=SOURCE"):
+        PrepareConfig(out=tmp_path / "out", test_sources=(given,))
+
+
+def test_a_text_to_test_on_without_text_is_refused(tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+    empty = json_lines(tmp_path / "b.jsonl", [""])
+    config = PrepareConfig(
+        sources=(source,), out=tmp_path / "out", test_sources=(f"wiki={empty}",), vocab_size=300
+    )
+    with pytest.raises(DocumentError, match="to hold out as wiki"):
+        prepare(config)
+    assert not (tmp_path / "out").exists()
+
+
 def test_tokenizer_never_sees_validation_text(tmp_path):
     source = json_lines(tmp_path / "a.jsonl", ["abab " * 50])
     held_out = json_lines(tmp_path / "b.jsonl", ["xyxy " * 500])

@@ -12,6 +12,7 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint import tensor_files
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
@@ -122,6 +123,40 @@ def test_the_loss_falls_and_evaluation_agrees_with_the_model(data, tmp_path):
     bits = 640 * expected.item() / math.log(2) / len(text)
     assert evaluated["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert evaluated["evaluated_tokens"] == 640
+
+
+def test_further_text_is_evaluated_by_name_at_the_end_alone(data, tmp_path):
+    sources = [tmp_path / name for name in ("train", "wiki")]
+    for source, base in zip(sources, (7, 3), strict=True):
+        source.mkdir()
+        for index in range(12):
+            lines = [f"{base} and {index} and {n}" for n in range(40)]
+            (source / f"{index}.txt").write_text("\n".join(lines))
+    config = PrepareConfig(
+        sources=(str(sources[0]),),
+        valid_fraction=0.2,
+        test_sources=(f"wiki={sources[1]}",),
+        vocab_size=257,
+        out=tmp_path / "data",
+    )
+    prepare(config)
+    prepare(replace(config, test_sources=(), out=tmp_path / "without"))
+    trainer = trained(small_run(tmp_path / "data", tmp_path / "run"))
+    evaluations = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "eval"]
+    assert ["tests" in record for record in evaluations] == [False, True]
+    tokens = torch.from_numpy(trainer.data.tokens("wiki").astype("int64"))
+    count = (len(tokens) - 1) // LENGTH
+    batch = torch.stack([tokens[n * LENGTH : (n + 1) * LENGTH + 1] for n in range(count)])
+    with torch.no_grad():
+        logits = trainer.model(batch[:, :-1])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    found = evaluations[-1]["tests"]["wiki"]
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    text = trainer.data.decode(batch[:, 1:].flatten().tolist()).encode()
+    bits = count * LENGTH * expected.item() / math.log(2) / len(text)
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    # Nothing else of the run depends on it.
+    assert_same(trainer, trained(small_run(tmp_path / "without", tmp_path / "other")))
 
 
 def test_weights_are_described_as_they_are(data, tmp_path):

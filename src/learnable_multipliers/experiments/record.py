@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -85,6 +85,8 @@ class Record:
     """Median over the steps."""
     device: str
     torch: str
+    tests: dict[str, Any] = field(default_factory=dict)
+    """Name -> `loss` and `bits_per_byte` at the end, of further held-out text."""
     data: str = ""
     """Fingerprint of the tokens and their tokenizer."""
     ended: str = ""
@@ -93,7 +95,9 @@ class Record:
     """Of the source tree that ran; None where it is in none."""
 
 
-_ADDED = {each.name: each.default for each in fields(Record) if each.default is not MISSING}
+_ADDED = {"tests": {}} | {
+    each.name: each.default for each in fields(Record) if each.default is not MISSING
+}
 """What older lines may lack."""
 
 
@@ -159,6 +163,7 @@ def summarize(
         tokens_per_second=_rounded(statistics.median(speeds)) if speeds else math.nan,
         device=device,
         torch=torch.__version__,
+        tests=_rounded(held_out[-1].get("tests", {})) if finished else {},
         data=data,
         ended=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=commit,

@@ -9,6 +9,7 @@ never on both sides.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from learnable_multipliers.pretrain.data.tokenizer import (
 # Enough to rank the merges of a small vocabulary, and training stays a fraction of the whole.
 _SAMPLE_PER_TOKEN = 1000
 _LARGEST_VOCABULARY = 1 << 20
+_NAME = re.compile("[a-z][a-z0-9_-]{0,31}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,9 @@ class PrepareConfig:
     """Part of the documents held out for validation; 0: none, and `lrm train` needs some."""
     valid_sources: tuple[str, ...] = ()
     """Sources to validate on instead; training documents equal to one of theirs are dropped."""
+    test_sources: tuple[str, ...] = ()
+    """More held-out text, NAME=SOURCE each: `lrm train` evaluates it by name at the end of a run.
+    Training documents equal to one of theirs are dropped too."""
     seed: int = 0
     """Decides which documents are held out."""
     shard_tokens: int = 100_000_000
@@ -93,6 +98,7 @@ class PrepareConfig:
             )
         if not 0 <= self.valid_fraction < 1:
             raise ValueError(f"valid_fraction is {self.valid_fraction}; it must be in [0, 1)")
+        named_sources(self.test_sources)
         if self.eos_token is not None and self.tokenizer is None:
             raise ValueError("eos_token belongs to a given tokenizer; pass tokenizer as well")
         if self.add_eos and (self.tokenizer is None or self.eos_token is not None):
@@ -101,6 +107,20 @@ class PrepareConfig:
             raise ValueError(
                 "vocab_size is that of a tokenizer trained here; a given one brings its own"
             )
+
+
+def named_sources(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the sources of each name, from NAME=SOURCE."""
+    found: dict[str, tuple[str, ...]] = {}
+    for each in given:
+        name, _, source = each.partition("=")
+        if not _NAME.fullmatch(name) or name in (TRAIN, VALID) or not source:
+            raise ValueError(
+                f"test_sources has {each!r}: give NAME=SOURCE, with a name of small letters, "
+                f"digits, - and _ that is not {TRAIN} or {VALID}"
+            )
+        found[name] = (*found.get(name, ()), source)
+    return found
 
 
 class Progress(NamedTuple):
@@ -169,7 +189,8 @@ def _write_shards(
     folder: Path,
     report: Report,
 ) -> dict[str, list[Shard]]:
-    writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in (TRAIN, VALID)}
+    splits = (TRAIN, VALID, *named_sources(config.test_sources))
+    writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in splits}
     num_bytes = num_tokens = 0
     report(Progress("encode", 0, 0, 0))
     encoded = encode_documents(splitter.documents(), tokenizer, config.num_threads)
@@ -198,8 +219,8 @@ def _write_shards(
 class _Splitter:
     """Gives every document of a corpus its split, by a keyed hash of its text and nothing else.
 
-    Either a fraction of the documents is held out, or a second corpus is; then the documents of the
-    first that are in the second as well are dropped.
+    Either a fraction of the documents is held out, or other corpora are; documents of the first
+    corpus that are in one of those as well are dropped.
     """
 
     def __init__(self, config: PrepareConfig) -> None:
@@ -207,25 +228,31 @@ class _Splitter:
             return Corpus(sources, text_field=config.text_field, separator=config.text_separator)
 
         self._corpus = corpus(config.sources)
-        self._held_out = corpus(config.valid_sources) if config.valid_sources else None
-        self._fraction = 0.0 if self._held_out else config.valid_fraction
+        held_out = {VALID: config.valid_sources} if config.valid_sources else {}
+        self._fraction = 0.0 if held_out else config.valid_fraction
+        held_out |= named_sources(config.test_sources)
+        self._held_out = {split: corpus(sources) for split, sources in held_out.items()}
         self._seed, self._max_bytes = config.seed, config.max_bytes
         self._num_empty = self._num_dropped = 0
         self._held_out_digests = {
-            self._digest(text.encode()) for text in self._held_out or () if text
+            self._digest(text.encode())
+            for corpus in self._held_out.values()
+            for text in corpus
+            if text
         }
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order, and count what is left out."""
         yield from self.corpus_documents()
-        for text in self._held_out or ():
-            if text:
-                yield Document(text, VALID, len(text.encode()))
-            else:
-                self._num_empty += 1
+        for split, corpus in self._held_out.items():
+            for text in corpus:
+                if text:
+                    yield Document(text, split, len(text.encode()))
+                else:
+                    self._num_empty += 1
 
     def corpus_documents(self) -> Iterator[Document]:
-        """Yield the documents but those of a second corpus.
+        """Yield the documents but those of held-out corpora.
 
         The document that brings the corpus to `max_bytes` is its last.
         """
@@ -261,6 +288,12 @@ class _Splitter:
                 f"none of the {count} documents of {names} is left to train on; lower "
                 "--valid-fraction, change --seed, or give --valid-sources that are other documents"
             )
+        for split, corpus in self._held_out.items():
+            if split not in splits:
+                raise DocumentError(
+                    f"no document with any text in {', '.join(corpus.names)}, to hold out as "
+                    f"{split}; give another source"
+                )
         if VALID not in splits and self._fraction:
             raise DocumentError(
                 f"none of the {count} documents of {names} fell into validation "
@@ -270,11 +303,13 @@ class _Splitter:
 
     def describe(self) -> dict[str, Any]:
         """Return what the manifest says about the source."""
-        held_out = self._held_out
-        skipped = self._corpus.skipped + (held_out.skipped if held_out else Counter())
+        held_out = {split: list(corpus.names) for split, corpus in self._held_out.items()}
+        corpora = (self._corpus, *self._held_out.values())
+        skipped = sum((corpus.skipped for corpus in corpora), Counter())
         return {
             "sources": list(self._corpus.names),
-            "valid_sources": list(held_out.names) if held_out else [],
+            "valid_sources": held_out.pop(VALID, []),
+            "test_sources": held_out,
             "valid_fraction": self._fraction,
             "seed": self._seed,
             "skipped_files": dict(sorted(skipped.items())),

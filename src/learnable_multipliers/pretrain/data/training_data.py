@@ -40,11 +40,18 @@ class TrainingData:
     def __init__(self, folder: Path, sequence_length: int, seed: int):
         self._length, self._seed = sequence_length, seed
         # Sizes and the tokenizer are checked here; `check` and `verify` read all of the tokens.
-        self._train, self._valid = TokenDataset(folder, TRAIN), TokenDataset(folder, VALID)
+        self._train, valid = TokenDataset(folder, TRAIN), TokenDataset(folder, VALID)
         self.folder, self.manifest = folder, (manifest := self._train.manifest)
+        self.tests = tuple(split for split in manifest.splits if split not in (TRAIN, VALID))
+        """Names of further held-out text."""
+        self._held_out = {split: TokenDataset(folder, split) for split in self.tests}
+        self._held_out[VALID] = valid
         # Too little text is better known now than at the first batch or evaluation.
         self._num_samples = num_samples(len(self._train), sequence_length)
-        self._num_held_out = num_samples(len(self._valid), sequence_length)
+        self._num_held_out = {
+            split: num_samples(len(tokens), sequence_length)
+            for split, tokens in self._held_out.items()
+        }
         self._tokenizer_file = folder / manifest.tokenizer_file
         verify_sha256(self._tokenizer_file, manifest.tokenizer_sha256)
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
@@ -78,13 +85,14 @@ class TrainingData:
         Args:
             reads: False for one that has nothing to do, where another process reads the same files.
         """
-        files = [*self._train.files, *self._valid.files] if reads else []
+        datasets = (self._train, *self._held_out.values())
+        files = [file for dataset in datasets for file in dataset.files] if reads else []
         return DataCheck(files, cache_folder() / "good-shards")
 
     def verify(self) -> None:
         """Read all tokens and compare their checksums with the manifest, whatever is cached."""
-        self._train.verify()
-        self._valid.verify()
+        for dataset in (self._train, *self._held_out.values()):
+            dataset.verify()
 
     def batch(self, start: int, size: int, device: torch.device) -> Tensor:
         """Return the samples from global index `start` on, (size, sequence_length + 1).
@@ -107,32 +115,35 @@ class TrainingData:
             counts += np.bincount(self._train.tokens(start, start + size), minlength=vocab_size)
         return torch.from_numpy(counts)
 
-    def held_out(self, batch_size: int, max_tokens: int, device: torch.device) -> Iterator[Tensor]:
+    def held_out(
+        self, batch_size: int, max_tokens: int, device: torch.device, split: str = VALID
+    ) -> Iterator[Tensor]:
         """Yield held-out samples from the start, the same ones every time; 0 tokens is all.
 
         The last batch may be smaller. Tokens behind the last whole sample are not read.
         """
-        count = self.num_held_out(max_tokens) // self._length
+        count = self.num_held_out(max_tokens, split) // self._length
         for start in range(0, count, batch_size):
             samples = np.arange(start, min(start + batch_size, count))
-            yield _moved(self._valid.samples(samples, self._length), device)
+            yield _moved(self._held_out[split].samples(samples, self._length), device)
 
-    def num_held_out(self, max_tokens: int) -> int:
+    def num_held_out(self, max_tokens: int, split: str = VALID) -> int:
         """Return how many held-out tokens `held_out` asks for: whole sequences, one at least."""
-        sequences = self._num_held_out
+        sequences = self._num_held_out[split]
         if max_tokens:
             sequences = min(sequences, max(1, max_tokens // self._length))
         return sequences * self._length
 
-    def held_out_bytes(self, num_tokens: int) -> float:
+    def held_out_bytes(self, num_tokens: int, split: str = VALID) -> float:
         """Return the bytes of text that the first `num_tokens` held-out targets stand for.
 
         Exact for byte-level tokenizers; others have but an average over the whole split.
         """
+        tokens = self._held_out[split]
         if self._token_bytes is None:
-            return num_tokens * self.bytes_per_token
+            return num_tokens * self.manifest.num_bytes(split) / len(tokens)
         # The very first token is read, never asked for.
-        return float(self._token_bytes[self._valid.tokens(1, num_tokens + 1)].sum())
+        return float(self._token_bytes[tokens.tokens(1, num_tokens + 1)].sum())
 
     def tokens(self, split: str) -> Tokens:
         """Return all tokens of a split."""
@@ -147,7 +158,7 @@ class TrainingData:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of held-out text that one token stands for, on average."""
-        return self.manifest.num_bytes(VALID) / len(self._valid)
+        return self.manifest.num_bytes(VALID) / self.manifest.num_tokens(VALID)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import Device
@@ -19,15 +20,23 @@ _TEMPERATURE, _TOP_K = 0.8, 50
 
 @torch.no_grad()
 def evaluate(
-    model: HybridLM, data: TrainingData, config: TrainConfig, device: Device
+    model: HybridLM,
+    data: TrainingData,
+    config: TrainConfig,
+    device: Device,
+    split: str = VALID,
 ) -> dict[str, float]:
-    """Return nats per token and bits per byte of held-out text, the same tokens every time."""
+    """Return nats per token and bits per byte of held-out text, the same tokens every time.
+
+    Of validation text as much as the config says, of other text all.
+    """
     was_training = model.training
     model.eval()
     fits = max(1, _MAX_BATCH_TOKENS // config.data.sequence_length)
     batch_size = min(config.data.micro_batch_sequences or config.data.batch_sequences, fits)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for tokens in data.held_out(batch_size, config.log.evaluate_tokens, device.device):
+    most = config.log.evaluate_tokens if split == VALID else 0
+    for tokens in data.held_out(batch_size, most, device.device, split):
         # Not compiled: a pass without gradients, and one for a smaller last batch, would be
         # compiled anew, which takes longer than it saves.
         with torch.compiler.set_stance("force_eager"), device.autocast():
@@ -39,7 +48,7 @@ def evaluate(
     return {
         "loss": total.item() / count,
         # Bytes of these very tokens: some text has longer tokens than the rest.
-        "bits_per_byte": total.item() / math.log(2) / data.held_out_bytes(count),
+        "bits_per_byte": total.item() / math.log(2) / data.held_out_bytes(count, split),
         "evaluated_tokens": count,
     }
 

@@ -18,6 +18,7 @@ from learnable_multipliers.optim._copies import CopiesDifferError
 from learnable_multipliers.optim._write_guard import WeightChangedError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.metrics.log import Observer
@@ -279,8 +280,10 @@ class Trainer:
         if self._signals is not None and signals:
             self._record("signals", **self._signals.measure(self.device.autocast()))
         if evaluation:
-            found = self._evaluate()
+            found: dict[str, Any] = {**self._evaluate()}
             self._held_out_loss = found["loss"]
+            if last and self.data.tests:
+                found["tests"] = {name: self._evaluate(name) for name in self.data.tests}
             self._record("eval", **found)
         if sample:
             text = sample_text(self.model, self.data, self.config, self.device)
@@ -296,8 +299,8 @@ class Trainer:
         if last and (reason := self.divergence()) is not None:
             self._roll_back(reason)
 
-    def _evaluate(self) -> dict[str, float]:
-        return evaluate(self.model, self.data, self.config, self.device)
+    def _evaluate(self, split: str = VALID) -> dict[str, float]:
+        return evaluate(self.model, self.data, self.config, self.device, split)
 
     def _record_training(self, lr: float) -> None:
         losses = self._losses.read()
