@@ -18,13 +18,16 @@ from pathlib import Path
 
 from learnable_multipliers.experiments.record import Record
 from learnable_multipliers.experiments.run import Run
-from learnable_multipliers.experiments.runner import prepared, train_missing
+from learnable_multipliers.experiments.runner import default_threads, prepared, train_missing
 from learnable_multipliers.experiments.worker import Failure, Job
 from learnable_multipliers.pretrain.recipes import RECIPES
 
 
 class Lines:
     """Prints each run as it ends."""
+
+    def added(self, count: int) -> None:
+        """Nothing follows."""
 
     def started(self, job: Job) -> None:
         """Nothing to say yet."""
@@ -67,7 +70,13 @@ def main() -> None:
         jobs.append(Job(experiment="eight-runs", run=run, ledger={}))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        result = train_missing(jobs, Path(out), Lines(), num_workers=options.jobs, num_threads=0)
+        result = train_missing(
+            jobs,
+            Path(out),
+            Lines(),
+            num_workers=options.jobs,
+            num_threads=default_threads("gpu", options.jobs),
+        )
     wall = time.perf_counter() - began
     total = sum(record.tokens for record in result.records)
     print(f"{options.runs} runs, {options.jobs} at a time: {total / wall:,.0f} tokens/s")

@@ -2,13 +2,17 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.experiments import grad_clip
 from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.run import Labels
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from shuffling import World, check_shuffled, check_subsets, made_up, verdicts
 
 # 120 of the 600 steps of the gpu preset are early.
@@ -19,7 +23,7 @@ def world(norm_in: float, norm_out: float, loss_in: float) -> World:
     """Return a world with these early norms, and this loss with scalars in, 3.5 with them out."""
 
     def fields(labels: Labels, noise: random.Random) -> dict[str, Any]:
-        scalar_in = labels["placement"] == "scalar" and labels["arm"] == "in"
+        scalar_in = labels["arm"] == "in"
         early = norm_in if scalar_in else norm_out
         norms = [(early if step <= 120 else 0.3) * math.exp(noise.gauss(0, 0.1)) for step in STEPS]
         losses = [4.0 + noise.gauss(0, 0.01) for _ in STEPS]
@@ -66,13 +70,24 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
 def test_arms_differ_in_the_clip_norm_alone(preset):
-    found = {(run.labels["placement"], run.labels["arm"]): run for run in grad_clip.runs(preset)}
-    for run in found.values():
-        assert settling(run.config) >= 4
-        assert run.config.optimizer.max_grad_norm == 1.0
-        assert run.config.optimizer.clip_multipliers == (run.labels["arm"] == "in")
-    for placement in ("scalar", "vector"):
-        assert found[placement, "in"].key != found[placement, "out"].key
+    found = {run.labels["arm"]: run.config for run in grad_clip.runs(preset)[:3]}
+    for arm, config in found.items():
+        assert settling(config) >= 4
+        assert config.optimizer.max_grad_norm == 1.0
+        assert config.optimizer.clip_multipliers == (arm == "in")
+    optimizer = replace(found["in"].optimizer, clip_multipliers=False)
+    assert replace(found["in"], optimizer=optimizer) == found["out"]
+    assert found["none"].model == found["out"].model
+
+
+def test_scalars_start_at_the_factors_of_the_model():
+    config = grad_clip.runs("gpu")[0].config
+    model = build(replace(config.model, vocab_size=64), 0)
+    planned = initialize_(model, make_plan(model, config.optimizer))
+    (head,) = planned["lm_head.weight"].matrix.blocks
+    (embedding,) = planned["model.embed_tokens.weight"].matrix.blocks
+    assert (head.init, embedding.init) == (40 / 256, 2**2.5)
+    assert model.mup_head == model.model.mup_embedding == 1.0
 
 
 def test_early_norms_are_logged_at_several_steps():

@@ -10,8 +10,8 @@ from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.table import by_seed
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
 
-# In steps: decay begins after 80% of the 160M tokens, at 65,536 a step.
-STEPS, DECAY = 2442, 1953.125
+# In steps: decay begins after 80% of the 59M tokens, at 32,768 a step.
+STEPS, DECAY = 1800, 1440
 EVERY = long_run.runs("gpu")[0].config.log.evaluate_every
 POINTS = [*range(EVERY, STEPS, EVERY), STEPS]
 
@@ -38,17 +38,23 @@ def right(constant, decay):
 def test_statistics_are_those_of_the_gap():
     records = made_up(long_run, world(right, sd=0.0))
     found = long_run.analyse(records)
-    tokens = {step: step * 65_536 for step in POINTS}
-    late = [s for s in POINTS if 0.8 - 0.7 / 4 <= tokens[s] / 160e6 <= 0.8]
-    final = [s for s in POINTS if tokens[s] / 160e6 >= 0.95]
+    late = [s for s in POINTS if 0.8 - 0.7 / 4 <= s / STEPS <= 0.8]
+    final = [s for s in POINTS if s / STEPS >= 0.95]
     before = sum(right(step / DECAY, 0) for step in late) / len(late)
     after = sum(right(1, (step - DECAY) / (STEPS - DECAY)) for step in final) / len(final)
     for optimizer in ("adamw", "muon"):
         values = {name: found[f"C14.{optimizer}.{name}"] for name in ("gap", "grows", "shrinks")}
         # The constant stage begins where an eighth of it is behind, with the warmup.
-        expected = {"gap": before, "grows": 0.008 * 7 / 8, "shrinks": before - after}
+        expected = {"gap": before, "grows": 0.008 * 7 / 16, "shrinks": before - after}
         for name, value in expected.items():
-            assert values[name] == pytest.approx(dict.fromkeys((0, 1, 2), value), rel=1e-6)
+            assert values[name] == pytest.approx(dict.fromkeys(range(5), value), rel=1e-6)
+
+
+def test_growth_is_that_of_the_second_half():
+    """A head start that is lost in the first half plays no part."""
+    lost = world(lambda constant, decay: right(constant, decay) + max(0.0, 0.5 - constant), sd=0.0)
+    found = long_run.analyse(made_up(long_run, lost))["C14.muon.grows"]
+    assert found == pytest.approx(dict.fromkeys(range(5), 0.008 * 7 / 16), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -124,5 +130,5 @@ def test_losses_are_paired_by_tokens():
     records = made_up(long_run, world(right, sd=0.0))
     arms = [by_seed(records, arm=arm, optimizer="muon")[1] for arm in ("plain", "vector")]
     gap = long_run.gap(*arms)
-    assert list(gap) == [step * 65_536 for step in POINTS]
-    assert gap[STEPS * 65_536] == pytest.approx(0.008)
+    assert list(gap) == [step * 32_768 for step in POINTS]
+    assert gap[STEPS * 32_768] == pytest.approx(0.008)

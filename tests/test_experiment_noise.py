@@ -7,7 +7,7 @@ import pytest
 
 from learnable_multipliers.equilibrium import brownian_rms
 from learnable_multipliers.experiments import noise as experiment
-from learnable_multipliers.experiments.presets import SEEDS, base, rates, settling
+from learnable_multipliers.experiments.presets import base, rates, settling
 from learnable_multipliers.experiments.record import Labelled
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
 
@@ -56,7 +56,11 @@ def world(*, by_lr=0.5, by_wd=-0.5, signal=2.0, rare=0.05, frequent=0.6):
             **{"raw": rows, "effective": rows},
         }
         return {
-            "weights": [{"step": 9, "raw_rms": raw, "multipliers": {}, "roles": NAMES}],
+            # The rate falls from step 480 on, and norms then are none of the law's.
+            "weights": [
+                {"step": 480, "raw_rms": raw, "multipliers": {}},
+                {"step": 600, "raw_rms": dict.fromkeys(NAMES, 1.0), "roles": NAMES},
+            ],
             "signals": [{"step": 9, "token_rows": tokens}],
             "readings": readings,
         }
@@ -106,7 +110,7 @@ def test_exponents_and_ratios_are_those_of_the_world():
         **{"C22.rare": 0.05, "C22.frequent": 0.55},
     }
     for name, value in expected.items():
-        assert found[name] == pytest.approx(dict.fromkeys((0, 1, 2), value), abs=1e-9), name
+        assert found[name] == pytest.approx(dict.fromkeys(range(6), value), abs=1e-9), name
 
 
 def test_rows_with_a_gradient_in_every_step_are_plain_brownian_motion():
@@ -132,13 +136,13 @@ def test_rare_and_frequent_tokens_are_told_by_their_text_and_the_run():
 def test_a_run_without_signals_is_left_out():
     found = experiment.analyse(without_signals(made_up(experiment, world())))
     assert found["C22.rare"] == found["C22.frequent"] == {}
-    assert len(found["C1.lr"]) == 3
+    assert len(found["C1.lr"]) == 6
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
 def test_runs_keep_to_the_protocol(preset):
     runs = experiment.runs(preset)
-    assert len({run.key for run in runs}) == len(runs) == 5 * len(SEEDS[preset])
+    assert len({run.key for run in runs}) == len(runs) == 5 * len(experiment.SEEDS[preset])
     seeds = [run.labels["seed"] for run in runs]
     assert seeds == sorted(seeds)
     plain = base(preset, "llama").optimizer

@@ -42,6 +42,7 @@ def small(monkeypatch):
     """Let the catalogue hold two experiments of the same three runs."""
     modules = {"small": "small_experiment", "again": "small_experiment"}
     monkeypatch.setattr(catalogue, "MODULES", modules)
+    monkeypatch.setattr(catalogue, "BEYOND", {})
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,9 @@ class Watcher:
 
     def __init__(self, started=lambda job: None, ended=lambda job: None):
         self.found, self._started, self._ended = {}, started, ended
+
+    def added(self, count):
+        pass
 
     def started(self, job):
         self._started(job)
@@ -204,8 +208,9 @@ def test_workers_of_the_cpu_preset_have_one_thread_each(ask, data, small, monkey
     fake_training(monkeypatch, lambda *given: seen.append(given) or runner.Result())
     for options in ([], ["--jobs", "3", "--seconds", "60"]):
         assert ask("experiment", "small", "--data", str(data), *options)[0] == 0
-    assert seen[0][2] == {"num_workers": runner.num_cores(), "num_threads": 1, "seconds": 0.0}
-    assert seen[1][2] == {"num_workers": 3, "num_threads": 1, "seconds": 60.0}
+    settings = {"num_threads": 1, "follow_up": None}
+    assert seen[0][2] == {**settings, "num_workers": runner.num_cores(), "seconds": 0.0}
+    assert seen[1][2] == {**settings, "num_workers": 3, "seconds": 60.0}
     assert all(job.run.config.runtime.device == "cpu" for job in seen[0][0])
     assert runner.default_threads("gpu", 1) == runner.num_cores()
     assert runner.default_threads("gpu", 10**6) == 1
@@ -273,6 +278,33 @@ def test_two_commands_do_not_write_to_one_folder(ask, small, data):
         code, _, complaints = ask("experiment", "small", "--data", str(data))
     assert code == 1
     assert "another process is writing records to experiments" in complaints
+
+
+def test_runs_that_follow_from_records_are_trained_by_the_same_command(
+    ask, data, tmp_path, reference, monkeypatch
+):
+    """A module with `follow_up`: after its first run another rate, and none after that."""
+    first, second, _ = small_experiment.runs("cpu")
+    module = type(sys)("following_experiment")
+    module.TITLE, module.FIGURE, module.CLAIMS = "Following", "none", ()
+    module.runs = lambda preset: []
+
+    def follow_up(preset, records):
+        known = records.get(first.key)
+        return [first] if known is None or known.loss is None else [first, second]
+
+    module.follow_up = follow_up
+    monkeypatch.setitem(sys.modules, "following_experiment", module)
+    monkeypatch.setattr(catalogue, "MODULES", {})
+    monkeypatch.setattr(catalogue, "BEYOND", {"following": "following_experiment"})
+    words = ["experiment", "following", "--data", str(data), "--out", str(tmp_path / "out")]
+    code, text, complaints = ask(*words)
+    assert (code, complaints) == (0, "")
+    assert [line.split()[0] for line in text.splitlines()] == ["1", "1/2", "2/2"]
+    found = read_file(tmp_path / "out" / "following.jsonl")
+    assert [record.key for record in found] == [first.key, second.key]
+    assert [record.loss for record in found] == [record.loss for record in reference[:2]]
+    assert ask(*words)[:2] == (0, "2 runs, 2 of them have a record\n")
 
 
 # -- what is missing ---------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from learnable_multipliers.experiments.command import command_of
 from learnable_multipliers.experiments.progress import Display, in_words
 from learnable_multipliers.experiments.record import Record, read_records
 from learnable_multipliers.experiments.run import Preset
+from learnable_multipliers.experiments.worker import Job
 from learnable_multipliers.pretrain.data.training_data import default_corpus
 
 _RANKS = 8
@@ -79,8 +80,9 @@ def _names(words: Sequence[str]) -> list[str]:
     for word in words:
         if word in ("list", "all", "report"):
             usage_error(f"lrm experiment: {word} stands alone: lrm experiment {word}")
-        if word not in catalogue.MODULES:
-            near = closest(word, list(catalogue.MODULES))
+        known = [*catalogue.MODULES, *catalogue.BEYOND]
+        if word not in known:
+            near = closest(word, known)
             hint = f"did you mean {near}? " if near else ""
             usage_error(
                 f"lrm experiment: there is no experiment {word!r}; {hint}lrm experiment list shows "
@@ -95,9 +97,9 @@ def _names(words: Sequence[str]) -> list[str]:
 def _list(config: ExperimentConfig) -> None:
     records = read_records(config.out)
     rows = [("experiment", "figure", "claims", "records of runs", "")]
-    for name in catalogue.MODULES:
+    for name in [*catalogue.MODULES, *catalogue.BEYOND]:
         found = catalogue.load(name)
-        keys = {run.key for run in found.runs(config.preset)}
+        keys = {run.key for run in catalogue.runs_of(name, config.preset, records)}
         claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
         done = f"{len(keys & records.keys())} of {len(keys)}"
         rows.append((name, found.FIGURE, claims, done, found.TITLE))
@@ -153,7 +155,9 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
     with console.status("reading the data"):
         data = config.data or default_corpus(_CPU_VOCABULARY)
         jobs = runner.missing(names, config.preset, data, records, again=config.again)
-        asked = {run.key for name in names for run in catalogue.load(name).runs(config.preset)}
+        asked = {
+            run.key for name in names for run in catalogue.runs_of(name, config.preset, records)
+        }
         runner.check_data(jobs, asked, records)
     _say(console, f"{len(asked):,} runs, {len(asked) - len(jobs):,} of them have a record")
     if not config.again:
@@ -161,6 +165,12 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
     if not jobs:
         return
     num_workers = config.jobs or runner.default_jobs(config.preset)
+    adaptive = [name for name in names if catalogue.is_adaptive(name)]
+
+    def follow_up(found: Sequence[Record]) -> list[Job]:
+        known = records | {record.key: record for record in found}
+        return runner.missing(adaptive, config.preset, data, known)
+
     with Display(len(jobs), console) as display:
         result = runner.train_missing(
             jobs,
@@ -169,6 +179,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
             num_workers=num_workers,
             num_threads=runner.default_threads(config.preset, num_workers),
             seconds=config.seconds,
+            follow_up=follow_up if adaptive else None,
         )
     if result.num_left:
         again = "the same command goes on with them"
@@ -189,7 +200,9 @@ def _tell_outdated(
     """Say which records do not judge their claims."""
     for name in names:
         found = [
-            records[r.key] for r in catalogue.load(name).runs(config.preset) if r.key in records
+            records[run.key]
+            for run in catalogue.runs_of(name, config.preset, records)
+            if run.key in records
         ]
         old = [changed for record in found if (changed := runner.outdated(record, name))]
         if old:

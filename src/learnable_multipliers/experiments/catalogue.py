@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.record import Labelled
+from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -21,15 +21,18 @@ _ORDER = (
     "width_scales",
     "grad_clip",
     "head_rows",
-    "tuning_ablation",
     "long_run",
     "log_scale",
     "placement",
     "noise",
     "initialization",
+    # Last: its claim needs a sweep that is longer than most experiments.
+    "tuning_ablation",
 )
 MODULES = {name: f"{_PACKAGE}.{name}" for name in _ORDER}
-"""Name -> module."""
+"""Name -> module, of what `all` stands for."""
+BEYOND = {"headline": f"{_PACKAGE}.headline"}
+"""Those of hours, which must be named."""
 
 
 class Experiment(Protocol):
@@ -57,11 +60,27 @@ class Experiment(Protocol):
 
 def load(name: str) -> Experiment:
     """Return the module of an experiment."""
-    return cast("Experiment", importlib.import_module(MODULES[name]))
+    return cast("Experiment", importlib.import_module((MODULES | BEYOND)[name]))
+
+
+def is_adaptive(name: str) -> bool:
+    """Return whether some runs of an experiment follow from the records of others."""
+    return hasattr(load(name), "follow_up")
+
+
+def runs_of(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Run]:
+    """Return the runs of an experiment, with those that follow from the records so far.
+
+    A module has the latter in a function `follow_up` of preset and records.
+    """
+    experiment = load(name)
+    follow_up = getattr(experiment, "follow_up", None)
+    more = [] if follow_up is None else follow_up(preset, records)
+    return [*experiment.runs(preset), *more]
 
 
 def ledgers(preset: Preset) -> dict[str, dict[str, str]]:
-    """Return claim -> hash for every run, by key: of all experiments that would ask for it.
+    """Return claim -> hash for runs by key: of all experiments that would ask for them.
 
     A run serves each of them, whichever experiment it was trained for.
     """

@@ -20,7 +20,7 @@ from learnable_multipliers.experiments import plot as drawing
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.loss_difference import CLEAR, GAIN, SEEDS
 from learnable_multipliers.experiments.plot import Plot
-from learnable_multipliers.experiments.presets import base, with_optimizer, with_signals
+from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 
@@ -59,11 +59,12 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return each head with each number on the logits, and a plain run."""
-    plain = with_signals(base(preset, "llama"))
+    plain = loss_difference.plain(preset, "llama")
     full = with_optimizer(plain, placement="full")
     heads = {
         "columns": full,
-        "rows": with_optimizer(full, rules=(". only=head kind=row",)),
+        # From 1: the number stays fixed, and is not what rows start from.
+        "rows": with_optimizer(full, rules=(". only=head kind=row init=1",)),
         "none": replace(full, model=replace(full.model, freeze_final_norm=True)),
     }
     arms = [

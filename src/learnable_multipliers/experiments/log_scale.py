@@ -15,7 +15,7 @@ from learnable_multipliers.experiments import plot as drawing
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.loss_difference import GAIN, SEEDS
 from learnable_multipliers.experiments.plot import Plot
-from learnable_multipliers.experiments.presets import base, with_optimizer, with_signals
+from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run
 from learnable_multipliers.experiments.symmetry_drift import residual_stream
@@ -61,7 +61,7 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return linear and log multipliers at the usual rate and a fast one, and a plain run."""
-    plain = with_signals(base(preset, "llama"))
+    plain = loss_difference.plain(preset, "llama")
     arms = [
         (
             {"arm": scale, "rate": rate},

@@ -20,7 +20,7 @@ from learnable_multipliers._formats import count, duration
 from learnable_multipliers.experiments import catalogue, ledger, presets
 from learnable_multipliers.experiments.claim import MIN_SEEDS, Judged, Verdict
 from learnable_multipliers.experiments.ledger import Entry
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record, labelled, read_records
 from learnable_multipliers.experiments.run import Preset, in_words
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -41,6 +41,7 @@ class Section:
     figure: str
     """Figure or table of the paper."""
     entries: list[Entry]
+    tables: list[Table]
     plots: list[tuple[Plot, str]]
     """Each with its SVG."""
     protocol: list[str]
@@ -85,19 +86,22 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     Args:
         records: By key, as `read_records` returns them.
     """
-    runs = {name: catalogue.load(name).runs(preset) for name in catalogue.MODULES}
+    names = [*catalogue.MODULES, *catalogue.BEYOND]
+    runs = {name: catalogue.runs_of(name, preset, records) for name in names}
     by_name = {name: labelled(asked, records) for name, asked in runs.items()}
     entries = ledger.verdicts(by_name)
     sections = []
     for name, found in by_name.items():
         experiment = catalogue.load(name)
         drawn = experiment.plot(found) if found else []
+        tables = getattr(experiment, "tables", None)
         sections.append(
             Section(
                 name=name,
                 title=experiment.TITLE,
                 figure=experiment.FIGURE,
                 entries=[entry for entry in entries if entry.experiment == name],
+                tables=tables(found) if found and tables else [],
                 plots=[(plot, plot.svg(f"{name}-{i}")) for i, plot in enumerate(drawn)],
                 protocol=protocol(found, len(runs[name])),
                 command=ledger.command(name, preset),
@@ -195,6 +199,8 @@ def readme(
         if section.plots:
             lines += ["", f"## {section.title} ({section.figure})", ""]
             lines += [f"{' '.join(section.protocol)} `{section.command}`", ""]
+        for found in section.tables:
+            lines += [*found.markdown(), "", f"{found.title}. {found.caption}", ""]
         for index, (plot, _) in enumerate(section.plots):
             path = folder / PLOTS / f"{section.name}-{index}.svg"
             lines += [

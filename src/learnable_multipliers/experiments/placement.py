@@ -14,7 +14,7 @@ from learnable_multipliers.experiments import loss_difference
 from learnable_multipliers.experiments.claim import BySeed, Claim
 from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.plot import Plot
-from learnable_multipliers.experiments.presets import base, with_optimizer, with_signals
+from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run
 
@@ -46,7 +46,7 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return hybrids with each placement, and a plain one."""
-    plain = with_signals(base(preset, "hybrid"))
+    plain = loss_difference.plain(preset, "hybrid")
     full = with_optimizer(plain, placement="full")
     aware = with_optimizer(plain, placement="symmetry-aware")
     arms = {

@@ -54,6 +54,21 @@ class Plot:
         return style.svg(self.figure, name)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Numbers with what a reader must know of them."""
+
+    title: str
+    caption: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> list[str]:
+        """Return the lines of a Markdown table."""
+        rows = [self.header, ("---",) * len(self.header), *self.rows]
+        return [f"| {' | '.join(row)} |" for row in rows]
+
+
 @contextmanager
 def canvas(*, x: str, y: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure and its axes to draw on, and add the legend; both labels carry the unit."""

@@ -39,6 +39,11 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def added(self, count: int) -> None:
+        """Count more jobs."""
+        self._total += count
+        self._progress.update(self._task, total=self._total, ended=f"{self._ended}/{self._total}")
+
     def started(self, job: Job) -> None:
         """Name a job among those that run."""
         self._running.append(in_words(job))

@@ -11,7 +11,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,8 +34,14 @@ _LOOK = 0.2
 _LOCK = ".lock"
 
 
+FollowUp = Callable[[Sequence[Record]], Sequence[Job]]
+
+
 class Watcher(Protocol):
     """Hears what becomes of the jobs."""
+
+    def added(self, count: int) -> None:
+        """There are more jobs, which follow from records."""
 
     def started(self, job: Job) -> None:
         """A worker begins with a job."""
@@ -85,11 +91,12 @@ def missing(
     ledgers = catalogue.ledgers(preset)
     jobs: dict[str, Job] = {}
     for name in names:
-        for run in catalogue.load(name).runs(preset):
+        for run in catalogue.runs_of(name, preset, records):
             record = records.get(run.key)
             if record is not None and not (again and outdated(record, name)):
                 continue
-            job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledgers[run.key])
+            ledger = ledgers.get(run.key, {})
+            job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledger)
             jobs.setdefault(run.key, job)
     return list(jobs.values())
 
@@ -168,18 +175,22 @@ def train_missing(
     num_workers: int,
     num_threads: int,
     seconds: float = 0.0,
+    follow_up: FollowUp | None = None,
 ) -> Result:
     """Train jobs in worker processes and write their records to a folder.
 
     Args:
         num_threads: CPU threads of a worker.
         seconds: Start no job that would not end within them; 0 is no limit.
+        follow_up: Asked after each record for the jobs that follow from all of them; those that
+            were there before are not repeated.
     """
     began = time.monotonic()
     result, pending = Result(), list(jobs)
+    asked = {job.run.key for job in jobs}
     with (
         tempfile.TemporaryDirectory(prefix="lrm-", ignore_cleanup_errors=True) as scratch,
-        Workers(Path(scratch), min(num_workers, len(jobs)), num_threads) as workers,
+        Workers(Path(scratch), num_workers, num_threads) as workers,
         Interrupt() as interrupt,
     ):
 
@@ -195,12 +206,20 @@ def train_missing(
                 pending.remove(job)
                 worker.give(job)
                 watcher.started(job)
+                if not pending:
+                    # Without a look at the next worker, which would be started for nothing.
+                    break
             if not workers.busy:
                 break
             for job, found in workers.answers(_LOOK):
                 if isinstance(found, Record):
                     append(out / f"{job.experiment}.jsonl", found)
                     result.records.append(found)
+                    more = follow_up(result.records) if follow_up else ()
+                    more = [each for each in more if each.run.key not in asked]
+                    asked |= {each.run.key for each in more}
+                    pending += more
+                    watcher.added(len(more))
                 else:
                     result.failures.append((job, found))
                 left = seconds_left([*pending, *workers.busy], result.records, num_workers)
@@ -211,9 +230,21 @@ def train_missing(
 
 
 def next_job(pending: Sequence[Job], compiled: object) -> Job | None:
-    """Return the next job whose code a worker has compiled already, or else the first."""
-    alike = (job for job in pending if job.compiled == compiled)
-    return next(alike, pending[0] if pending else None)
+    """Return the first job, or one of its seed whose code a worker has compiled already.
+
+    Of an experiment that is stopped some seeds are complete then, rather than some arms.
+    """
+    if not pending:
+        return None
+    first = pending[0]
+    alike = (
+        job
+        for job in pending
+        if job.compiled == compiled
+        and job.experiment == first.experiment
+        and job.run.labels["seed"] == first.run.labels["seed"]
+    )
+    return next(alike, first)
 
 
 def durations(job: Job, records: Sequence[Record]) -> list[float]:

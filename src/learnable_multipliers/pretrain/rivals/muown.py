@@ -44,8 +44,8 @@ class Muown(Rival):
         updates = orthogonalized([state["momentum_buffer"] for state, _, _ in parts])
         for weight, update, (state, v, grad_g) in zip(weights, updates, parts, strict=True):
             v = v - lr * lr_factor("match_rms_adamw", *weight.shape) * update
-            moments = (state[name] for name in _MOMENTS)
-            step = adam_(grad_g, *moments, state["step"], group["betas"], group["eps"])
+            m, v_g = (state[name] for name in _MOMENTS)
+            step = adam_(grad_g, m, v_g, state["step"], group["betas"], group["eps"])
             state["magnitude"].sub_(step, alpha=lr).mul_(1 - lr * group["weight_decay"])
             state["direction_norm"] = torch.linalg.vector_norm(v, dim=1, keepdim=True)
             weight.copy_(state["magnitude"] * v / state["direction_norm"])

@@ -1,0 +1,383 @@
+"""The headline: multipliers against a tuned baseline and the optimizers of other papers.
+
+The protocol is written down in docs/headline.md. Here it is as a program: every stage follows from
+the records of the stages before it, so the same command goes on until the comparison is complete.
+All tuning is at half the length, with one seed and by one rule (`search`); what is reported are
+runs of other seeds at full length, on text that tuning did not see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.presets import base, with_optimizer
+from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.search import Axis, Point, Search, best
+from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
+from learnable_multipliers.pretrain.recipes import RECIPES
+
+TITLE = "Against a tuned baseline and other papers"
+FIGURE = "not in the paper"
+CLAIMS: tuple[Claim, ...] = ()
+
+Kind = Literal["adamw", "muon"]
+Family = Literal["llama", "hybrid"]
+Settings = Mapping[str, float]
+"""What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `one_minus_beta2`,
+and `rest_lr`, the learning rate of what is not a hidden matrix."""
+KINDS: tuple[Kind, ...] = ("adamw", "muon")
+FINE = 2**0.5
+_STD = 0.02
+"""Matrices start with it, and stay there on a sphere."""
+
+_START: dict[tuple[Family, Kind], dict[str, float]] = {
+    ("llama", "adamw"): {"lr": 8e-3, "weight_decay": 0.1},
+    ("llama", "muon"): {"lr": 5.66e-3, "weight_decay": 0.1, "adamw_lr_scale": 2.0},
+    ("hybrid", "adamw"): {"lr": 4e-3, "weight_decay": 0.1},
+    ("hybrid", "muon"): {"lr": 8e-3, "weight_decay": 0.1, "adamw_lr_scale": 1.0},
+}
+"""Best of results/baseline-search.jsonl, 27 runs of 110M tokens."""
+_RATIO: dict[Kind, float] = {"adamw": 2.0, "muon": 4.0}
+"""Learning rate of multipliers over that of matrices that their tuning starts from."""
+_ANGLE: dict[Kind, float] = {"adamw": 0.01, "muon": 0.005}
+"""Norm of a step over that of the matrix, where rivals on a sphere start: about that of the tuned
+baselines in equilibrium."""
+_UPDATE: dict[Kind, float] = {"adamw": 0.25, "muon": 0.2}
+"""RMS of an update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much of the protocol a preset has."""
+
+    tokens: int
+    """1x."""
+    baseline_trials: int
+    trials: int
+    rival_trials: int
+    seeds: tuple[int, ...]
+    """Of the reported runs; tuning has seed 0."""
+    few_seeds: tuple[int, ...]
+    """Of stages (d) and (e)."""
+
+
+SCALES: dict[Preset, Scale] = {
+    "cpu": Scale(
+        tokens=51_200,
+        baseline_trials=2,
+        trials=2,
+        rival_trials=1,
+        seeds=(1, 2, 3),
+        few_seeds=(1, 2, 3),
+    ),
+    "gpu": Scale(
+        tokens=220_000_000,
+        baseline_trials=12,
+        trials=8,
+        rival_trials=6,
+        seeds=(1, 2, 3, 4, 5),
+        few_seeds=(1, 2, 3),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train: settings that are fixed, and axes to tune from a baseline's best ones."""
+
+    name: str
+    fixed: Mapping[str, Any]
+    axes: Callable[[Kind, Settings], tuple[Axis, ...]]
+
+
+def _decayed(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    return Axis("lr", plain["lr"], FINE), Axis("weight_decay", plain["weight_decay"], 2.0)
+
+
+def _with_multipliers(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    return (Axis("multiplier_lr_scale", _RATIO[kind], 2.0), *_decayed(kind, plain))
+
+
+def _on_ball(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    return Axis("lr", _ANGLE[kind], 2.0), Axis("rest_lr", _rest_lr(plain), 2.0)
+
+
+def _on_sphere(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    lr, gains = _ANGLE[kind] * _STD / _UPDATE[kind], plain["lr"] * _RATIO[kind]
+    rest = Axis("rest_lr", _rest_lr(plain), 2.0)
+    return Axis("lr", lr, 2.0), Axis("multiplier_lr", gains, 2.0), rest
+
+
+def _rest_lr(plain: Settings) -> float:
+    return plain["lr"] * plain.get("adamw_lr_scale", 1.0)
+
+
+PLAIN = Arm("plain", {"placement": "none"}, _decayed)
+SCALAR = Arm("scalar", {"placement": "scalar"}, _with_multipliers)
+VECTOR = Arm("vector", {"placement": "full"}, _with_multipliers)
+AWARE = Arm("symmetry-aware", {"placement": "symmetry-aware"}, _with_multipliers)
+
+
+def _rival(name: str, axes: Callable[[Kind, Settings], tuple[Axis, ...]] = _decayed) -> Arm:
+    return Arm(name, {"placement": "none", "variant": name}, axes)
+
+
+_DECOUPLED = Arm(
+    "magnitude-direction",
+    {"placement": "full", "variant": "sphere", "multiplier_weight_decay": 0.0},
+    _on_sphere,
+)
+RIVALS: dict[Kind, tuple[Arm, ...]] = {
+    "adamw": (_DECOUPLED, _rival("hyperball", _on_ball), _rival("cautious"), _rival("adamc")),
+    "muon": (
+        _DECOUPLED,
+        _rival("muown"),
+        _rival("hyperball", _on_ball),
+        _rival("cautious"),
+        _rival("normuon"),
+    ),
+}
+
+
+def runs(preset: Preset) -> list[Run]:
+    """Return nothing: even the first runs depend on records, of those that came before."""
+    return []
+
+
+def follow_up(preset: Preset, records: Mapping[str, Record]) -> list[Run]:
+    """Return all runs up to where the records end, and those that come next."""
+    return [] if preset == "paper" else list(_Program(preset, records).stages())
+
+
+class _Program:
+    """The stages of the protocol, each complete before the next."""
+
+    def __init__(self, preset: Preset, records: Mapping[str, Record]):
+        self._preset: Preset = preset
+        self._records = records
+        self._scale = SCALES[preset]
+        self._tuned: dict[tuple[Family, Kind, str], Settings] = {}
+        """Best settings of the arms whose tuning has ended."""
+        self._missing = False
+
+    def stages(self) -> Iterator[Run]:
+        """Yield the runs, stage after stage."""
+        for stage in (
+            lambda: self._baselines("llama"),
+            lambda: self._compared("llama", (SCALAR, VECTOR), self._scale.seeds),
+            lambda: self._baselines("hybrid"),
+            lambda: self._compared("hybrid", (VECTOR,), self._scale.seeds),
+            self._others,
+            self._combined,
+            self._shorter,
+            self._longer,
+        ):
+            for run in stage():
+                self._missing |= run.key not in self._records
+                yield run
+            if self._missing:
+                return
+
+    # -- stages --------------------------------------------------------------------------------
+
+    def _baselines(self, family: Family) -> Iterator[Run]:
+        """(a) Tune plain runs, with settings that the arms take over."""
+        for kind in KINDS:
+            start = _START[family, kind]
+            axes = (
+                Axis("lr", start["lr"], FINE),
+                Axis("weight_decay", start["weight_decay"], 2.0),
+                *([Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0)] if kind == "muon" else []),
+                Axis("warmup", 0.1, 2.0),
+                Axis("one_minus_beta2", 0.05, 2.0),
+            )
+            search = Search(axes, self._scale.baseline_trials, patience=3, gain=0.003)
+            yield from self._search(family, kind, PLAIN, search, {})
+
+    def _compared(self, family: Family, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Run]:
+        """(b, c) Tune arms, then train them and the baselines with the seeds of the report."""
+        yield from self._tune(family, arms, self._scale.trials)
+        if not self._missing:
+            for kind in KINDS:
+                for arm in (PLAIN, *arms):
+                    yield from self._finals(family, kind, arm, seeds)
+
+    def _others(self) -> Iterator[Run]:
+        """(d) The symmetry-aware placement and the rivals."""
+        yield from self._tune("llama", (AWARE,), self._scale.trials)
+        for kind in KINDS:
+            for arm in RIVALS[kind]:
+                plain = self._tuned["llama", kind, "plain"]
+                search = Search(arm.axes(kind, plain), self._scale.rival_trials)
+                yield from self._search("llama", kind, arm, search, plain)
+        if not self._missing:
+            for kind in KINDS:
+                for arm in (AWARE, *RIVALS[kind]):
+                    yield from self._finals("llama", kind, arm, self._scale.few_seeds)
+
+    def _combined(self) -> Iterator[Run]:
+        """(d) Vector multipliers on top of the best rival that has none of its own."""
+        for kind in KINDS:
+            allowed = [arm for arm in RIVALS[kind] if arm.axes is _decayed and arm.name != "muown"]
+            rival = self._best("llama", kind, allowed)
+            arm = combination(rival)
+            settings = self._tuned["llama", kind, rival.name]
+            search = Search(arm.axes(kind, settings), self._scale.trials)
+            yield from self._search("llama", kind, arm, search, settings)
+            if not self._missing:
+                yield from self._finals("llama", kind, arm, self._scale.few_seeds)
+
+    def _shorter(self) -> Iterator[Run]:
+        """The best multiplier arm at 0.8x and 0.9x: where does it reach plain's final loss?"""
+        for kind in KINDS:
+            for part in (0.8, 0.9):
+                arm = self._best("llama", kind, (SCALAR, VECTOR))
+                yield from self._finals("llama", kind, arm, self._scale.seeds, part)
+
+    def _longer(self) -> Iterator[Run]:
+        """(e) Plain and the best multiplier arm at 1.64x (360M tokens), also twice as large."""
+        for size in (1, 2):
+            for kind in KINDS:
+                for arm in (PLAIN, self._best("llama", kind, (SCALAR, VECTOR))):
+                    seeds = self._scale.few_seeds
+                    yield from self._finals("llama", kind, arm, seeds, 1.64, size)
+
+    # -- parts of stages -----------------------------------------------------------------------
+
+    def _tune(self, family: Family, arms: Sequence[Arm], trials: int) -> Iterator[Run]:
+        for kind in KINDS:
+            plain = self._tuned[family, kind, "plain"]
+            for arm in arms:
+                search = Search(arm.axes(kind, plain), trials)
+                yield from self._search(family, kind, arm, search, plain)
+
+    def _search(
+        self, family: Family, kind: Kind, arm: Arm, search: Search, given: Settings
+    ) -> Iterator[Run]:
+        """Yield the trials of an arm; its best settings are known once there is no next one."""
+        losses: dict[Point, float] = {}
+        while (point := search.next(losses)) is not None:
+            values = {**given, **search.values(point)}
+            run = self._run("tuning", family, kind, arm, values, 0, 0.5)
+            yield run
+            if run.key not in self._records:
+                self._missing = True
+                return
+            losses[point] = table.loss(self._records[run.key])
+        self._tuned[family, kind, arm.name] = {**given, **search.values(best(losses))}
+
+    def _finals(
+        self,
+        family: Family,
+        kind: Kind,
+        arm: Arm,
+        seeds: Sequence[int],
+        part: float = 1.0,
+        size: int = 1,
+    ) -> Iterator[Run]:
+        values = self._tuned[family, kind, arm.name]
+        for seed in seeds:
+            yield self._run("final", family, kind, arm, values, seed, part, size)
+
+    def _run(
+        self,
+        stage: str,
+        family: Family,
+        kind: Kind,
+        arm: Arm,
+        values: Settings,
+        seed: int,
+        part: float,
+        size: int = 1,
+    ) -> Run:
+        labels = {"stage": stage, "family": family, "optimizer": kind, "arm": arm.name}
+        labels |= {"length": part, "size": size, "seed": seed}
+        config = shape(self._preset, family, part, size)
+        tuned = configured(with_optimizer(config, kind=kind, **arm.fixed), values)
+        return Run(labels=labels | dict(values), config=replace(tuned, seed=seed))
+
+    def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
+        """Return the arm whose reported runs have the lowest mean loss on the text of the tuning.
+
+        That text, so that the choice does not make the report look better than it is.
+        """
+
+        def mean_loss(arm: Arm) -> float:
+            found = self._finals(family, kind, arm, self._scale.few_seeds)
+            return fmean(table.loss(self._records[run.key]) for run in found)
+
+        return min(arms, key=mean_loss)
+
+
+def combination(rival: Arm) -> Arm:
+    """Return vector multipliers on top of a rival."""
+    return Arm(f"vector + {rival.name}", {**rival.fixed, "placement": "full"}, _with_multipliers)
+
+
+def shape(preset: Preset, family: Family, part: float, size: int = 1) -> TrainConfig:
+    """Return a plain run of a part of 1x, quiet; `size` 2 has twice the parameters."""
+    if preset == "cpu":
+        config = base(preset, family)
+    else:
+        config = RECIPES["20m-llama" if family == "llama" else "20m"][1]
+        model = replace(config.model, vocab_size=0)
+        if family == "llama":
+            # Its sound start: `lrm experiment initialization`.
+            model = replace(model, mup_embedding=2**2.5)
+        config = replace(config, model=model, checkpoint=CheckpointConfig(every=0))
+    if size == 2:
+        model = config.model
+        # Twice the layers' parameters: 1.5 times the layers, and sqrt(4/3) the width in heads.
+        heads = round(model.num_heads * math.sqrt(4 / 3))
+        model = replace(
+            model,
+            num_layers=round(1.5 * model.num_layers),
+            num_heads=heads,
+            num_kv_heads=heads,
+            hidden_size=heads * model.head_dim,
+            intermediate_size=round(model.intermediate_size * heads / model.num_heads / 64) * 64,
+        )
+        config = replace(config, model=model)
+    tokens = round(SCALES[preset].tokens * part)
+    schedule = replace(
+        config.schedule, tokens=tokens, warmup_tokens=tokens // 10, decay_tokens=tokens // 5
+    )
+    quiet = replace(
+        config.log,
+        every=20,
+        weights_every=0,
+        evaluate_every=0,
+        evaluate_tokens=config.log.evaluate_tokens if preset == "cpu" else 0,
+        sample_tokens=0,
+        drift=False,
+        tensorboard=False,
+    )
+    return replace(config, schedule=schedule, log=quiet)
+
+
+def configured(config: TrainConfig, values: Settings) -> TrainConfig:
+    """Return a run with settings that tuning chose."""
+    changes: dict[str, Any] = dict(values)
+    warmup = changes.pop("warmup", None)
+    one_minus_beta2 = changes.pop("one_minus_beta2", None)
+    rest_lr = changes.pop("rest_lr", None)
+    if rest_lr is not None:
+        changes["adamw_lr_scale"] = rest_lr / changes["lr"]
+    if one_minus_beta2 is not None:
+        changes["betas"] = (config.optimizer.betas[0], 1 - one_minus_beta2)
+    if warmup is not None:
+        tokens = round(warmup * config.schedule.tokens)
+        config = replace(config, schedule=replace(config.schedule, warmup_tokens=tokens))
+    return with_optimizer(config, **changes)
+
+
+def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
+    """Return nothing: no claim of the paper rests on it."""
+    return {}

@@ -1,0 +1,89 @@
+"""Coordinate descent on a grid: which settings to try next, given the losses so far.
+
+The next trial is a function of the trials before it, so a search that was stopped goes on where it
+was, and every arm of a comparison is tuned by the same rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Point = tuple[int, ...]
+"""A place on the grid: steps from the start along each axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One setting: values start, start * ratio, start / ratio and so on."""
+
+    name: str
+    start: float
+    ratio: float
+
+    def value(self, offset: int) -> float:
+        """Return the value so many steps from the start, to three digits."""
+        return float(f"{self.start * self.ratio**offset:.3g}")
+
+
+@dataclass(frozen=True)
+class Search:
+    """Up to `trials` points, each a neighbour of the best before it."""
+
+    axes: tuple[Axis, ...]
+    trials: int
+    patience: int = 0
+    """Trials in a row without a gain of `gain` after which it ends; 0 is no such end."""
+    gain: float = 0.0
+
+    def values(self, point: Point) -> dict[str, float]:
+        """Return the settings at a point."""
+        return {
+            axis.name: axis.value(offset) for axis, offset in zip(self.axes, point, strict=True)
+        }
+
+    def next(self, losses: Mapping[Point, float]) -> Point | None:
+        """Return the point to try after these, in the order they were tried; None at the end.
+
+        Neighbours of the best point are tried axis by axis, up then down; a better one is the best
+        from then on. It ends where all neighbours are worse.
+        """
+        if not losses:
+            return (0,) * len(self.axes)
+        if len(losses) >= self.trials or self._stalled(list(losses.values())):
+            return None
+        return next((p for p in neighbours(best(losses)) if p not in losses), None)
+
+    def bracketed(self, losses: Mapping[Point, float]) -> tuple[str, ...]:
+        """Return the axes along which both neighbours of the best point were tried."""
+        if not losses:
+            return ()
+        point = best(losses)
+        return tuple(
+            axis.name
+            for index, axis in enumerate(self.axes)
+            if all(moved(point, index, step) in losses for step in (1, -1))
+        )
+
+    def _stalled(self, losses: Sequence[float]) -> bool:
+        if not self.patience or len(losses) <= self.patience:
+            return False
+        before = min(losses[: -self.patience])
+        return before - min(losses) < self.gain
+
+
+def best(losses: Mapping[Point, float]) -> Point:
+    """Return the point of the lowest loss; the first of equal ones."""
+    # A diverged run is infinite; NaN would compare as anything.
+    return min(losses, key=lambda point: math.inf if math.isnan(losses[point]) else losses[point])
+
+
+def neighbours(point: Point) -> list[Point]:
+    """Return the points one step away, axis by axis."""
+    return [moved(point, index, step) for index in range(len(point)) for step in (1, -1)]
+
+
+def moved(point: Point, index: int, step: int) -> Point:
+    """Return a point some steps along an axis."""
+    return (*point[:index], point[index] + step, *point[index + 1 :])

@@ -1,0 +1,71 @@
+"""Coordinate descent finds the bottom of a bowl, in few trials, and says what it has bracketed."""
+
+import math
+
+import pytest
+
+from learnable_multipliers.experiments.search import Axis, Search, best
+
+RATE, DECAY = Axis("lr", 4e-3, 2**0.5), Axis("wd", 0.1, 2.0)
+
+
+def trace(search, loss):
+    """Return all points that a search tries, in order, with their losses."""
+    losses = {}
+    while (point := search.next(losses)) is not None:
+        assert point not in losses
+        losses[point] = loss(search.values(point))
+    return losses
+
+
+def bowl(lr, wd):
+    """Return a loss with its bottom at these values, in steps of the grid."""
+    return lambda at: math.log2(at["lr"] / lr) ** 2 + 0.3 * math.log2(at["wd"] / wd) ** 2
+
+
+def test_values_are_steps_of_the_ratio_to_three_digits():
+    assert [RATE.value(n) for n in (-2, -1, 0, 1, 2)] == [2e-3, 2.83e-3, 4e-3, 5.66e-3, 8e-3]
+
+
+@pytest.mark.parametrize(("lr", "wd"), [(4e-3, 0.1), (8e-3, 0.05), (2e-3, 0.4), (1.41e-3, 0.1)])
+def test_the_bottom_of_a_bowl_is_found_and_bracketed(lr, wd):
+    search = Search((RATE, DECAY), trials=50)
+    losses = trace(search, bowl(lr, wd))
+    assert search.values(best(losses)) == {"lr": lr, "wd": wd}
+    assert search.bracketed(losses) == ("lr", "wd")
+
+
+def test_a_start_at_the_bottom_takes_the_neighbours_alone():
+    search = Search((RATE, DECAY), trials=50)
+    losses = trace(search, bowl(4e-3, 0.1))
+    assert list(losses) == [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
+
+
+def test_it_goes_on_from_a_better_point_at_once():
+    search = Search((RATE, DECAY), trials=50)
+    losses = trace(search, bowl(8e-3, 0.1))
+    assert list(losses)[:4] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def test_trials_are_bounded_and_what_is_not_bracketed_is_told():
+    search = Search((RATE, DECAY), trials=3)
+    losses = trace(search, bowl(8e-3, 0.1))
+    assert len(losses) == 3
+    assert search.bracketed(losses) == ()
+    assert search.bracketed({}) == ()
+
+
+def test_it_ends_where_several_trials_gained_too_little():
+    search = Search((RATE, DECAY), trials=50, patience=3, gain=0.003)
+    losses = trace(search, lambda at: 3.0 - 1e-4 * math.log2(at["lr"]))
+    assert len(losses) == 4
+    # A gain within the last three goes on.
+    steep = iter([3.0, 2.9, 2.8, 2.7, 2.6995, 2.699, 2.6985])
+    assert len(trace(search, lambda at: next(steep))) == 7
+
+
+def test_diverged_runs_are_never_the_best():
+    search = Search((RATE,), trials=5)
+    losses = trace(search, lambda at: math.nan if at["lr"] > 4e-3 else 3.0 + at["lr"])
+    assert search.values(best(losses))["lr"] < 4e-3
+    assert best({(0,): math.nan, (1,): math.inf, (2,): 3.0}) == (2,)
