@@ -1,10 +1,10 @@
-"""Coordinate descent finds the bottom of a bowl, in few trials, and says what it has bracketed."""
+"""Coordinate descent finds the bottom of a bowl, in few trials."""
 
 import math
 
 import pytest
 
-from learnable_multipliers.experiments.search import Axis, Search, best
+from learnable_multipliers.experiments.search import Axis, Search, best, neighbours
 
 RATE, DECAY = Axis("lr", 4e-3, 2**0.5), Axis("wd", 0.1, 2.0)
 
@@ -32,7 +32,8 @@ def test_the_bottom_of_a_bowl_is_found_and_bracketed(lr, wd):
     search = Search((RATE, DECAY), trials=50)
     losses = trace(search, bowl(lr, wd))
     assert search.values(best(losses)) == {"lr": lr, "wd": wd}
-    assert search.bracketed(losses) == ("lr", "wd")
+    # Every neighbour of it was tried: it lies inside of what was.
+    assert set(neighbours(best(losses))) <= set(losses)
 
 
 def test_a_start_at_the_bottom_takes_the_neighbours_alone():
@@ -47,21 +48,10 @@ def test_it_goes_on_from_a_better_point_at_once():
     assert list(losses)[:4] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
-def test_trials_are_bounded_and_what_is_not_bracketed_is_told():
+def test_trials_are_bounded():
     search = Search((RATE, DECAY), trials=3)
     losses = trace(search, bowl(8e-3, 0.1))
     assert len(losses) == 3
-    assert search.bracketed(losses) == ()
-    assert search.bracketed({}) == ()
-
-
-def test_it_ends_where_several_trials_gained_too_little():
-    search = Search((RATE, DECAY), trials=50, patience=3, gain=0.003)
-    losses = trace(search, lambda at: 3.0 - 1e-4 * math.log2(at["lr"]))
-    assert len(losses) == 4
-    # A gain within the last three goes on.
-    steep = iter([3.0, 2.9, 2.8, 2.7, 2.6995, 2.699, 2.6985])
-    assert len(trace(search, lambda at: next(steep))) == 7
 
 
 def test_diverged_runs_are_never_the_best():

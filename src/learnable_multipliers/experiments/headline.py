@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import headline_report, table
 from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.presets import base, with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
@@ -79,7 +80,7 @@ SCALES: dict[Preset, Scale] = {
     ),
     "gpu": Scale(
         tokens=220_000_000,
-        baseline_trials=12,
+        baseline_trials=14,
         trials=8,
         rival_trials=6,
         seeds=(1, 2, 3, 4, 5),
@@ -188,18 +189,25 @@ class _Program:
     # -- stages --------------------------------------------------------------------------------
 
     def _baselines(self, family: Family) -> Iterator[Run]:
-        """(a) Tune plain runs, with settings that the arms take over."""
+        """(a) Tune plain runs, with settings that the arms take over.
+
+        Warmup and beta2 are tuned with the Llama, and the hybrid has them from there.
+        """
         for kind in KINDS:
-            start = _START[family, kind]
-            axes = (
+            start, given = _START[family, kind], {}
+            axes = [
                 Axis("lr", start["lr"], FINE),
                 Axis("weight_decay", start["weight_decay"], 2.0),
-                *([Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0)] if kind == "muon" else []),
-                Axis("warmup", 0.1, 2.0),
-                Axis("one_minus_beta2", 0.05, 2.0),
-            )
-            search = Search(axes, self._scale.baseline_trials, patience=3, gain=0.003)
-            yield from self._search(family, kind, PLAIN, search, {})
+            ]
+            if kind == "muon":
+                axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
+            if family == "llama":
+                axes += [Axis("warmup", 0.1, 2.0), Axis("one_minus_beta2", 0.05, 2.0)]
+            else:
+                tuned = self._tuned["llama", kind, "plain"]
+                given = {name: tuned[name] for name in ("warmup", "one_minus_beta2")}
+            trials = self._scale.baseline_trials if family == "llama" else self._scale.trials
+            yield from self._search(family, kind, PLAIN, Search(tuple(axes), trials), given)
 
     def _compared(self, family: Family, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Run]:
         """(b, c) Tune arms, then train them and the baselines with the seeds of the report."""
@@ -381,3 +389,13 @@ def configured(config: TrainConfig, values: Settings) -> TrainConfig:
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return nothing: no claim of the paper rests on it."""
     return {}
+
+
+def tables(records: Sequence[Labelled]) -> list[Table]:
+    """Return the comparison, lengths and sizes, and the tuning record."""
+    return headline_report.tables(records)
+
+
+def plot(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw loss over time, and the gains of all arms."""
+    return headline_report.plot(records)

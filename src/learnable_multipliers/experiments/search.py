@@ -7,7 +7,7 @@ was, and every arm of a comparison is tuned by the same rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 Point = tuple[int, ...]
@@ -33,9 +33,6 @@ class Search:
 
     axes: tuple[Axis, ...]
     trials: int
-    patience: int = 0
-    """Trials in a row without a gain of `gain` after which it ends; 0 is no such end."""
-    gain: float = 0.0
 
     def values(self, point: Point) -> dict[str, float]:
         """Return the settings at a point."""
@@ -44,33 +41,16 @@ class Search:
         }
 
     def next(self, losses: Mapping[Point, float]) -> Point | None:
-        """Return the point to try after these, in the order they were tried; None at the end.
+        """Return the point to try after these; None at the end.
 
         Neighbours of the best point are tried axis by axis, up then down; a better one is the best
         from then on. It ends where all neighbours are worse.
         """
         if not losses:
             return (0,) * len(self.axes)
-        if len(losses) >= self.trials or self._stalled(list(losses.values())):
+        if len(losses) >= self.trials:
             return None
         return next((p for p in neighbours(best(losses)) if p not in losses), None)
-
-    def bracketed(self, losses: Mapping[Point, float]) -> tuple[str, ...]:
-        """Return the axes along which both neighbours of the best point were tried."""
-        if not losses:
-            return ()
-        point = best(losses)
-        return tuple(
-            axis.name
-            for index, axis in enumerate(self.axes)
-            if all(moved(point, index, step) in losses for step in (1, -1))
-        )
-
-    def _stalled(self, losses: Sequence[float]) -> bool:
-        if not self.patience or len(losses) <= self.patience:
-            return False
-        before = min(losses[: -self.patience])
-        return before - min(losses) < self.gain
 
 
 def best(losses: Mapping[Point, float]) -> Point:

@@ -1,0 +1,211 @@
+"""The headline's program: each stage follows from the one before, and every arm is tuned alike."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from learnable_multipliers.experiments import headline, headline_report
+from learnable_multipliers.experiments.record import Labelled
+from learnable_multipliers.pretrain.model.hybrid import empty_model
+from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from shuffling import made_up_record
+
+GAINS = {"scalar": 0.01, "vector": 0.02, "symmetry-aware": 0.015, "cautious": -0.01}
+GAINS |= {"vector + cautious": 0.01, "vector + adamc": 0.03, "vector + normuon": 0.03}
+
+
+def loss_of(run, noise=0.001):
+    """Return a loss with a bowl around every arm's best settings, gains, and noise by seed."""
+    labels = run.labels
+    bottom = {"lr": 1.13e-2 if labels["optimizer"] == "adamw" else 5.66e-3, "weight_decay": 0.2}
+    if str(labels["arm"]) in ("hyperball", "magnitude-direction"):
+        bottom["lr"] = 1e-3
+    off = [math.log2(labels[name] / best) for name, best in bottom.items()]
+    gain = GAINS.get(str(labels["arm"]), 0.0)
+    common = random.Random(labels["seed"]).gauss(0, 0.01)
+    own = random.Random(run.key).gauss(0, noise)
+    length = 0.2 * (1 - labels["length"]) - 0.05 * (labels["size"] - 1)
+    return 3.5 + 0.01 * sum(x**2 for x in off) - gain + common + own + length
+
+
+def record_of(run):
+    loss = loss_of(run)
+    tests = {"wiki": {"loss": loss + 0.1, "bits_per_byte": 1.1}}
+    tests["lambada"] = {"loss": loss + 1, "bits_per_byte": 1.3 + loss / 10}
+    steps = [float(step) for step in range(1, 100, 7)]
+    curves = {"step": steps, "loss": [loss + 1 / step for step in steps]}
+    return made_up_record(run, {}, loss=loss, tests=tests, train=curves)
+
+
+@pytest.fixture(scope="module")
+def played():
+    """The whole program in a made-up world: its rounds, its runs by key, and their records."""
+    records, rounds = {}, []
+    while True:
+        runs = headline.follow_up("gpu", records)
+        new = {run.key: run for run in runs if run.key not in records}
+        if not new:
+            return rounds, {run.key: run for run in runs}, records
+        rounds.append([run.labels for run in new.values()])
+        records |= {key: record_of(run) for key, run in new.items()}
+
+
+@pytest.fixture(scope="module")
+def labelled(played):
+    _, runs, records = played
+    return [Labelled(labels=run.labels, record=records[key]) for key, run in runs.items()]
+
+
+def test_stages_come_one_after_another(played):
+    rounds, _, _ = played
+    families = [{labels["family"] for labels in each} for each in rounds]
+    first = families.index({"hybrid"})
+    # (a, b) before (c), and (d, e) after it.
+    assert set.union(*families[:first]) == {"llama"}
+    assert rounds[0] == [
+        {**labels, "stage": "tuning", "arm": "plain", "seed": 0} for labels in rounds[0]
+    ]
+    order = [labels["arm"] for each in rounds for labels in each]
+    assert order.index("vector") < order.index("symmetry-aware") < order.index("vector + adamc")
+    lengths = [labels["length"] for each in rounds for labels in each]
+    assert lengths.index(0.8) < lengths.index(1.64) == lengths.index(1.64)
+    # A stage waits for the records of the one before.
+    for each in rounds:
+        assert len({(labels["stage"], labels["seed"] == 0) for labels in each}) == 1
+
+
+def test_every_arm_has_the_same_number_of_trials(played):
+    _, runs, _ = played
+    tuning = [run.labels for run in runs.values() if run.labels["stage"] == "tuning"]
+    trials = Counter((t["family"], t["optimizer"], t["arm"]) for t in tuning)
+    rivals = {arm.name for arms in headline.RIVALS.values() for arm in arms}
+    for (family, _, arm), count in trials.items():
+        # A search ends before, where it has tried every neighbour of its best.
+        most = 6 if arm in rivals else 14 if (family, arm) == ("llama", "plain") else 8
+        assert most - 3 <= count <= most, (family, arm)
+    assert {labels["seed"] for labels in tuning} == {0}
+    assert {labels["length"] for labels in tuning} == {0.5}
+
+
+def test_reported_seeds_are_none_of_the_tuning(played):
+    _, runs, _ = played
+    finals = [run.labels for run in runs.values() if run.labels["stage"] == "final"]
+    seeds = {}
+    for labels in finals:
+        key = tuple(labels[name] for name in ("family", "optimizer", "arm", "length", "size"))
+        seeds.setdefault(key, []).append(labels["seed"])
+    for (_, _, arm, length, _), found in seeds.items():
+        five = arm in ("plain", "scalar", "vector") and length <= 1
+        assert found == [1, 2, 3, 4, 5][: 5 if five else 3]
+    # The same settings as the best trial, with other seeds and lengths.
+    best = {}
+    for run in runs.values():
+        if run.labels["stage"] == "tuning":
+            arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
+            if arm not in best or loss_of(run) < loss_of(best[arm]):
+                best[arm] = run
+    for run in runs.values():
+        arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
+        if run.labels["stage"] == "final":
+            assert run.config.optimizer == best[arm].config.optimizer
+
+
+def test_runs_are_what_their_labels_say(played):
+    _, runs, _ = played
+    seen = set()
+    for run in runs.values():
+        labels, config = run.labels, run.config
+        assert config.optimizer.kind == labels["optimizer"]
+        assert config.optimizer.lr == labels["lr"]
+        assert config.schedule.tokens == round(220e6 * labels["length"])
+        assert config.schedule.decay_start == pytest.approx(0.8 * config.schedule.tokens, abs=1)
+        if "rest_lr" in labels:
+            rest = config.optimizer.lr * config.optimizer.rest_lr_scale
+            assert rest == pytest.approx(labels["rest_lr"])
+        arm = labels["family"], labels["optimizer"], labels["arm"], labels["size"]
+        if arm in seen:
+            continue
+        seen.add(arm)
+        # It can be planned and checked.
+        model = empty_model(headline.replace(config.model, vocab_size=64))
+        planned = make_plan(model, config.optimizer)
+        assert bool(planned.num_multipliers) == (
+            labels["arm"] in ("scalar", "vector", "symmetry-aware", "magnitude-direction")
+            or str(labels["arm"]).startswith("vector + ")
+        )
+        headline.replace(config, model=headline.replace(config.model, vocab_size=64)).check()
+    sizes = {
+        labels["size"]: empty_model(headline.replace(run.config.model, vocab_size=64))
+        for run in runs.values()
+        if (labels := run.labels)["family"] == "llama"
+    }
+    inner = {size: model.num_parameters for size, model in sizes.items()}
+    assert 1.9 < inner[2] / inner[1] < 2.3
+
+
+def test_the_table_has_the_gains_of_the_world(labelled):
+    compared, lengths, tuning = headline_report.tables(labelled)
+    rows = {(row[0], row[1], row[2]): row for row in compared.rows}
+    assert len(rows) == len(compared.rows)
+    for (_, _, arm), row in rows.items():
+        if arm == "plain":
+            assert row[5] == row[6] == ""
+            continue
+        mean = float(row[5].split()[0])
+        # Tuning ended at the bottom, or a neighbour of it.
+        assert mean == pytest.approx(GAINS.get(arm, 0.0), abs=0.012), arm
+    assert rows["Llama", "AdamW", "vector"][6] == "better"
+    assert rows["Llama", "Muon", "cautious"][6] == "worse"
+    assert rows["Llama", "AdamW", "vector"][3] == "5"
+    # A gain of 0.02 nats is 0.002 bits per byte in this world.
+    assert float(rows["Llama", "Muon", "vector"][7].split()[0]) == pytest.approx(0.002, abs=0.001)
+    assert {row[2] for row in lengths.rows} >= {"plain", "vector"}
+    reached = next(row for row in lengths.rows if row[:3] == ("Llama", "Muon", "vector"))
+    # 0.2 nats a length: 0.02 is a tenth of it.
+    assert float(reached[4]) == pytest.approx(0.9, abs=0.02)
+    plain = next(row for row in tuning.rows if row[:3] == ("Llama", "AdamW", "plain"))
+    assert "lr 0.0113" in plain[6]
+    assert "weight_decay 0.2" in plain[6]
+    assert "lr" not in plain[7].split(", ")
+    trials = [one for one in labelled if one.labels["stage"] == "tuning"][:14]
+    losses = [one.record.loss for one in trials if one.labels["optimizer"] == "adamw"]
+    assert plain[4] == f"{min(losses):.4f}"
+    assert plain[5] == f"{min(losses[:6]):.4f}"
+
+
+def test_part_of_the_records_is_shown_too(labelled):
+    rng = random.Random(0)
+    for count in (1, 5, 50, len(labelled)):
+        part = rng.sample(labelled, count)
+        for shown in headline_report.tables(part):
+            assert all(len(row) == len(shown.header) for row in shown.rows)
+        assert all(plot.title and plot.caption for plot in headline.plot(part))
+    assert headline_report.tables([]) == headline.plot([]) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "expected"),
+    [
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.1, "0.95"),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.3, "0.85"),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.5, "under 0.8"),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 2.9, None),
+        ({1.0: 3.0}, 3.5, None),
+    ],
+)
+def test_the_length_at_which_a_loss_is_reached_is_interpolated(losses, loss, expected):
+    by_length = {length: [value, value] for length, value in losses.items()}
+    assert headline_report.reached(by_length, loss) == expected
+
+
+def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
+    assert headline_report.verdict([0.01, 0.011]) == "not run"
+    assert headline_report.verdict([0.01, 0.011, 0.012]) == "better"
+    assert headline_report.verdict([-0.01, -0.011, -0.012]) == "worse"
+    assert headline_report.verdict([0.01, -0.011, 0.012]) == "no difference seen"
+
+
+def test_nothing_is_asked_of_the_paper_preset():
+    assert headline.follow_up("paper", {}) == []
