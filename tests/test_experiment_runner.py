@@ -30,8 +30,16 @@ SAME = ("config", "ledger", "outcome", "loss", "train", "held_out", "weights", "
 COMMAND = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
-from learnable_multipliers.experiments import catalogue
+import time
+from learnable_multipliers.experiments import catalogue, runner
 catalogue.MODULES = {{"small": "small_experiment"}}
+append = runner.append
+def first_alone(path, record):
+    # However late the kill comes, it finds one record.
+    if path.exists():
+        time.sleep(600)
+    append(path, record)
+runner.append = first_alone
 from learnable_multipliers.cli import main
 main()
 """
@@ -119,7 +127,7 @@ def test_a_killed_command_goes_on_and_every_run_is_trained_once(
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert list(scratch.iterdir()) == []
     before = read_file(path)
-    assert 1 <= len(before) < 3
+    assert len(before) == 1
     # As if it had been killed while it wrote a line.
     path.write_bytes(path.read_bytes() + b'{"config": {"ou')
     code, text, _ = ask(*words)

@@ -52,9 +52,7 @@ def world(ratio: dict[str, float], residual: dict[str, float]) -> World:
     return fields
 
 
-RIGHT = world(
-    {"none": 1.2, "light": 0.1, "strong": 0.05}, {"none": 1.0, "light": 0.3, "strong": 0.1}
-)
+RIGHT = world({"none": 1.2, "light": 0.1}, {"none": 1.0, "light": 0.3})
 
 
 def test_quantiles_give_the_rms_of_what_lies_evenly_between_them():
@@ -87,7 +85,7 @@ def test_path_is_product_and_ratio_of_row_times_column():
 )
 def test_verdicts_follow_the_world(ratio, residual, expected):
     arms = [dict(zip(("none", "light"), each, strict=True)) for each in (ratio, residual)]
-    made = world(*({**each, "strong": each["light"]} for each in arms))
+    made = world(*arms)
     assert verdicts(symmetry_drift, made_up(symmetry_drift, made)) == {
         "C8": expected[0],
         "C9": expected[1],
@@ -106,8 +104,7 @@ def test_growth_is_read_where_the_rate_is_constant():
 
 
 def test_shuffled_arms_are_not_reproduced():
-    records = [r for r in made_up(symmetry_drift, RIGHT) if r.labels["arm"] != "strong"]
-    check_shuffled(symmetry_drift, records, {"C8": "arm", "C9": "arm"})
+    check_shuffled(symmetry_drift, made_up(symmetry_drift, RIGHT), {"C8": "arm", "C9": "arm"})
 
 
 def test_any_part_of_the_records_is_analysed_and_drawn():
@@ -141,7 +138,7 @@ def test_matrices_are_in_equilibrium_where_growth_is_read(preset):
 
 
 def test_arms_differ_in_the_decay_of_multipliers_alone():
-    first, *others = (run.config for run in symmetry_drift.runs("gpu")[:3])
+    first, *others = (run.config for run in symmetry_drift.runs("gpu")[:2])
     assert first.model.num_kv_heads < first.model.num_heads
     for other in others:
         decay = other.optimizer.multiplier_weight_decay

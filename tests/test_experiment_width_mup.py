@@ -108,7 +108,7 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 
 def test_a_seed_without_all_widths_is_left_out():
     records = made_up(width_mup, _world)
-    missing = {"family": "llama", "width": 128, "seed": 1}
+    missing = {"family": "llama", "width": 256, "seed": 1}
     found = width_mup.analyse([one for one in records if one.labels != missing])
     assert set(found["C10.s_head"]) == set(found["C10.raw"]) == {0, 2}
     assert set(found["C10.s_dt"]) == {0, 1, 2}

@@ -102,6 +102,7 @@ def two(monkeypatch):
     """Two experiments, and one that owns all other claims."""
     experiments = {"projector": PROJECTOR, "noise": NOISE, "rest": REST}
     monkeypatch.setattr(catalogue, "MODULES", dict.fromkeys(experiments, ""))
+    monkeypatch.setattr(catalogue, "BEYOND", {})
     monkeypatch.setattr(catalogue, "load", experiments.__getitem__)
     return experiments
 

@@ -36,12 +36,14 @@ def degradation(sweep: Sweep, end: float, others: Iterable[float]) -> float:
 def recovered(without: float, with_multipliers: float, least: float) -> float:
     """Return the share of a degradation that multipliers take away: 1 if they are free of it.
 
-    A degradation below `least` counts as that: the share of next to nothing is mere noise.
+    A degradation below `least` counts as that: the share of next to nothing is mere noise, and two
+    curves that are flat leave nothing to recover.
     """
     if math.isinf(without) and math.isfinite(with_multipliers):
         # Diverged without multipliers alone.
         return 1.0
-    return (without - with_multipliers) / max(without, least)
+    without = max(without, least)
+    return (without - with_multipliers) / without
 
 
 def exponent(values: Mapping[float, float | None]) -> float | None:

@@ -188,9 +188,9 @@ def _distance(grid: Grid, which: int, ideal: float) -> float | None:
 
 def _settled_rms(record: Record, role: str) -> float | None:
     """Return the rms of the matrices of a role before the learning rate falls."""
-    config = from_dict(TrainConfig, record.config)
-    tokens = config.data.sequence_length * config.data.batch_sequences
-    last = config.schedule.decay_start / tokens
+    data, schedule = record.config["data"], record.config["schedule"]
+    constant = schedule["tokens"] - schedule["decay_tokens"] - schedule["minimum_tokens"]
+    last = constant / (data["sequence_length"] * data["batch_sequences"])
     before = [weights for weights in record.weights if weights["step"] <= last]
     return table.role_rms(record, role, weights=before[-1]) if before else None
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ class Run:
     """Always with a `seed`."""
     config: TrainConfig
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What runs with the same outcome share, whichever experiment asks for them."""
         return key_of(self.config)
