@@ -32,8 +32,12 @@ class Hyperball(Rival):
             return
         for weight, update in zip(weights, updates, strict=True):
             radius = self.radius(weight)
-            weight.sub_(to_norm(update, radius), alpha=group["lr"])
+            weight.sub_(self.scaled(update, radius), alpha=group["lr"])
             weight.copy_(to_norm(weight, radius))
+
+    def scaled(self, update: Tensor, radius: Tensor) -> Tensor:
+        """Return an update as long as the weight."""
+        return to_norm(update, radius)
 
     def radius(self, weight: Tensor) -> Tensor:
         """Return the norm that a matrix had before its first step."""

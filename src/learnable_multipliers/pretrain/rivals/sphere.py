@@ -11,25 +11,14 @@ the learning rate. Embedding and head train with AdamW, as in the public code un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
-from learnable_multipliers.pretrain.rivals.hyperball import Hyperball, to_norm
+from learnable_multipliers.pretrain.rivals.hyperball import Hyperball
 
 
 class Sphere(Hyperball):
-    """AdamW or Muon on a sphere: as on a ball, with updates of any norm."""
+    """AdamW or Muon on a sphere: as on a ball, with updates of any length."""
 
-    def apply_(
-        self, weights: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
-    ) -> None:
-        """Take a step without decay, and return to the sphere."""
-        if group["role"] != "hidden":
-            super().apply_(weights, updates, group)
-            return
-        for weight, update in zip(weights, updates, strict=True):
-            radius = self.radius(weight)
-            weight.sub_(update, alpha=group["lr"])
-            weight.copy_(to_norm(weight, radius))
+    def scaled(self, update: Tensor, radius: Tensor) -> Tensor:
+        """Return an update as it is."""
+        return update
