@@ -168,13 +168,15 @@ def _announce(trainer: Trainer, console: Console) -> None:
         if trainer.plan.num_multipliers
         else "no multipliers"
     )
+    variant = config.optimizer.variant
+    kind = config.optimizer.kind + (f" ({variant})" if variant != "none" else "")
     world = trainer.world
     axes = ", ".join(f"{axis} {n}" for axis, n in zip(AXES, world.axes, strict=True) if n > 1)
     ranks = f"{world.size} ranks ({axes}) of " if axes else ""
     _say(
         console,
         f"{escape(config.name)}: {count(trainer.model.num_parameters)} parameters, {carried}, "
-        f"{config.optimizer.kind}, on {ranks}{device.name} in {precision}"
+        f"{kind}, on {ranks}{device.name} in {precision}"
         f"{', compiled' if device.compiled else ''}"
         f"{f', resumed from step {trainer.step:,}' if trainer.step else ''}",
     )
