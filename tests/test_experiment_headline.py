@@ -3,10 +3,11 @@
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from learnable_multipliers.experiments import headline, headline_report
+from learnable_multipliers.experiments import headline, headline_report, page
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
@@ -209,3 +210,20 @@ def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
 
 def test_nothing_is_asked_of_the_paper_preset():
     assert headline.follow_up("paper", {}) == []
+
+
+def test_tables_and_plots_stand_on_the_page_and_in_the_readme(played):
+    _, _, records = played
+    sections, elsewhere = page.report(records, "gpu")
+    (section,) = (each for each in sections if each.name == "headline")
+    assert [shown.title for shown in section.tables] == [
+        "Comparison",
+        "Other lengths and sizes",
+        "Tuning",
+    ]
+    (row,) = (r for r in section.tables[0].rows if r[:3] == ("Llama", "AdamW", "vector"))
+    html = page.render(sections, elsewhere, "gpu")
+    assert all(f"<td>{cell}</td>" in html for cell in row)
+    text = page.readme(sections, elsewhere, "gpu", Path("experiments"))
+    assert f"| {' | '.join(row)} |" in text
+    assert "experiments/plots/headline-0.svg" in text
