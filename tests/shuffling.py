@@ -46,16 +46,24 @@ Experiment = Any
 def made_up(experiment: Experiment, world: World, preset: Preset = "gpu") -> list[Labelled]:
     """Return a record for every run of an experiment, made under its present claims.
 
-    Runs with the same config have the same noise.
+    Runs with the same config have the same noise. Runs that follow from records follow from these.
     """
     ledger = {claim.id: claim.hash for claim in experiment.CLAIMS}
-    return [
-        Labelled(
-            labels=run.labels,
-            record=made_up_record(run, ledger, **world(run.labels, random.Random(run.key))),
-        )
-        for run in experiment.runs(preset)
-    ]
+
+    def recorded(runs: Iterable[Run]) -> list[Labelled]:
+        return [
+            Labelled(
+                labels=run.labels,
+                record=made_up_record(run, ledger, **world(run.labels, random.Random(run.key))),
+            )
+            for run in runs
+        ]
+
+    found = recorded(experiment.runs(preset))
+    follow_up = getattr(experiment, "follow_up", None)
+    if follow_up is not None:
+        found += recorded(follow_up(preset, {each.record.key: each.record for each in found}))
+    return found
 
 
 def made_up_record(run: Run, ledger: Mapping[str, str], **fields: Any) -> Record:

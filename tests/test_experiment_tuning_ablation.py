@@ -14,11 +14,7 @@ TIER = 0.006
 NONE, SECOND, BEST = 2 * TIER, TIER, 0.0
 
 
-@pytest.fixture
-def tuned(monkeypatch):
-    """Fill the tables of factors, as after a sweep."""
-    monkeypatch.setattr(tuning_ablation, "LR_FACTORS", {"head": 2.0, "attn in": 0.5})
-    monkeypatch.setattr(tuning_ablation, "WD_FACTORS", {"ssm in": 2.0, "gate": 0.5})
+CHOSEN = {"lr": {"head": 2.0, "attn in": 0.5}, "wd": {"ssm in": 2.0, "gate": 0.5}}
 
 
 def paper(tuning, arm):
@@ -32,13 +28,14 @@ def world(level, sd=3e-4):
 
     def made(labels, noise):
         if labels["arm"] == "sweep":
-            return {"loss": 3.5}
+            won = CHOSEN[labels["what"]].get(labels["group"]) == labels["factor"]
+            return {"loss": 3.5 + level("NONE", "plain") - 0.02 * won}
         return {"loss": 3.5 + level(labels["tuning"], labels["arm"]) + noise.gauss(0, sd)}
 
     return made
 
 
-def test_statistics_are_differences_of_tiers(tuned):
+def test_statistics_are_differences_of_tiers():
     losses = {"plain": [5.0, 4.0, 3.5, 3.0], "vector": [4.5, 2.0, 1.8, 1.4]}
 
     def level(tuning, arm):
@@ -66,27 +63,37 @@ def test_statistics_are_differences_of_tiers(tuned):
         (lambda tuning, arm: 0.0, "not at this scale"),
     ],
 )
-def test_the_verdict_is_that_of_the_world(tuned, level, expected):
+def test_the_verdict_is_that_of_the_world(level, expected):
     records = made_up(tuning_ablation, world(level))
     assert verdicts(tuning_ablation, records) == {"C13": expected}
 
 
-def test_without_tuned_factors_the_claim_is_not_run():
+def test_arms_with_factors_follow_from_the_whole_sweep():
     records = made_up(tuning_ablation, world(paper))
-    assert {each.labels["tuning"] for each in records if "tuning" in each.labels} == {
-        "NONE",
-        "FULL",
-    }
-    assert verdicts(tuning_ablation, records) == {"C13": "not run"}
+    first = {run.key: each.record for run, each in zip(SWEEP, records, strict=False)}
+    assert len(first) == 36 + 12
+    more = tuning_ablation.follow_up("gpu", first)
+    assert {run.labels["tuning"] for run in more} == {"LR", "LRWD", "FULL"}
+    assert len(more) == 36
+    head = more[0].config.optimizer.lr_factors
+    assert head == {"head": 2.0, "query": 0.5, "key": 0.5, "value": 0.5}
+    # One missing, or the run they are compared with.
+    for key in (SWEEP[0].key, SWEEP[36].key):
+        assert tuning_ablation.follow_up("gpu", {k: r for k, r in first.items() if k != key}) == []
+    part = [each for each in records if each.record.key in first]
+    assert verdicts(tuning_ablation, part) == {"C13": "not run"}
 
 
-def test_shuffled_arms_reproduce_nothing(tuned):
+def test_shuffled_arms_reproduce_nothing():
     records = made_up(tuning_ablation, world(paper))
     check_shuffled(tuning_ablation, records, {"C13": ("tuning", "arm")})
 
 
-def test_any_part_of_the_records_is_analysed_and_drawn(tuned):
+def test_any_part_of_the_records_is_analysed_and_drawn():
     check_subsets(tuning_ablation, made_up(tuning_ablation, world(paper)))
+
+
+SWEEP = tuning_ablation.runs("gpu")
 
 
 def test_a_factor_wins_where_it_gains_more_than_noise():
@@ -109,9 +116,17 @@ def test_a_factor_wins_where_it_gains_more_than_noise():
     assert captions[2].endswith("Chosen: gate x 2.")
 
 
+def all_runs(preset):
+    """Return the runs with those that follow from a sweep that chose the factors above."""
+    return [
+        *tuning_ablation.runs(preset),
+        *tuning_ablation._arms(preset, tuning_ablation.TUNINGS[1:], CHOSEN),
+    ]
+
+
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
-def test_arms_differ_in_what_their_labels_say(preset, tuned):
-    runs = tuning_ablation.runs(preset)
+def test_arms_differ_in_what_their_labels_say(preset):
+    runs = all_runs(preset)
     # All decay alike, but for the factors that are studied.
     assert settling(runs[0].config) >= 4
     optimizers = {(run.config.optimizer.lr, run.config.optimizer.weight_decay) for run in runs}
@@ -151,14 +166,12 @@ def test_runs_of_other_experiments_are_shared():
     }
     for optimizer in tuning_ablation.OPTIMIZERS:
         assert keys["NONE", "plain", optimizer] == starts[initialization.SMALL, optimizer]
-        # Until there are factors on rates and decays.
-        assert keys["FULL", "plain", optimizer] == starts[initialization.FALCON, optimizer]
 
 
-def test_factors_reach_the_matrices_of_their_group(tuned):
+def test_factors_reach_the_matrices_of_their_group():
     (full,) = (
         run
-        for run in tuning_ablation.runs("cpu")
+        for run in all_runs("cpu")
         if (run.labels.get("tuning"), run.labels["arm"]) == ("FULL", "vector")
         and run.labels["optimizer"] == "adamw"
     )

@@ -95,7 +95,8 @@ def missing(
             record = records.get(run.key)
             if record is not None and not (again and outdated(record, name)):
                 continue
-            ledger = ledgers.get(run.key, {})
+            own = {claim.id: claim.hash for claim in catalogue.load(name).CLAIMS}
+            ledger = ledgers.get(run.key, {}) | own
             job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledger)
             jobs.setdefault(run.key, job)
     return list(jobs.values())

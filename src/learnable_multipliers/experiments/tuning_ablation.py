@@ -2,9 +2,8 @@
 
 Falcon-H1's factors on learning rates and decays are not public, and those on the forward pass are.
 So the first two are tuned here, by a sweep that is part of the experiment: every group of matrices
-at half and at twice its rate or decay, one at a time. `winners` reads the factors off its records;
-written into `LR_FACTORS` and `WD_FACTORS`, they make the arms LR and LRWD. Until then these arms do
-not exist, and claim C13 is not run.
+at half and at twice its rate or decay, one at a time. The arms LR, LRWD and FULL follow from its
+records, with the factors that `winners` reads off them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from learnable_multipliers.experiments import table
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
-from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.record import Labelled, Record, labelled
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
@@ -39,10 +38,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "down": ("down",),
 }
 """Matrices that share a factor: one stored matrix has one rate and one decay."""
-LR_FACTORS: dict[str, float] = {}
-"""Group -> factor on the learning rate, from `winners`; empty before a sweep has been recorded."""
-WD_FACTORS: dict[str, float] = {}
-"""Group -> factor on the weight decay, likewise."""
+Factors = Mapping[str, Mapping[str, float]]
+"""{"lr": {group: factor}, "wd": {group: factor}}."""
 
 Optimizer = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
@@ -110,27 +107,44 @@ CLAIMS = (
         "with Muon.",
         where="Sec. 5.1, Fig. 7 left",
         tests=tuple(test for optimizer in OPTIMIZERS for test in _tests(optimizer)),
-        note="Not run as long as LR_FACTORS and WD_FACTORS are empty: the arms LR and LRWD need "
-        "factors from a recorded sweep. As in the paper, Muon borrows those tuned with Adam.",
+        note="Factors are those of the sweep at this size. As in the paper, Muon borrows the ones "
+        "tuned with Adam.",
     ),
 )
 
 
 def runs(preset: Preset) -> list[Run]:
-    """Return every tuning there are factors for, with and without multipliers, then the sweep."""
-    tunings = TUNINGS if LR_FACTORS and WD_FACTORS else ("NONE", "FULL")
-    arms = [
+    """Return the sweep, and runs without factors, with and without multipliers."""
+    return [*_sweep(preset), *_arms(preset, ("NONE",), {"lr": {}, "wd": {}})]
+
+
+def follow_up(preset: Preset, records: Mapping[str, Record]) -> list[Run]:
+    """Return the runs with factors, once the sweep has chosen them."""
+    known = labelled(runs(preset), records)
+    if not all(run.key in records for run in (*_sweep(preset), _unswept(preset))):
+        return []
+    return _arms(preset, TUNINGS[1:], winners(known))
+
+
+def _arms(preset: Preset, tunings: Sequence[Tuning], factors: Factors) -> list[Run]:
+    return [
         Run(
             labels={"tuning": tuning, "arm": arm, "optimizer": optimizer, "seed": seed},
             # With signals, as where other experiments have the same runs.
-            config=with_signals(replace(_tuned(_base(preset, optimizer, arm), tuning), seed=seed)),
+            config=with_signals(
+                replace(_tuned(_base(preset, optimizer, arm), tuning, factors), seed=seed)
+            ),
         )
         for seed in SEEDS[preset]
         for optimizer in OPTIMIZERS
         for tuning in tunings
         for arm in ("plain", "vector")
     ]
-    return [*arms, *_sweep(preset)]
+
+
+def _unswept(preset: Preset) -> Run:
+    """Return the run that those of the sweep are compared with."""
+    return _arms(preset, ("NONE",), {"lr": {}, "wd": {}})[0]
 
 
 def _sweep(preset: Preset) -> list[Run]:
@@ -157,10 +171,10 @@ def _base(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
     return with_optimizer(replace(config, model=model), kind=optimizer, placement=placement)
 
 
-def _tuned(config: TrainConfig, tuning: Tuning) -> TrainConfig:
+def _tuned(config: TrainConfig, tuning: Tuning, factors: Factors) -> TrainConfig:
     """Return a run with the factors of a tuning; multipliers start at those of the forward pass."""
-    lr = LR_FACTORS if tuning != "NONE" else {}
-    wd = WD_FACTORS if tuning in ("LRWD", "FULL") else {}
+    lr = factors["lr"] if tuning != "NONE" else {}
+    wd = factors["wd"] if tuning in ("LRWD", "FULL") else {}
     if tuning == "FULL":
         config = replace(config, model=with_falcon_h1_multipliers(config.model))
     return _factored(config, lr=lr, wd=wd)
@@ -211,7 +225,7 @@ def _statistic(name: str, *records: Record) -> float:
 
 
 def winners(records: Sequence[Labelled]) -> dict[str, dict[str, float]]:
-    """Return {"lr": {group: factor}, "wd": ...} as the sweep has it, for the two tables above.
+    """Return the factors that the sweep chooses.
 
     A factor is chosen if it beats 1 by more than the noise between seeds.
     """
