@@ -49,7 +49,7 @@ test: venv
 
 # The whole grid of cases, and the long runs.
 test-all: venv integrations
-	$(BIN)/pytest -n $(WORKERS) $(NOT_DOCS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(NOT_DOCS)
 	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS) -n $(WORKERS)
 
 check: venv integrations

@@ -12,6 +12,7 @@ import math
 import stat
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,9 +94,13 @@ def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
     return values
 
 
+_hints = cache(typing.get_type_hints)
+"""Types of the fields of a class: they are compiled from text, which takes a while."""
+
+
 def _dataclass_from(kind: Any, values: Any, where: str) -> Any:
     _expect(isinstance(values, dict), where, values, "a mapping")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     for what, keys in (("unknown keys", set(values) - known), ("no", known - set(values))):
         if keys:
