@@ -144,23 +144,26 @@ def test_validation_sources_are_kept_out_of_training(tmp_path):
 def test_texts_to_test_on_are_splits_by_name_and_kept_out_of_training(tmp_path):
     source = json_lines(tmp_path / "a.jsonl", TEXTS)
     one = json_lines(tmp_path / "b.jsonl", [*TEXTS[5:7], "another"])
-    two = json_lines(tmp_path / "c.jsonl", ["a third"])
+    two = json_lines(tmp_path / "c.jsonl", ["a third", "a third"])
+    three = json_lines(tmp_path / "e.jsonl", [TEXTS[0], TEXTS[5], TEXTS[9]])
     held_out = json_lines(tmp_path / "d.jsonl", TEXTS[:1])
     out = tmp_path / "out"
     config = PrepareConfig(
         sources=(source,),
         out=out,
         valid_sources=(held_out,),
-        test_sources=(f"wiki={one}", f"other={held_out}", f"wiki={two}"),
+        test_sources=(f"wiki={one}", f"other={three}", f"wiki={two}"),
         vocab_size=300,
     )
     manifest = prepare(config)
     assert list(manifest.splits) == ["train", "valid", "wiki", "other"]
-    assert read_back(out, "train") == TEXTS[1:5] + TEXTS[7:]
-    assert read_back(out, "wiki") == [*TEXTS[5:7], "another", "a third"]
-    assert read_back(out, "valid") == read_back(out, "other") == TEXTS[:1]
-    assert manifest.source["test_sources"] == {"wiki": [one, two], "other": [held_out]}
-    assert manifest.source["dropped_because_in_validation"] == 3
+    assert read_back(out, "train") == TEXTS[1:5] + TEXTS[7:9] + TEXTS[10:]
+    # A document in two of them belongs to the first.
+    assert read_back(out, "valid") == TEXTS[:1]
+    assert read_back(out, "wiki") == [*TEXTS[5:7], "another", "a third", "a third"]
+    assert read_back(out, "other") == TEXTS[9:10]
+    assert manifest.source["test_sources"] == {"wiki": [one, two], "other": [three]}
+    assert manifest.source["dropped_because_in_validation"] == 4 + 2
 
 
 @pytest.mark.parametrize("given", ["wiki", "=a.jsonl", "wiki=", "train=a", "valid=a", "../x=a"])

@@ -188,7 +188,8 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         sys.exit(128 + result.stopped_by)
     if result.failures:
         listed = "; ".join(f"{in_words(job)} ({why.text})" for job, why in result.failures)
-        raise ValueError(f"{len(result.failures)} of {len(jobs)} runs failed: {listed}")
+        total = len(result.records) + len(result.failures) + result.num_left
+        raise ValueError(f"{len(result.failures)} of {total} runs failed: {listed}")
 
 
 def _tell_outdated(

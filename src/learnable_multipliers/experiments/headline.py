@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, Literal
 
 from learnable_multipliers.experiments import headline_report, table
@@ -166,7 +165,10 @@ class _Program:
         self._scale = SCALES[preset]
         self._tuned: dict[tuple[Family, Kind, str], Settings] = {}
         """Best settings of the arms whose tuning has ended."""
+        self._losses: dict[tuple[Family, Kind, str], float] = {}
+        """Loss of their best trial."""
         self._missing = False
+        self._yielded: set[str] = set()
 
     def stages(self) -> Iterator[Run]:
         """Yield the runs, stage after stage."""
@@ -182,7 +184,9 @@ class _Program:
         ):
             for run in stage():
                 self._missing |= run.key not in self._records
-                yield run
+                if run.key not in self._yielded:
+                    self._yielded.add(run.key)
+                    yield run
             if self._missing:
                 return
 
@@ -194,24 +198,20 @@ class _Program:
         Warmup and beta2 are tuned with the Llama, and the hybrid has them from there.
         """
         for kind in KINDS:
-            start, given = _START[family, kind], {}
-            axes = [
-                Axis("lr", start["lr"], FINE),
-                Axis("weight_decay", start["weight_decay"], 2.0),
-            ]
-            if kind == "muon":
-                axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
-            if family == "llama":
-                axes += [Axis("warmup", 0.1, 2.0), Axis("one_minus_beta2", 0.05, 2.0)]
-            else:
+            given = {}
+            if family == "hybrid":
                 tuned = self._tuned["llama", kind, "plain"]
                 given = {name: tuned[name] for name in ("warmup", "one_minus_beta2")}
             trials = self._scale.baseline_trials if family == "llama" else self._scale.trials
-            yield from self._search(family, kind, PLAIN, Search(tuple(axes), trials), given)
+            search = Search(baseline_axes(family, kind), trials)
+            yield from self._search(family, kind, PLAIN, search, given)
 
     def _compared(self, family: Family, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Run]:
-        """(b, c) Tune arms, then train them and the baselines with the seeds of the report."""
-        yield from self._tune(family, arms, self._scale.trials)
+        """(b, c) Tune arms, then train them and the baselines with the seeds of the report.
+
+        Plain is tuned once more as they are, from the same start.
+        """
+        yield from self._tune(family, (PLAIN, *arms))
         if not self._missing:
             for kind in KINDS:
                 for arm in (PLAIN, *arms):
@@ -219,12 +219,13 @@ class _Program:
 
     def _others(self) -> Iterator[Run]:
         """(d) The symmetry-aware placement and the rivals."""
-        yield from self._tune("llama", (AWARE,), self._scale.trials)
+        yield from self._tune("llama", (AWARE,))
         for kind in KINDS:
             for arm in RIVALS[kind]:
                 plain = self._tuned["llama", kind, "plain"]
-                search = Search(arm.axes(kind, plain), self._scale.rival_trials)
-                yield from self._search("llama", kind, arm, search, plain)
+                axes = arm.axes(kind, plain)
+                trials = self._scale.rival_trials if len(axes) < 3 else self._scale.trials
+                yield from self._search("llama", kind, arm, Search(axes, trials), plain)
         if not self._missing:
             for kind in KINDS:
                 for arm in (AWARE, *RIVALS[kind]):
@@ -259,11 +260,11 @@ class _Program:
 
     # -- parts of stages -----------------------------------------------------------------------
 
-    def _tune(self, family: Family, arms: Sequence[Arm], trials: int) -> Iterator[Run]:
+    def _tune(self, family: Family, arms: Sequence[Arm]) -> Iterator[Run]:
         for kind in KINDS:
             plain = self._tuned[family, kind, "plain"]
             for arm in arms:
-                search = Search(arm.axes(kind, plain), trials)
+                search = Search(arm.axes(kind, plain), self._scale.trials)
                 yield from self._search(family, kind, arm, search, plain)
 
     def _search(
@@ -276,10 +277,11 @@ class _Program:
             run = self._run("tuning", family, kind, arm, values, 0, 0.5)
             yield run
             if run.key not in self._records:
-                self._missing = True
                 return
             losses[point] = table.loss(self._records[run.key])
-        self._tuned[family, kind, arm.name] = {**given, **search.values(best(losses))}
+        point = best(losses)
+        self._tuned[family, kind, arm.name] = {**given, **search.values(point)}
+        self._losses[family, kind, arm.name] = losses[point]
 
     def _finals(
         self,
@@ -307,21 +309,47 @@ class _Program:
     ) -> Run:
         labels = {"stage": stage, "family": family, "optimizer": kind, "arm": arm.name}
         labels |= {"length": part, "size": size, "seed": seed}
+        if "rest_lr" in values:
+            # Which stands for it.
+            values = {name: value for name, value in values.items() if name != "adamw_lr_scale"}
         config = shape(self._preset, family, part, size)
         tuned = configured(with_optimizer(config, kind=kind, **arm.fixed), values)
         return Run(labels=labels | dict(values), config=replace(tuned, seed=seed))
 
     def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
-        """Return the arm whose reported runs have the lowest mean loss on the text of the tuning.
+        """Return the arm that tuning left with the lowest loss: no run of the report decides."""
+        return min(arms, key=lambda arm: self._losses[family, kind, arm.name])
 
-        That text, so that the choice does not make the report look better than it is.
-        """
 
-        def mean_loss(arm: Arm) -> float:
-            found = self._finals(family, kind, arm, self._scale.few_seeds)
-            return fmean(table.loss(self._records[run.key]) for run in found)
+def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
+    """Return what is tuned of plain runs."""
+    start = _START[family, kind]
+    axes = [Axis("lr", start["lr"], FINE), Axis("weight_decay", start["weight_decay"], 2.0)]
+    if kind == "muon":
+        axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
+    if family == "llama":
+        axes += [Axis("warmup", 0.1, 2.0), Axis("one_minus_beta2", 0.05, 2.0)]
+    return tuple(axes)
 
-        return min(arms, key=mean_loss)
+
+def expected() -> dict[tuple[Family, Kind, str], tuple[str, ...]]:
+    """Return the settings that are tuned, for every arm of the protocol.
+
+    Of the combinations one for each optimizer is run.
+    """
+    found: dict[tuple[Family, Kind, str], tuple[str, ...]] = {}
+    nothing = {"lr": 1.0, "weight_decay": 1.0}
+    families: dict[Family, dict[Kind, tuple[Arm, ...]]] = {
+        "llama": {kind: (SCALAR, VECTOR, AWARE, *RIVALS[kind]) for kind in KINDS},
+        "hybrid": {kind: (VECTOR,) for kind in KINDS},
+    }
+    for family, kinds in families.items():
+        for kind, arms in kinds.items():
+            plain = tuple(axis.name for axis in baseline_axes(family, kind))
+            found[family, kind, PLAIN.name] = plain
+            for arm in arms:
+                found[family, kind, arm.name] = tuple(axis.name for axis in arm.axes(kind, nothing))
+    return found
 
 
 def combination(rival: Arm) -> Arm:
@@ -393,7 +421,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def tables(records: Sequence[Labelled]) -> list[Table]:
     """Return the comparison, lengths and sizes, and the tuning record."""
-    return headline_report.tables(records)
+    return headline_report.tables(records, expected())
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:

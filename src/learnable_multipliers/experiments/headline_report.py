@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from learnable_multipliers.experiments import plot as drawing
 from learnable_multipliers.experiments import table
-from learnable_multipliers.experiments.claim import mean_interval
+from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
 from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record
 
 PLAIN = "plain"
 NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
-_LABELS = {"stage", "family", "optimizer", "arm", "length", "size", "seed"}
-"""What tells runs apart; the other labels are settings."""
+Expected = Mapping[tuple[str, ...], tuple[str, ...]]
+_ARM = ("family", "optimizer", "arm")
 _FEWEST = 6
 """Trials that every arm has: those of rivals."""
 
 
-def tables(records: Sequence[Labelled]) -> list[Table]:
-    """Return the comparison at full length, at other lengths and sizes, and the tuning."""
-    found = [_comparison(records), _lengths(records), _tuning(records)]
+def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
+    """Return the comparison, other lengths and sizes, what plain's loss costs, and the tuning.
+
+    Args:
+        expected: The arms of the protocol, by model, optimizer and name, with what is tuned.
+    """
+    if not records:
+        return []
+    found = [
+        _comparison(records, expected),
+        _longer(records),
+        _shorter(records),
+        _tuning(records, expected),
+    ]
     return [each for each in found if each.rows]
 
 
@@ -47,24 +59,24 @@ def gains(
     return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, plain)
 
 
-def _comparison(records: Sequence[Labelled]) -> Table:
+def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
     finals = table.select(records, stage="final", length=1.0, size=1)
     first, *others = texts(finals) or [None]
     # Other text may have tokens of another length: bits per byte compare.
     reads = [loss_on(first), *(loss_on(name, "bits_per_byte") for name in others)]
     rows = []
-    for labels in _arms(finals):
+    for labels in _arms(finals, expected):
         runs = table.by_seed(table.select(finals, **labels))
         row = [*_named(labels), str(len(runs))]
+        row.append(shown(reads[0](record) for record in runs.values()))
         for index, read in enumerate(reads):
+            found = list(gains(finals, read, **labels).values())
+            plain = labels["arm"] == PLAIN
+            row.append("" if plain else shown(found))
             if index == 0:
-                row.append(shown(read(record) for record in runs.values()))
-            found = gains(finals, read, **labels)
-            row.append("" if labels["arm"] == PLAIN else shown(found.values()))
-            if index == 0:
-                row.append("" if labels["arm"] == PLAIN else verdict(list(found.values())))
-        row.append(f"{fmean(record.tokens_per_second for record in runs.values()):,.0f}")
-        rows.append(tuple(row))
+                row.append("" if plain else verdict(found))
+        speeds = [record.tokens_per_second for record in runs.values()]
+        rows.append((*row, f"{fmean(speeds):,.0f}" if speeds else ""))
     loss = f"loss on {first or 'validation text'}"
     header = ("model", "optimizer", "arm", "seeds", loss, "gain over plain", "")
     header += tuple(f"gain on {name}, bits per byte" for name in others)
@@ -75,65 +87,78 @@ def _comparison(records: Sequence[Labelled]) -> Table:
     return Table("Comparison", caption, (*header, "tokens/s"), rows)
 
 
-def _lengths(records: Sequence[Labelled]) -> Table:
-    """Return losses at other lengths and sizes, and where an arm reaches plain's final loss."""
+def _longer(records: Sequence[Labelled]) -> Table:
+    """Return the gains at other lengths and sizes at which there are plain runs too."""
     finals = table.select(records, stage="final")
     read = loss_on(next(iter(texts(finals)), None))
     rows = []
-    for family, optimizer, size in sorted(
-        {(o.labels["family"], o.labels["optimizer"], o.labels["size"]) for o in finals}, key=str
-    ):
-        chosen = table.select(finals, family=family, optimizer=optimizer, size=size)
-        for arm in dict.fromkeys(one.labels["arm"] for one in chosen):
-            by_length = {
-                float(length): [
-                    read(one.record) for one in table.select(chosen, arm=arm, length=length)
-                ]
-                for length in table.distinct(table.select(chosen, arm=arm), "length")
-            }
-            if set(by_length) <= {1.0} and size == 1:
-                continue
-            plain = [read(o.record) for o in table.select(chosen, arm=PLAIN, length=1.0)]
-            part = reached(by_length, fmean(plain)) if plain and arm != PLAIN else None
-            losses = ", ".join(f"{x:g}x {fmean(ys):.4f}" for x, ys in by_length.items())
-            where = "" if part is None else part
-            model = NAMES[str(family)] + (f" x {size:g}" if size != 1 else "")
-            rows.append((model, NAMES[str(optimizer)], str(arm), losses, where))
-    caption = (
-        "Mean over seeds, each length with its own decay. Tokens are those an arm needs for "
-        "plain's loss at 1x, as a part of 1x, between the lengths that were run."
-    )
-    header = ("model", "optimizer", "arm", "loss by length", "tokens to plain's loss")
+    for length, size in sorted({(o.labels["length"], o.labels["size"]) for o in finals}):
+        chosen = table.select(finals, length=length, size=size)
+        if (length, size) == (1.0, 1) or not table.select(chosen, arm=PLAIN):
+            continue
+        for labels in _arms(chosen):
+            losses = [read(one.record) for one in table.select(chosen, **labels)]
+            found = list(gains(chosen, read, **labels).values())
+            gain = ("", "") if labels["arm"] == PLAIN else (shown(found), verdict(found))
+            where = (f"{float(length):g}x", f"{float(size):g}x", str(len(losses)))
+            rows.append((*_named(labels), *where, shown(losses), *gain))
+    caption = "Settings are those tuned at half of 1x and the usual size; read as the comparison."
+    header = ("model", "optimizer", "arm", "tokens", "size", "seeds", "loss", "gain over plain", "")
     return Table("Other lengths and sizes", caption, header, rows)
 
 
-def reached(by_length: Mapping[float, Sequence[float]], loss: float) -> str | None:
-    """Return the part of 1x at which an arm has a loss, on a line between two lengths."""
-    points = sorted((length, fmean(losses)) for length, losses in by_length.items())
-    if len(points) < 2 or points[-1][1] > loss:
-        return None
-    if points[0][1] <= loss:
-        return f"under {points[0][0]:g}"
+def _shorter(records: Sequence[Labelled]) -> Table:
+    """Return where arms that were run at several lengths reach plain's final loss."""
+    finals = table.select(records, stage="final", size=1)
+    read = loss_on(next(iter(texts(finals)), None))
+    rows = []
+    for labels in _arms(finals):
+        runs = table.select(finals, **labels)
+        plain = table.select(finals, **{**labels, "arm": PLAIN}, length=1.0)
+        by_length = table.sweep(finals, "length", read, **labels)
+        by_length = {length: found for length, found in by_length.items() if length <= 1}
+        if labels["arm"] == PLAIN or len(by_length) < 2 or not plain:
+            continue
+        part = reached(by_length, fmean(read(one.record) for one in plain))
+        losses = ", ".join(f"{x:g}x {fmean(ys):.4f}" for x, ys in by_length.items())
+        speeds = [fmean(one.record.tokens_per_second for one in each) for each in (runs, plain)]
+        time = "" if part is None else f"{part * speeds[1] / speeds[0]:.2f}"
+        rows.append((*_named(labels), losses, "" if part is None else f"{part:.2f}", time))
+    caption = (
+        "Mean loss over seeds, each length with its own decay; what an arm needs for plain's loss "
+        "at 1x, on a line between two lengths, as a part of plain's."
+    )
+    header = ("model", "optimizer", "arm", "loss by length", "tokens", "time")
+    return Table("To reach plain's final loss", caption, header, rows)
+
+
+def reached(by_length: Mapping[float, Sequence[float]], loss: float) -> float | None:
+    """Return the part of 1x at which an arm has a loss, on a line between two lengths.
+
+    None where it has it at none of them, or at all: lines are not drawn beyond their ends. A length
+    at which a run diverged is left out.
+    """
+    means = sorted((length, fmean(losses)) for length, losses in by_length.items())
+    points = [point for point in means if math.isfinite(point[1])]
     for (short, above), (long, below) in itertools.pairwise(points):
         if above > loss >= below:
-            return f"{short + (above - loss) / (above - below) * (long - short):.2f}"
+            return short + (above - loss) / (above - below) * (long - short)
     return None
 
 
-def _tuning(records: Sequence[Labelled]) -> Table:
+def _tuning(records: Sequence[Labelled], expected: Expected) -> Table:
     trials = table.select(records, stage="tuning")
     rows = []
     for labels in _arms(trials):
         tried = table.select(trials, **labels)
         winner = min(tried, key=lambda one: table.loss(one.record))
-        settings = {k: v for k, v in winner.labels.items() if k not in _LABELS}
-        inside = [name for name in settings if _bracketed(name, winner, tried)]
-        varied = [name for name in settings if len({o.labels.get(name) for o in tried}) > 1]
-        best = ", ".join(f"{name} {value:g}" for name, value in settings.items() if name in varied)
-        missed = ", ".join(name for name in varied if name not in inside)
+        # A combination is none of those that are known beforehand.
+        axes = expected.get(_key(labels), ("multiplier_lr_scale", "lr", "weight_decay"))
+        at = ", ".join(f"{name} {float(winner.labels[name]):g}" for name in axes)
+        missed = ", ".join(name for name in axes if not _bracketed(name, winner, tried))
         losses = [table.loss(one.record) for one in tried]
         least = (f"{min(losses):.4f}", f"{min(losses[:_FEWEST]):.4f}")
-        rows.append((*_named(labels), str(len(tried)), *least, best, missed))
+        rows.append((*_named(labels), str(len(tried)), *least, at, missed))
     caption = (
         "At half the length, one seed, on validation text. A setting is bracketed if a higher and "
         "a lower value were tried, all else as in the best trial, and both were worse."
@@ -152,11 +177,17 @@ def _bracketed(name: str, winner: Labelled, tried: Sequence[Labelled]) -> bool:
     return min(values) < float(winner.labels[name]) < max(values)
 
 
-def _arms(records: Sequence[Labelled]) -> list[dict[str, str | float]]:
-    """Return the labels of the arms there are, each once, in the order of the records."""
-    keys = ("family", "optimizer", "arm")
-    found = dict.fromkeys(tuple(one.labels[key] for key in keys) for one in records)
-    return [dict(zip(keys, values, strict=True)) for values in found]
+def _arms(
+    records: Sequence[Labelled], expected: Iterable[Sequence[str]] = ()
+) -> list[dict[str, str | float]]:
+    """Return the labels of the arms there are, then of those expected, each once."""
+    there = (tuple(one.labels[name] for name in _ARM) for one in records)
+    found = dict.fromkeys((*there, *map(tuple, expected)))
+    return [dict(zip(_ARM, values, strict=True)) for values in found]
+
+
+def _key(labels: Mapping[str, str | float]) -> tuple[str, ...]:
+    return tuple(str(labels[name]) for name in _ARM)
 
 
 def _named(labels: Mapping[str, str | float]) -> tuple[str, str, str]:
@@ -166,14 +197,20 @@ def _named(labels: Mapping[str, str | float]) -> tuple[str, str, str]:
 def shown(values: Iterable[float]) -> str:
     """Return mean and 95% interval."""
     values = list(values)
+    if not values:
+        return ""
     mean, low, high = mean_interval(values)
     return f"{mean:.4f} [{low:.4f}, {high:.4f}]" if len(values) > 1 else f"{mean:.4f}"
 
 
 def verdict(values: Sequence[float]) -> str:
     """Return what the gains of seeds say: better, worse, or no difference seen."""
-    if len(values) < 3:
+    if not values:
         return "not run"
+    if not all(map(math.isfinite, values)):
+        return "diverged"
+    if len(values) < MIN_SEEDS:
+        return "too few seeds"
     _, low, high = mean_interval(values)
     return "better" if low > 0 else "worse" if high < 0 else "no difference seen"
 

@@ -75,7 +75,8 @@ def write_report(folder: Path, preset: Preset, ledger_folder: Path | None = None
         write_output(path, text.encode("utf-8"))
     for path in (folder / PLOTS).glob("*.svg"):
         # Of an experiment that once had more plots.
-        if path not in files and path.stem.rpartition("-")[0] in catalogue.MODULES:
+        known = catalogue.MODULES | catalogue.BEYOND
+        if path not in files and path.stem.rpartition("-")[0] in known:
             path.unlink()
     return list(files)
 
@@ -196,7 +197,7 @@ def readme(
         "```",
     ]
     for section in sections:
-        if section.plots:
+        if section.plots or section.tables:
             lines += ["", f"## {section.title} ({section.figure})", ""]
             lines += [f"{' '.join(section.protocol)} `{section.command}`", ""]
         for found in section.tables:

@@ -73,7 +73,7 @@ class PrepareConfig:
     """Sources to validate on instead; training documents equal to one of theirs are dropped."""
     test_sources: tuple[str, ...] = ()
     """More held-out text, NAME=SOURCE each: `lrm train` evaluates it by name at the end of a run.
-    Training documents equal to one of theirs are dropped too."""
+    Documents of training and validation are in none of them."""
     seed: int = 0
     """Decides which documents are held out."""
     shard_tokens: int = 100_000_000
@@ -244,12 +244,16 @@ class _Splitter:
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order, and count what is left out."""
         yield from self.corpus_documents()
+        seen: dict[bytes, str] = {}
         for split, corpus in self._held_out.items():
             for text in corpus:
-                if text:
-                    yield Document(text, split, len(text.encode()))
-                else:
+                if not text:
                     self._num_empty += 1
+                # A document in two held-out texts belongs to the first.
+                elif seen.setdefault(self._digest(data := text.encode()), split) == split:
+                    yield Document(text, split, len(data))
+                else:
+                    self._num_dropped += 1
 
     def corpus_documents(self) -> Iterator[Document]:
         """Yield the documents but those of held-out corpora.

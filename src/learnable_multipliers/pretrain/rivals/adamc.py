@@ -20,14 +20,12 @@ from learnable_multipliers.pretrain.rivals.rival import Rival
 class AdamC(Rival):
     """AdamW with corrected decay."""
 
-    kinds = ("adamw",)
-
     def apply_(
         self, weights: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
     ) -> None:
         """Decay by the rate relative to its peak, except in the head."""
         decay = group["weight_decay"]
         if group["role"] != "head":
-            peak = self.peak_lr * (1 if group["role"] == "hidden" else group["adamw_lr_scale"])
-            decay = decay * group["lr"] / peak
+            # All groups have one rate, before the factor of what is not a hidden matrix.
+            decay = decay * self.param_groups[0]["lr"] / self.peak_lr
         super().apply_(weights, updates, {**group, "weight_decay": decay})

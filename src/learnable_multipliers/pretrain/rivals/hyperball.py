@@ -41,7 +41,10 @@ class Hyperball(Rival):
 
     def radius(self, weight: Tensor) -> Tensor:
         """Return the norm that a matrix had before its first step."""
-        return self.state[weight].setdefault("radius", torch.linalg.vector_norm(weight))
+        state = self.state[weight]
+        if "radius" not in state:
+            state["radius"] = torch.linalg.vector_norm(weight)
+        return state["radius"]
 
 
 def to_norm(matrix: Tensor, radius: Tensor) -> Tensor:

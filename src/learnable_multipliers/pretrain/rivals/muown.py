@@ -26,8 +26,6 @@ _MOMENTS = ("magnitude_exp_avg", "magnitude_exp_avg_sq")
 class Muown(Rival):
     """Muon that holds row norms apart."""
 
-    kinds = ("muon",)
-
     def step_hidden_(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Train directions and magnitudes of rows."""
         lr, parts = group["lr"], []
@@ -47,7 +45,8 @@ class Muown(Rival):
             m, v_g = (state[name] for name in _MOMENTS)
             step = adam_(grad_g, m, v_g, state["step"], group["betas"], group["eps"])
             state["magnitude"].sub_(step, alpha=lr).mul_(1 - lr * group["weight_decay"])
-            state["direction_norm"] = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+            norm = torch.linalg.vector_norm(v, dim=1, keepdim=True)
+            state["direction_norm"] = norm.clamp_min(_SMALLEST)
             weight.copy_(state["magnitude"] * v / state["direction_norm"])
 
 

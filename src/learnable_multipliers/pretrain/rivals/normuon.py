@@ -24,8 +24,6 @@ _EPS = 1e-8
 class NorMuon(Rival):
     """Muon with rows of equal size."""
 
-    kinds = ("muon",)
-
     def muon_updates(self, weights: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Return the orthogonalized momentum of each gradient with even rows, in AdamW's size."""
         momenta = [self.nesterov_momentum(weight, group["momentum"]) for weight in weights]

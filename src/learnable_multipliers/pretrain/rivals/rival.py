@@ -22,9 +22,6 @@ Kind = Literal["adamw", "muon"]
 class Rival(Optimizer):
     """AdamW, or Muon with AdamW for what is not a hidden matrix, without any change yet."""
 
-    kinds: tuple[Kind, ...] = ("adamw", "muon")
-    """What it is a variant of."""
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
