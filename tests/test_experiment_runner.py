@@ -200,7 +200,7 @@ def test_a_failed_run_ends_the_command_with_an_error_that_names_it(ask, data, sm
     )
     code, _, complaints = ask("experiment", "small", "--data", str(data))
     assert code == 1
-    told = "1 of 3 runs failed: small: lr=0.001 seed=0 (ValueError: no)"
+    told = "1 run failed: small: lr=0.001 seed=0 (ValueError: no)"
     assert complaints.strip() == f"lrm experiment: {told}"
 
 

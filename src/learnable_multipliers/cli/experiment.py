@@ -188,8 +188,8 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         sys.exit(128 + result.stopped_by)
     if result.failures:
         listed = "; ".join(f"{in_words(job)} ({why.text})" for job, why in result.failures)
-        total = len(result.records) + len(result.failures) + result.num_left
-        raise ValueError(f"{len(result.failures)} of {total} runs failed: {listed}")
+        number = len(result.failures)
+        raise ValueError(f"{number} {'run' if number == 1 else 'runs'} failed: {listed}")
 
 
 def _tell_outdated(
