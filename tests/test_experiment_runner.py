@@ -390,6 +390,17 @@ def test_a_worker_goes_on_with_what_it_has_compiled():
     assert runner.next_job(jobs, jobs[1].compiled) is jobs[0]
 
 
+def test_a_seed_is_completed_before_a_worker_goes_on_with_what_it_has_compiled():
+    first, other = (
+        replace(job, run=runner.prepared(job.run, "gpu", Path("data"))) for job in jobs_of(1, 2)
+    )
+    later = replace(other, run=replace(other.run, labels={**other.run.labels, "seed": 1}))
+    elsewhere = replace(other, experiment="another")
+    assert runner.next_job([first, other], other.compiled) is other
+    assert runner.next_job([first, later], other.compiled) is first
+    assert runner.next_job([first, elsewhere], other.compiled) is first
+
+
 def test_time_is_estimated_from_runs_of_the_same_model_by_their_tokens(reference):
     small, large = jobs_of(2, 3)
     (alike,) = [replace(reference[0], config=record_config(small), seconds=2.0)]
