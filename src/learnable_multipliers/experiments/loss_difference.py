@@ -1,9 +1,10 @@
 """Differences in the final loss between two arms: the runs, the statistic, its bounds and drawing.
 
 Arms are paired by seed: both begin with the same weights and see the same data in the same order.
-They train with Muon: at the size of these runs seeds of AdamW differ too much, with a median
-standard deviation of 0.035 nats between paired arms (66 pairs of the projector, noise and
-initialization runs), and those of Muon by 0.004 to 0.007. Multipliers train with AdamW either way.
+They train with Muon: at the size of these runs seeds of AdamW differ too much. Differences between
+two of its arms have a standard deviation of 0.036 nats over seeds (median of 105 pairs of arms in
+results/experiments), and seeds of a single arm one of 0.026. The two arms of Muon that are there
+have 0.004 and 0.007. Multipliers train with AdamW either way.
 Multipliers as a whole gain 0.008 nats in the paper (Fig. 7, right), at a loss of 0.75, and 0.013 to
 0.027 in docs/first_comparison.md, at 3.7: about twice as much. What one of their details is worth
 is a part of that.

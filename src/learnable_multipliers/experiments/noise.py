@@ -4,8 +4,8 @@ A Llama without multipliers at four combinations of learning rate and decay, two
 and one with vector multipliers. Tokens are told apart by how often they occur in a step.
 
 Norms are read where the learning rate begins to fall: while it does, even a matrix of pure noise
-lags behind the law, with exponents of 0.39 and -0.61 at the end of these schedules against 0.48 and
--0.51 before (`simulate_brownian`).
+lags behind the law, with exponents of 0.39 and -0.60 at the end of these schedules against 0.48 and
+-0.51 before (`brownian_rms`).
 """
 
 from __future__ import annotations
