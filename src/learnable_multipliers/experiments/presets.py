@@ -73,6 +73,7 @@ SHAPES: dict[tuple[Preset, Family], ModelConfig] = {
     ("gpu", "llama"): replace(_GPU, mup_embedding=_EMBEDDING),
     ("gpu", "hybrid"): replace(
         _GPU,
+        mup_embedding=_EMBEDDING,
         num_kv_heads=1,
         intermediate_size=512,
         ssm_size=384,
