@@ -79,15 +79,9 @@ def runs_of(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Ru
     return [*experiment.runs(preset), *more]
 
 
-def ledgers(preset: Preset) -> dict[str, dict[str, str]]:
-    """Return claim -> hash for runs by key: of all experiments that would ask for them.
+def claim_hashes() -> dict[str, str]:
+    """Return claim -> hash of its definition, of all experiments.
 
-    A run serves each of them, whichever experiment it was trained for.
+    A record carries them all: an experiment of later may ask for a run that others were made for.
     """
-    found: dict[str, dict[str, str]] = {}
-    for name in MODULES:
-        experiment = load(name)
-        hashes = {claim.id: claim.hash for claim in experiment.CLAIMS}
-        for run in experiment.runs(preset):
-            found.setdefault(run.key, {}).update(hashes)
-    return found
+    return {claim.id: claim.hash for name in MODULES | BEYOND for claim in load(name).CLAIMS}

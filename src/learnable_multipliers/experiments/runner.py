@@ -88,15 +88,13 @@ def missing(
     Args:
         again: Also those whose records do not know the claims as they are defined now.
     """
-    ledgers = catalogue.ledgers(preset)
+    ledger = catalogue.claim_hashes()
     jobs: dict[str, Job] = {}
     for name in names:
         for run in catalogue.runs_of(name, preset, records):
             record = records.get(run.key)
             if record is not None and not (again and outdated(record, name)):
                 continue
-            own = {claim.id: claim.hash for claim in catalogue.load(name).CLAIMS}
-            ledger = ledgers.get(run.key, {}) | own
             job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledger)
             jobs.setdefault(run.key, job)
     return list(jobs.values())

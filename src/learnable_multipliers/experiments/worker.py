@@ -36,7 +36,7 @@ class Job:
     """The first one that asked for it; its file gets the record."""
     run: Run
     ledger: dict[str, str]
-    """Claim -> hash, of all experiments that ask for it."""
+    """Claim -> hash of its definition."""
 
     @property
     def compiled(self) -> tuple[object, ...]:
