@@ -114,3 +114,13 @@ def test_svg_rounds_coordinates_and_leaves_words_alone():
     tags = re.findall("<[^>]*>", svg)
     assert not [tag for tag in tags if re.search(r"\.\d{3}", tag)]
     assert ">step 0.123456<" in svg
+
+
+@pytest.mark.parametrize(
+    ("points", "empty"), [({}, True), ({8.0: []}, True), ({8.0: [math.inf]}, False)]
+)
+def test_a_plot_of_no_run_is_empty_and_one_of_a_diverged_run_is_not(points, empty):
+    with canvas(x="S", y="loss") as (figure, axes):
+        scan(axes, {"arm": points})
+        level(axes, 1.0, "the paper's")
+    assert Plot("Loss", "", figure).is_empty == empty

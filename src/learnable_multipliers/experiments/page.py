@@ -94,7 +94,7 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     sections = []
     for name, found in by_name.items():
         experiment = catalogue.load(name)
-        drawn = experiment.plot(found) if found else []
+        drawn = [plot for plot in (experiment.plot(found) if found else []) if not plot.is_empty]
         tables = getattr(experiment, "tables", None)
         sections.append(
             Section(

@@ -49,6 +49,11 @@ class Plot:
                     "both labels"
                 )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the records so far gave nothing to draw; levels to compare with do not count."""
+        return not any(math.isfinite(axes.dataLim.x0) for axes in self.figure.axes)
+
     def svg(self, name: str) -> str:
         """Return the figure as an SVG element; equal figures and names give equal bytes."""
         return style.svg(self.figure, name)
