@@ -363,10 +363,8 @@ def shape(preset: Preset, family: Family, part: float, size: int = 1) -> TrainCo
         config = base(preset, family)
     else:
         config = RECIPES["20m-llama" if family == "llama" else "20m"][1]
-        model = replace(config.model, vocab_size=0)
-        if family == "llama":
-            # Its sound start: `lrm experiment initialization`.
-            model = replace(model, mup_embedding=2**2.5)
+        # The factor is a sound start for both: `lrm experiment initialization`.
+        model = replace(config.model, vocab_size=0, mup_embedding=2**2.5)
         config = replace(config, model=model, checkpoint=CheckpointConfig(every=0))
     if size == 2:
         model = config.model

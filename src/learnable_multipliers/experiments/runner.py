@@ -27,8 +27,9 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 
-GPU_JOBS = 1
-"""Runs at a time on one GPU."""
+GPU_JOBS = 3
+"""Runs at a time on one GPU. A Llama of width 256 trains at 3.9M tokens/s in three processes on an
+H200, start-up and evaluation included, and at 3.2M in one."""
 _LOOK = 0.2
 """Seconds between looks at signals and the clock."""
 _LOCK = ".lock"
