@@ -51,7 +51,7 @@ def fresh(kind, dtype=torch.float64):
         split = {"query": 4, "key": 6, "value": 2}
         rules = [
             lrm.Rule("mix", "scalar", role="down"),
-            lrm.Rule(r"qkv\.weight", "row+col", split=split),
+            lrm.Rule(r"qkv\.weight", "row+col", split=split, head_dim=2),
             lrm.Rule(r"up|down", "row+col", scale="log"),
             lrm.Rule(r"unused|out|single", "row+col"),
         ]
@@ -78,6 +78,8 @@ def make(optimizer, model, plan, **more):
             [p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False
         )
         return lrm.LearnableMultipliers(inner, model, plan, max_grad_norm=0.2, **more)
+    if optimizer == "muon by heads":
+        optimizer, more = "muon", {"split": "heads", **more}
     kind = {"adamw": lrm.AdamW, "muon": lrm.Muon}[optimizer]
     return kind(lrm.param_groups(model, plan), lr=1e-2, max_grad_norm=0.2, **more)
 

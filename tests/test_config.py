@@ -120,6 +120,8 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("optimizer", {"weight_decay_factors": {"head": "much"}}, "head is 'much', not a number"),
         ("optimizer", {"momentum": -0.5}, r"optimizer.momentum must lie in \[0, 1\), got -0.5"),
         ("optimizer", {"momentum": 1.0}, r"optimizer.momentum must lie in \[0, 1\), got 1"),
+        ("optimizer", {"split": "heads"}, "optimizer.split=heads is for Muon: set"),
+        ("optimizer", {"split": "rows"}, "not one of blocks, heads"),
         # 0 / 0 for a token that did not occur.
         ("optimizer", {"eps": 0.0}, "optimizer.eps must be at least 1.2e-38, got 0: below"),
         ("optimizer", {"eps": 1e-50}, "optimizer.eps must be at least 1.2e-38, got 1e-50"),

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
+from families import build
 from learnable_multipliers.equilibrium import noise_indicator, noise_ratio
+from learnable_multipliers.equilibrium._prediction import _muon_walk
+from learnable_multipliers.equilibrium._random_walk import muon_walk
 from learnable_multipliers.equilibrium._readings import row_spread, verdict_of
 from paths import KINDS, Toy, backward, toy_plan
 from small_training import ENDS, median_departure, train
@@ -59,6 +62,21 @@ def test_indicator_at_its_ends():
     assert noise_indicator(*moments(turning, betas), *betas, 400).item() == pytest.approx(1 / 19)
     with pytest.raises(ValueError, match="before the first step"):
         noise_ratio(0.9, 0.95, 0)
+
+
+def test_the_walk_of_heads_is_that_of_their_shape():
+    by_heads = lrm.Muon.from_model(build("falcon-40b"), "none", split="heads")
+    matrix = next(e.matrix for e in by_heads.plan.entries if "query_key_value.w" in e.name)
+    assert {block.head_dim for block in matrix.blocks} == {4}
+    head = muon_walk(0.9, True, adjust_lr="original", shape=(4, 16), coefficients="quintic")
+
+    def rms(split):
+        walk = _muon_walk(matrix, 0.9, True, "original", "quintic", split)
+        return walk.equilibrium(1e-2, 0.1)
+
+    assert rms("heads") == pytest.approx(head.equilibrium(1e-2, 0.1), rel=1e-12)
+    # Square blocks forget their updates faster.
+    assert rms("blocks") < 0.99 * rms("heads")
 
 
 # -- Muon's one number --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 import learnable_multipliers as lrm
 from families import FAMILIES, MORE_FAMILIES, FusedBlock, HandWritten, build, logits
 from learnable_multipliers._multiplier import carried_rows
+from learnable_multipliers.roles import QKV
 from tolerance import TOLERANCE
 
 ALL = [*FAMILIES, *MORE_FAMILIES]
@@ -42,6 +43,28 @@ def test_every_parameter_is_accounted_for_once(family):
         assert entry.reason
         assert entry.vector == (entry.matrix is None)
     assert lrm.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_heads_have_the_rows_that_the_config_gives_them(family):
+    model = make(family)
+    config = model.config
+    expected = getattr(config, "head_dim", None) or config.hidden_size // getattr(
+        config, "num_attention_heads", 1
+    )
+    found = {
+        (block.role, block.head_dim)
+        for entry in lrm.plan(model, "full").entries
+        for block in (entry.matrix.blocks if entry.matrix else ())
+        if block.role in QKV
+    }
+    if family == "deepseek-v3":
+        # Rotated and other features of a head, and the rotated ones of a key that all heads share.
+        rope, other, value = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+        shared = {("key", rope), ("key", other), ("value", value)}
+        assert found == {("query", rope + other)} | shared
+    elif family != "mamba2":
+        assert found == {(role, expected) for role in QKV}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -5,6 +5,7 @@ import torch
 from torch.optim import _muon
 
 import learnable_multipliers as lrm
+from families import HandWritten, build
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, orthogonalize
 from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, compare, explicit_run, optimizer_run
@@ -44,11 +45,14 @@ class BlockMuon(torch.optim.Optimizer):
         self.state_names = named
 
     @staticmethod
-    def indices(matrix):
+    def indices(matrix, split="blocks"):
         rows = torch.arange(matrix.num_out).view(matrix.row_pattern)
         for e in range(matrix.stack[0]) if matrix.stack else [None]:
-            for part in rows.split([block.size for block in matrix.blocks], -1):
-                yield part.flatten() if e is None else (e, part.flatten())
+            parts = rows.split([block.size for block in matrix.blocks], -1)
+            for block, part in zip(matrix.blocks, parts, strict=True):
+                by_heads = split == "heads" and block.head_dim is not None
+                for some in part.flatten().split(block.head_dim if by_heads else part.numel()):
+                    yield some if e is None else (e, some)
 
     @torch.no_grad()
     def step(self):
@@ -136,6 +140,67 @@ def test_plain_momentum_equals_torch():
     explicit = explicit_run("row+col", torch.float64, stock("original", nesterov=False))
     optimized = optimizer_run("row+col", torch.float64, ours("original", nesterov=False))
     compare(explicit, optimized, ("momentum_buffer",), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("float64_newton_schulz")
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "falcon-40b", "mixtral"])
+def test_by_heads_each_head_is_orthogonalized_by_itself(family, adjust):
+    model = build(family).double()
+    settings = {"lr": LR, "weight_decay": DECAY, "nesterov": True}
+    ours = lrm.Muon.from_model(model, "none", split="heads", adjust_lr=adjust, **settings)
+    pieces = []
+    for entry in ours.plan.entries:
+        if entry.matrix is None or not is_hidden(entry.matrix):
+            continue
+        weight = model.get_parameter(entry.name)
+        # (out, in), however it is stored.
+        rows = weight.mT if entry.matrix.transposed else weight
+        for index in BlockMuon.indices(entry.matrix, "heads"):
+            piece = torch.nn.Parameter(rows.detach()[index].clone())
+            pieces.append((rows, weight, index, piece, entry.matrix.transposed))
+    theirs = torch.optim.Muon([p for *_, p, _ in pieces], adjust_lr_fn=adjust, **settings)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for _, weight, index, piece, transposed in pieces:
+            piece.grad = (weight.grad.mT if transposed else weight.grad)[index].clone()
+        ours.step()
+        theirs.step()
+    for rows, _, index, piece, _ in pieces:
+        torch.testing.assert_close(rows[index], piece, rtol=1e-10, atol=1e-12)
+
+
+def without_head_counts():
+    model = HandWritten()
+    for layer in model.layers:
+        del layer.attention.heads
+    return model
+
+
+def test_heads_that_are_not_known_are_asked_for():
+    model = without_head_counts()
+    with pytest.raises(ValueError, match=r"the rows of one head of layers.0.attention.wq.weight"):
+        lrm.Muon.from_model(model, split="heads")
+    rules = [lrm.Rule(r"attention\.w[qkv]", head_dim=4)]
+    told = lrm.Muon.from_model(model, split="heads", rules=rules)
+    assert told.plan["layers.0.attention.wq.weight"].matrix.blocks[0].head_dim == 4
+    with pytest.raises(ValueError, match="heads of 5 rows do not divide the 16 rows of query"):
+        lrm.plan(model, rules=[lrm.Rule(r"attention\.w[qkv]", head_dim=5)])
+    with pytest.raises(ValueError, match="which holds no query, key or value"):
+        lrm.plan(model, rules=[lrm.Rule("output", head_dim=4)])
+    with pytest.raises(ValueError, match="no matrix of this model is known as query"):
+        lrm.Muon.from_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), split="heads")
+    with pytest.raises(ValueError, match="unknown split"):
+        lrm.Muon.from_model(model, split="rows")
+
+
+def test_a_state_does_not_depend_on_what_is_known_of_heads():
+    model = without_head_counts()
+    rules = [lrm.Rule(r"attention\.w[qkv]", head_dim=4)]
+    before = lrm.Muon.from_model(model)
+    again = lrm.Muon.from_model(model, split="heads", rules=rules)
+    again.load_state_dict(before.state_dict())
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)

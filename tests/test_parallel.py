@@ -18,14 +18,19 @@ from parallel_training import (
 
 pytestmark = pytest.mark.slow
 LAYOUTS = ["fsdp 1", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp", "tp 2", "fsdp x tp", "ddp 2"]
-KINDS = {"adamw": ["row+col", "blocks", "scalar"], "muon": ["row+col", "blocks"]}
+KINDS = {
+    "adamw": ["row+col", "blocks", "scalar"],
+    "muon": ["row+col", "blocks"],
+    "muon by heads": ["blocks"],
+}
 
 
 def run(layout, optimizer, kind, clip_multipliers=False, **settings):
     """Train on this rank's part; return model and optimizer."""
     model, plan = fresh(kind)
     model, part, parts = parallelize(model, layout, **settings)
-    group = mesh_of(layout).get_group() if (layout, optimizer) == ("ddp 2", "muon") else None
+    shared = layout == "ddp 2" and optimizer.startswith("muon")
+    group = mesh_of(layout).get_group() if shared else None
     given = {"process_group": group} if group else {}
     made = make(optimizer, model, plan, clip_multipliers=clip_multipliers, **given)
     train(model, made, part, parts)
@@ -42,7 +47,7 @@ def compare(layout, optimizer, kinds):
     return max(map(largest_difference, found, expected))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_equal_one_process(layout, optimizer, ranks):
     ranks.run(compare, layout, optimizer, KINDS[optimizer])

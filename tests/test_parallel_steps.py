@@ -184,7 +184,7 @@ def test_each_matrix_is_orthogonalized_once_on_one_rank(layout, ranks):
     expected = [
         shape
         for matrix in hidden_with_gradients("blocks")
-        for shape in batches.block_shapes(matrix) * math.prod(matrix.stack)
+        for shape in batches.part_shapes(matrix, "blocks") * math.prod(matrix.stack)
     ]
     found = ranks.run(orthogonalized, layout)
     assert sorted(shape for rank in found for shape in rank) == sorted(expected)
@@ -197,7 +197,7 @@ def mesh_size(layout):
 
 def test_newton_schulz_of_a_model_is_shared_evenly():
     matrices = [m for _, m in shapes("falcon-h1-0.5b") if is_hidden(m)]
-    costs = [newton_schulz_cost(matrix) for matrix in matrices]
+    costs = [newton_schulz_cost(matrix, "blocks") for matrix in matrices]
     for number in (2, 3, 8, 16):
         loads = [0] * number
         for cost, owner in zip(costs, assigned(costs, number), strict=True):

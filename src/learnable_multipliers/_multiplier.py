@@ -36,6 +36,8 @@ class Block:
     scalar: bool = False
     init: float = 1.0
     """Initial value of the product of the block's multipliers."""
+    head_dim: int | None = None
+    """Rows of one attention head, which Muon may orthogonalize by itself; None without heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,11 @@ class Matrix:
         if self.scale not in ("linear", "log"):
             raise ValueError(f"unknown scale {self.scale!r}; choose 'linear' or 'log'")
         for block in self.blocks:
+            if block.head_dim is not None and (block.head_dim < 1 or block.size % block.head_dim):
+                raise ValueError(
+                    f"heads of {block.head_dim} rows do not divide the {block.size} rows of "
+                    f"{block.role}"
+                )
             start = f"initial value {block.init} of {block.role}"
             if block.init == 0 or not math.isfinite(block.init):
                 raise ValueError(f"{start}: it must be finite, not zero")

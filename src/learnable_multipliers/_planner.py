@@ -20,7 +20,7 @@ from learnable_multipliers._placement import (
 )
 from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._rules import Rule, Train, unmatched
-from learnable_multipliers.roles import UNKNOWN, ParameterRole, Part, read_roles
+from learnable_multipliers.roles import QKV, UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
 from learnable_multipliers.symmetry._proxy import Proxy
@@ -160,6 +160,7 @@ class _Planner:
                 row=decision.kind in ("row", "row+col"),
                 scalar=decision.kind == "scalar",
                 init=decision.init,
+                head_dim=decision.part.head_dim,
             )
             for decision in decisions
         )
@@ -272,10 +273,23 @@ class _Planner:
             parameter = replace(parameter, transposed=rule.transposed)
         if rule.split is not None:
             parts = tuple(Part(role, size) for role, size in rule.split.items())
-            return replace(parameter, parts=parts, repeats=rule.repeats, opaque=False)
-        rows = parameter.shape[-1 if parameter.transposed else -2]
-        parts = (Part(rule.role or UNKNOWN, rows),)
-        return replace(parameter, parts=parts, repeats=1, opaque=False)
+            parameter = replace(parameter, parts=parts, repeats=rule.repeats, opaque=False)
+        elif rule.role is not None or rule.transposed is not None:
+            rows = parameter.shape[-1 if parameter.transposed else -2]
+            parts = (Part(rule.role or UNKNOWN, rows),)
+            parameter = replace(parameter, parts=parts, repeats=1, opaque=False)
+        if rule.head_dim is not None:
+            if not any(part.role in QKV for part in parameter.parts):
+                raise ValueError(
+                    f"rule {rule.pattern!r} sets the heads of {parameter.name}, which holds no "
+                    "query, key or value; if it does, say so with role or split"
+                )
+            parts = tuple(
+                replace(part, head_dim=rule.head_dim) if part.role in QKV else part
+                for part in parameter.parts
+            )
+            parameter = replace(parameter, parts=parts)
+        return parameter
 
     def _decide(self, parameter: ParameterRole, part: Part, derived: Choice | None) -> _Decision:
         matching = (

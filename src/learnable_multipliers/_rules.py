@@ -39,6 +39,8 @@ class Rule:
     """How often the pattern of `split` repeats down the rows (heads, where interleaved)."""
     transposed: bool | None = None
     """Set whether the weight is stored (in, out)."""
+    head_dim: int | None = None
+    """Set the rows of one attention head, of queries, keys and values."""
     scale: Scale | None = None
     """Linear or log; None follows `lrm.plan`."""
     init: float | Literal["fold"] | None = None
@@ -77,14 +79,15 @@ class Rule:
         if self.init_keeps not in ("function", "raw"):
             raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
         if self.only is not None and self.describes:
-            raise ValueError("a rule with `only` cannot set a matrix's role, split or axes")
+            raise ValueError("a rule with `only` cannot set a matrix's role, split, axes or heads")
         if self.role is not None and self.split is not None:
             raise ValueError("give `role` for a whole matrix or `split` for its blocks, not both")
 
     @property
     def describes(self) -> bool:
         """Whether the rule says what a matrix is, not only what it carries."""
-        return self.role is not None or self.split is not None or self.transposed is not None
+        told = (self.role, self.split, self.transposed, self.head_dim)
+        return any(value is not None for value in told)
 
     def finds(self, name: str) -> bool:
         """Return whether the pattern occurs in a parameter's name."""

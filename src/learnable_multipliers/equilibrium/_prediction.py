@@ -26,7 +26,7 @@ from learnable_multipliers.equilibrium._random_walk import (
 )
 from learnable_multipliers.kernels._parameter import ParameterState
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._batches import AdjustLr
+from learnable_multipliers.optim._batches import AdjustLr, Split, num_rows
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
 from learnable_multipliers.optim._newton_schulz import Coefficients
@@ -149,7 +149,14 @@ def _raw_moments(
     """Return names and betas of a raw weight's moments, and its walk on noise where known."""
     if isinstance(optimizer, Muon) and matrix is not None and is_hidden(matrix):
         momentum, adjust_lr = float(group["momentum"]), optimizer.adjust_lr
-        walk = _muon_walk(matrix, momentum, optimizer.nesterov, adjust_lr, optimizer.coefficients)
+        walk = _muon_walk(
+            matrix,
+            momentum,
+            optimizer.nesterov,
+            adjust_lr,
+            optimizer.coefficients,
+            optimizer.split,
+        )
         return ("momentum_buffer", MEAN_SQUARE), (momentum, 0.0), walk
     betas, known = optimizer.adamw_settings(group)[:2], True
     if isinstance(optimizer, LearnableMultipliers):
@@ -169,20 +176,20 @@ def _muon_walk(
     nesterov: bool,
     adjust_lr: AdjustLr,
     coefficients: Coefficients,
+    split: Split,
 ) -> RandomWalk:
-    """Return the walk of a matrix that Muon orthogonalizes block by block."""
-    sizes = [block.size * matrix.repeats for block in matrix.blocks]
+    """Return the walk of a matrix that Muon orthogonalizes block by block, or head by head."""
     walks = [
         muon_walk(
             momentum,
             nesterov,
             adjust_lr=adjust_lr,
-            shape=(size, matrix.num_in),
+            shape=(num_rows(matrix, block, split), matrix.num_in),
             coefficients=coefficients,
         )
-        for size in sizes
+        for block in matrix.blocks
     ]
-    return mixed_walk(walks, sizes)
+    return mixed_walk(walks, [block.size * matrix.repeats for block in matrix.blocks])
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers.optim._batches import (
     AdjustLr,
     Batches,
+    Split,
     adjust_of,
-    block_shapes,
+    num_parts,
+    part_shapes,
     update_dtype,
 )
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
@@ -64,18 +66,19 @@ class SharedBatches:
         raws: Sequence[Tensor],
         group: dist.ProcessGroup,
         rule: AdjustLr,
+        split: Split,
     ):
         """Divide the work; `boxes` has the part of each matrix that every rank holds."""
         self._group, self._raws = group, raws
         rank, ranks = group.rank(), range(group.size())
         self._dtype, self._device = update_dtype(raws[0]), raws[0].device
         self._first_expert = [of[rank][0].start for of in boxes]
-        self._wholes = _divided(matrices, boxes, group.size())
-        self.adjust = [adjust_of(matrix, rule) for matrix in matrices]
+        self._wholes = _divided(matrices, boxes, group.size(), split)
+        self.adjust = [adjust_of(matrix, rule, split) for matrix in matrices]
         mine = [at for at, whole in enumerate(self._wholes) if whole.owner == rank]
         self._owned = {at: place for place, at in enumerate(mine)}
         self._batches = Batches(
-            [self._wholes[at].matrix for at in mine], rule, self._dtype, self._device
+            [self._wholes[at].matrix for at in mine], rule, split, self._dtype, self._device
         )
         self._to_owners = [self._pieces(rank, owner, brought=True) for owner in ranks]
         self._from_sources = [self._pieces(holder, rank, brought=True) for holder in ranks]
@@ -157,11 +160,14 @@ def gathered_boxes(
     ]
 
 
-def newton_schulz_cost(matrix: Matrix) -> int:
-    """Return the multiplications of orthogonalizing the blocks of a single matrix."""
+def newton_schulz_cost(matrix: Matrix, split: Split) -> int:
+    """Return the multiplications of orthogonalizing the parts of a single matrix."""
     steps = len(COEFFICIENTS["quintic"])
-    sides = [sorted(shape) for shape in block_shapes(matrix)]
-    return sum(steps * (2 * small**2 * large + small**3) for small, large in sides)
+    total = 0
+    for shape, count in zip(part_shapes(matrix, split), num_parts(matrix, split), strict=True):
+        small, large = sorted(shape)
+        total += count * steps * (2 * small**2 * large + small**3)
+    return total
 
 
 def assigned(costs: Sequence[int], num_ranks: int) -> list[int]:
@@ -174,7 +180,7 @@ def assigned(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _divided(
-    matrices: Sequence[Matrix], boxes: Sequence[Sequence[Box]], num_ranks: int
+    matrices: Sequence[Matrix], boxes: Sequence[Sequence[Box]], num_ranks: int, split: Split
 ) -> list[_Whole]:
     """Give each matrix, and each expert of a stack, to the rank that orthogonalizes it."""
     found: list[tuple[int, int | None, Matrix]] = []
@@ -182,7 +188,7 @@ def _divided(
         single = replace(matrix, shape=matrix.shape[-2:])
         experts = range(matrix.stack[0]) if matrix.stack else [None]
         found += [(at, expert, single) for expert in experts]
-    owners = assigned([newton_schulz_cost(single) for _, _, single in found], num_ranks)
+    owners = assigned([newton_schulz_cost(single, split) for _, _, single in found], num_ranks)
     wholes = []
     for (at, expert, single), owner in zip(found, owners, strict=True):
         held = tuple(_of_expert(box, expert) for box in boxes[at])

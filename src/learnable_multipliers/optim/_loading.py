@@ -29,11 +29,14 @@ _NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
 
 
 def fingerprint(matrices: Mapping[str, Matrix]) -> str:
-    """Return a short hash of what matrices carry, without initial values: they matter once."""
+    """Return a short hash of what matrices carry.
+
+    Without initial values, which matter once, and heads, which change nothing in the state.
+    """
     placed = {name: dataclasses.asdict(matrix) for name, matrix in sorted(matrices.items())}
     for matrix in placed.values():
         for block in matrix["blocks"]:
-            del block["init"]
+            del block["init"], block["head_dim"]
     return hashlib.sha256(json.dumps(placed).encode()).hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -13,14 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
+from learnable_multipliers._plan import Plan
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._batches import AdjustLr, Batches, update_dtype
+from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._exchange import SharedBatches, gathered_boxes
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, shard_of
+from learnable_multipliers.roles import QKV
 
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
 
@@ -42,7 +45,8 @@ class Muon(MultiplierOptimizer):
 
     Momentum and the step live on the raw weight, so the orthogonalized matrix is that of
     `row_i col_j G_ij`. Each block of a fused matrix, and each expert of a stack, is
-    orthogonalized by itself. AdamW's learning rate is `lr * adamw_lr_scale`.
+    orthogonalized by itself; with `split="heads"` each head of queries, keys and values is.
+    AdamW's learning rate is `lr * adamw_lr_scale`.
 
     Ranks that hold parts or copies of the matrices share the work: each matrix is orthogonalized
     on one of them. Sharded parameters tell which ranks these are; under DistributedDataParallel,
@@ -57,6 +61,7 @@ class Muon(MultiplierOptimizer):
         "nesterov",
         "adjust_lr",
         "coefficients",
+        "split",
     )
 
     def __init__(
@@ -69,6 +74,7 @@ class Muon(MultiplierOptimizer):
         *,
         adjust_lr: AdjustLr = "match_rms_adamw",
         coefficients: Coefficients = "quintic",
+        split: Split = "blocks",
         adamw_lr_scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -87,9 +93,12 @@ class Muon(MultiplierOptimizer):
             raise ValueError(
                 f"unknown coefficients {coefficients!r}; choose from {', '.join(COEFFICIENTS)}"
             )
+        if split not in get_args(Split):
+            raise ValueError(f"unknown split {split!r}; choose from {get_args(Split)}")
         self.nesterov = nesterov
         self.adjust_lr: AdjustLr = adjust_lr
         self.coefficients: Coefficients = coefficients
+        self.split: Split = split
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -108,6 +117,8 @@ class Muon(MultiplierOptimizer):
             backend=backend,
             process_group=process_group,
         )
+        if split == "heads":
+            _check_heads(self.plan)
 
     def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
         if is_hidden(matrix):
@@ -193,10 +204,12 @@ class Muon(MultiplierOptimizer):
         raws = [state.raw for state in states]
         device = raws[0].device
         if self._workers is None:
-            batches = Batches(matrices, self.adjust_lr, update_dtype(raws[0]), device)
+            batches = Batches(matrices, self.adjust_lr, self.split, update_dtype(raws[0]), device)
         else:
             boxes = [self._boxes[state.name] for state in states]
-            batches = SharedBatches(matrices, boxes, raws, self._workers, self.adjust_lr)
+            batches = SharedBatches(
+                matrices, boxes, raws, self._workers, self.adjust_lr, self.split
+            )
         sizes = [max(math.prod(matrix.shape), 1) for matrix in matrices]
         indices = torch.tensor(states.indices, device=device)
         sizes = torch.tensor(sizes, dtype=raws[0].dtype, device=device)
@@ -206,6 +219,27 @@ class Muon(MultiplierOptimizer):
 def is_hidden(matrix: Matrix | None) -> bool:
     """Return whether Muon trains a matrix: inside the model, not at its ends."""
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
+
+
+def _check_heads(plan: Plan) -> None:
+    """Raise where queries, keys or values are not known head by head, or where there are none."""
+    blocks = [
+        (entry.name, block)
+        for entry in plan.entries
+        if entry.matrix is not None
+        for block in entry.matrix.blocks
+        if block.role in QKV
+    ]
+    unknown = [name for name, block in blocks if block.head_dim is None]
+    if unknown:
+        raise ValueError(
+            f'split="heads" needs the rows of one head of {unknown[0]}, which the model does not '
+            f'tell: say it with a rule, lrm.Rule(r"{re.escape(unknown[0])}", head_dim=64)'
+        )
+    if not blocks:
+        raise ValueError(
+            'split="heads" has no effect: no matrix of this model is known as query, key or value'
+        )
 
 
 def _shared_momentum(states: ParameterSet) -> float:

@@ -88,6 +88,9 @@ class OptimizerConfig:
     1 beside them."""
     momentum: float = 0.95
     """Muon's."""
+    split: Literal["blocks", "heads"] = "blocks"
+    """What Muon orthogonalizes by itself: whole projections, or each head of queries, keys and
+    values."""
     adamw_lr_scale: float = 1.0
     """With Muon or a variant: learning rate of what is not a hidden matrix, over that of those."""
 
@@ -377,6 +380,11 @@ class TrainConfig:
         if not 0 <= optimizer.momentum < 1:
             raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
         self._check_variant()
+        if optimizer.split != "blocks" and (optimizer.kind, optimizer.variant) != ("muon", "none"):
+            raise ValueError(
+                f"optimizer.split={optimizer.split} is for Muon: set optimizer.kind=muon, without "
+                "a variant"
+            )
         decay = optimizer.lr * max(1.0, optimizer.rest_lr_scale) * optimizer.weight_decay
         if decay >= 1:
             raise ValueError(

@@ -141,6 +141,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "split": _split,
     "repeats": _count,
     "transposed": _flag,
+    "head_dim": _count,
     "scale": str,
     "init": _start,
     "init_keeps": str,

@@ -6,6 +6,7 @@ else is `unknown`. A module tree does not show where a norm sits in the computat
 about that is returned as `assumptions`, in words.
 """
 
+from learnable_multipliers.roles._fused import QKV
 from learnable_multipliers.roles._model import read_roles
 from learnable_multipliers.roles._tree import (
     ROLES,
@@ -16,4 +17,13 @@ from learnable_multipliers.roles._tree import (
     check_role,
 )
 
-__all__ = ["ROLES", "UNKNOWN", "ModelRoles", "ParameterRole", "Part", "check_role", "read_roles"]
+__all__ = [
+    "QKV",
+    "ROLES",
+    "UNKNOWN",
+    "ModelRoles",
+    "ParameterRole",
+    "Part",
+    "check_role",
+    "read_roles",
+]

@@ -44,6 +44,8 @@ _NORMS = {
 }
 _SHARED_NORM = ("qk_norm", "qk_layernorm")
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 # torchtitan keeps the projections in a module of their own, beside `wo`.
 _PROJECTIONS = ("QKVLinear", "FusedQKVLinear")
 _OUT_NORMS = ("attn_sub_norm", "inner_attn_ln", "sub_norm", "inner_norm", "o_norm", "out_norm")
@@ -87,7 +89,7 @@ def torch_attention(site: Site) -> Iterator[ParameterRole]:
         yield ParameterRole(
             name=site.path(leaf),
             shape=tuple(module.get_parameter(leaf).shape),
-            parts=tuple(Part(role, width) for role in roles),
+            parts=tuple(Part(role, width, head_dim=module.head_dim) for role in roles),
             column_norm="" if cross else norms.before,
             note="torch.nn.MultiheadAttention",
         )
@@ -118,9 +120,15 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
     if leaves.keys() != _NAMES.keys():
         # Latent attention with a full-rank query has no k and v beside it.
         if "query" in leaves and "kv_b_proj" in site.linears:
-            row_norm = _row_norm(site, "query")
-            yield site.whole(leaves["query"], "query", row_norm, column_norm=norms.before)
+            yield site.whole(
+                leaves["query"],
+                "query",
+                _row_norm(site, "query"),
+                head_dim=_head_dim(site, "query", site.rows(leaves["query"])),
+                column_norm=norms.before,
+            )
         return
+    queries = site.rows(leaves["query"])
     if leaves["query"] == "c_q" and not _row_norm(site, "query"):
         site.tree.assume(FUNCTIONAL_QK_NORM)
     for role, leaf in leaves.items():
@@ -130,7 +138,13 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
             note = f"{rows} rows, but {out} reads {read}: queries may be fused with more"
             yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
         else:
-            yield site.whole(leaf, role, _row_norm(site, role), column_norm=column_norm)
+            yield site.whole(
+                leaf,
+                role,
+                _row_norm(site, role),
+                head_dim=_head_dim(site, role, queries, rows),
+                column_norm=column_norm,
+            )
 
 
 def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
@@ -147,11 +161,17 @@ def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]
             note = f"{rows} rows do not fit the layout known for {owner}"
             yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
             continue
-        parts = (Part(role, size, _row_norm(site, role)) for role, size in layout.parts)
+        apart = leaf == "c_attn" and "q_attn" in site.linears
+        queries = site.rows("q_attn") if apart else queries
+        parts = (
+            Part(role, size, _row_norm(site, role), _head_dim(site, role, queries, size))
+            for role, size in layout.parts
+        )
         yield site.linear(leaf, *parts, column_norm=column_norm, repeats=layout.repeats)
-        if leaf == "c_attn" and "q_attn" in site.linears:
+        if apart:
             # GPT-2's cross-attention keeps its queries apart.
-            yield site.whole("q_attn", "query", column_norm=norms.before)
+            head_dim = _head_dim(site, "query", queries)
+            yield site.whole("q_attn", "query", head_dim=head_dim, column_norm=norms.before)
 
 
 def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
@@ -167,14 +187,15 @@ def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
     if rows_up % (nope + value):
         return
     norm = site.norm("kv_a_layernorm")
-    parts = (Part("kv-latent", latent, row_norm=norm), Part("key", rope))
+    parts = (Part("kv-latent", latent, row_norm=norm), Part("key", rope, head_dim=rope))
     yield site.linear("kv_a_proj_with_mqa", *parts, column_norm=norms.before)
-    parts = (Part("key", nope), Part("value", value))
+    parts = (Part("key", nope, head_dim=nope), Part("value", value, head_dim=value))
     yield site.linear("kv_b_proj", *parts, column_norm=norm, repeats=rows_up // (nope + value))
     if {"q_a_proj", "q_b_proj"} <= linears.keys():
         norm = site.norm("q_a_layernorm")
         yield site.whole("q_a_proj", "query-latent", norm, column_norm=norms.before)
-        yield site.whole("q_b_proj", "query", column_norm=norm)
+        head_dim = _head_dim(site, "query", site.rows("q_b_proj"))
+        yield site.whole("q_b_proj", "query", head_dim=head_dim, column_norm=norm)
 
 
 def _is_softmax_attention(site: Site) -> bool:
@@ -221,6 +242,26 @@ def _row_norm(site: Site, role: str) -> str:
     if norm and role != "value":
         site.tree.assume(QK_NORM)
     return norm
+
+
+def _head_dim(site: Site, role: str, queries: int, rows: int | None = None) -> int | None:
+    """Return the rows of one head of a query, key or value; None where the module does not tell.
+
+    Args:
+        queries: Rows of all queries: as many heads as the module counts.
+        rows: Of the block in one repeat of its matrix, if it is not the query's.
+    """
+    holders = (site.module, getattr(site.module, "config", None))
+
+    def size(*names: str) -> int:
+        found = (getattr(holder, name, None) for holder in holders for name in names)
+        return next((n for n in found if isinstance(n, int) and n > 0), 0)
+
+    num_heads = size(*_HEAD_COUNTS)
+    known = queries // num_heads if num_heads and queries % num_heads == 0 else size(*_HEAD_DIMS)
+    if role == "value":
+        known = size("v_head_dim") or known
+    return known if known and (rows or queries) % known == 0 else None
 
 
 def _note_unrecognized(site: Site, known: set[str]) -> None:

@@ -43,6 +43,8 @@ class Part:
     """Rows in one repeat of the stored matrix's row pattern."""
     row_norm: str = ""
     """Name of the learnable norm behind it, whose weight already scales these rows."""
+    head_dim: int | None = None
+    """Rows of one attention head; None where rows are no heads, or where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +156,17 @@ class Site:
             **more,
         )
 
-    def whole(self, leaf: str, role: str, row_norm: str = "", **more: Any) -> ParameterRole:
+    def whole(
+        self,
+        leaf: str,
+        role: str,
+        row_norm: str = "",
+        *,
+        head_dim: int | None = None,
+        **more: Any,
+    ) -> ParameterRole:
         """Return the same where all rows have one role."""
-        return self.linear(leaf, Part(role, self.rows(leaf), row_norm), **more)
+        return self.linear(leaf, Part(role, self.rows(leaf), row_norm, head_dim), **more)
 
 
 # Questions about single modules.

@@ -124,4 +124,4 @@ def optimizer_for(
     if config.kind == "adamw":
         return AdamW(groups, **shared)
     shared |= {"momentum": config.momentum, "adamw_lr_scale": config.adamw_lr_scale}
-    return Muon(groups, **shared)
+    return Muon(groups, split=config.split, **shared)
