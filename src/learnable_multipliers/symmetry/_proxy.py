@@ -173,7 +173,11 @@ def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix
                 f"{role.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} in "
                 "a small proxy of the model: pass proxy=None to search the model itself"
             )
-        blocks = [replace(b, size=size) for b, size in zip(matrix.blocks, sizes, strict=True)]
+        blocks = [
+            # Heads are smaller here too, and nothing asks for them.
+            replace(block, size=size, head_dim=None)
+            for block, size in zip(matrix.blocks, sizes, strict=True)
+        ]
         on_proxy[role.name] = replace(
             matrix, shape=role.shape, blocks=tuple(blocks), repeats=role.repeats
         )
