@@ -25,6 +25,7 @@ COMMANDS = {
     "train": ("train", "train a language model: lrm train 20m --data.path DATA"),
     "verify-resume": ("preflight", "check that a killed and resumed run is bit-identical"),
     "plan": ("models", "show which multipliers each matrix would carry, and why"),
+    "scaling": ("scaling", "forecast the time of a train step on many GPUs"),
     "symmetries": ("models", "find redundant scales (symmetries) of a model"),
     "simulate": ("simulate", "predict the scale that noise and decay give a matrix"),
     "diagnose": ("runs", "find the weights of a run held by noise and decay"),

@@ -52,7 +52,7 @@ def plan(config: PlanConfig) -> None:
     Reads only names and shapes: no weights are loaded.
     """
     rules = parse_rules(config.rules)
-    planned = _planner.plan(_named_model(config.model, weights=False), config.placement, rules)
+    planned = _planner.plan(named_model(config.model, weights=False), config.placement, rules)
     print(planned)
     if config.json is not None:
         write_output(config.json, (planned.to_json() + "\n").encode())
@@ -84,7 +84,7 @@ def symmetries(config: SymmetriesConfig) -> None:
     start = time.perf_counter()
     # Not on stdout, which may be a file.
     with Console(stderr=True).status(f"analysing {config.model}"):
-        model = _named_model(config.model, weights=True)
+        model = named_model(config.model, weights=True)
         planned = None if config.placement == "all" else _planner.plan(model, config.placement)
         found = find_symmetries(model, planned)
     seconds = time.perf_counter() - start
@@ -99,7 +99,7 @@ def symmetries(config: SymmetriesConfig) -> None:
     print(found.summary())
 
 
-def _named_model(name: str, *, weights: bool) -> nn.Module:
+def named_model(name: str, *, weights: bool) -> nn.Module:
     """Return a model with random weights, or on the meta device: with names and shapes alone."""
     if name in PRESETS:
         if weights:

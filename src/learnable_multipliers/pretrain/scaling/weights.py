@@ -60,9 +60,9 @@ def weights_of(model: nn.Module, plan: Plan) -> tuple[Weight, ...]:
     The members of its outermost lists of modules are FSDP2's units, as `parallelize` has them.
     """
     matrices = {entry.name: entry.matrix for entry in plan.entries}
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outermost = [name for name in lists if not any(name.startswith(f"{o}.") for o in lists)]
-    units = [f"{name}.{i}." for name in outermost for i in range(len(model.get_submodule(name)))]
+    units = [f"{name}.{at}." for name in outermost for at in range(len(lists[name]))]
     own = isinstance(model, HybridLM)
     return tuple(
         Weight(
