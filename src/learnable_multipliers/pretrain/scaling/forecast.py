@@ -120,6 +120,9 @@ def forecast(
     def total(collectives: Sequence[Collective]) -> float:
         return sum(seconds(one, span(axes, one.over, cluster), cluster) for one in collectives)
 
+    times = [[total([one]) for one in some] for some in (forward, backward)]
+    # The root's gradients are scattered over shards, then summed over replicas.
+    last = (axes.shard > 1) + (axes.data > 1)
     operations = 2 * num_parameters(weights, axes) * tokens
     one_pass = operations / (cluster.flops * cluster.mfu)
     rows = _rows([*forward, *backward, *activations], number, axes, cluster)
@@ -139,10 +142,7 @@ def forecast(
         rows=tuple(rows),
         # The backward pass has twice the operations of the forward pass.
         compute=3 * one_pass * number,
-        exposed=number
-        * exposed_seconds(
-            [total([one]) for one in forward], [total([one]) for one in backward], one_pass
-        ),
+        exposed=number * exposed_seconds(times[0], times[1], one_pass, last=last),
         tensor=number * total(activations),
         sums=total(sums),
         exchange=exchange,
@@ -150,15 +150,18 @@ def forecast(
     )
 
 
-def exposed_seconds(forward: list[float], backward: list[float], one_pass: float) -> float:
+def exposed_seconds(
+    forward: list[float], backward: list[float], one_pass: float, *, last: int = 1
+) -> float:
     """Return what computation does not hide of FSDP2's collectives in one micro-batch.
 
-    The first all-gather and the last reduction, both of the root, have nothing beside them. The
-    others run beside the pass they belong to, as far as it lasts.
+    The first all-gather and the `last` collectives of the backward pass, all of the root, have
+    nothing beside them. The others run beside the pass they belong to, as far as it lasts.
     """
-    first, rest = sum(forward[:1]), sum(forward[1:])
-    last, others = sum(backward[-1:]), sum(backward[:-1])
-    return first + max(0.0, rest - one_pass) + max(0.0, others - 2 * one_pass) + last
+    others = len(backward) - last
+    gathers = sum(forward[:1]) + max(0.0, sum(forward[1:]) - one_pass)
+    reductions = max(0.0, sum(backward[:others]) - 2 * one_pass) + sum(backward[others:])
+    return gathers + reductions
 
 
 def _check(axes: Axes, batch: Batch, config: ModelConfig | None) -> None:
