@@ -40,7 +40,7 @@ class _Whole:
     owner: int
     boxes: tuple[Box, ...]
     """Rows and columns that each rank holds."""
-    sources: tuple[int, ...]
+    sources: frozenset[int]
     """The ranks that bring it to its owner, each part once."""
 
 
@@ -192,12 +192,12 @@ def _divided(
     wholes = []
     for (at, expert, single), owner in zip(found, owners, strict=True):
         held = tuple(_of_expert(box, expert) for box in boxes[at])
+        holders: dict[Box, list[int]] = {}
+        for rank, box in enumerate(held):
+            holders.setdefault(box, []).append(rank)
         # Of ranks with copies, the nearest to the owner: mostly on the same machine.
-        nearest = {
-            box: min((r for r in range(num_ranks) if held[r] == box), key=lambda r: abs(r - owner))
-            for box in held
-        }
-        wholes.append(_Whole(at, expert, single, owner, held, tuple(nearest.values())))
+        nearest = {min(ranks, key=lambda r: abs(r - owner)) for ranks in holders.values()}
+        wholes.append(_Whole(at, expert, single, owner, held, frozenset(nearest)))
     return wholes
 
 

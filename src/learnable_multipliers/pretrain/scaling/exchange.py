@@ -50,7 +50,7 @@ def muon_work(weights: Sequence[Weight], axes: Axes) -> MuonWork:
     """Divide the hidden matrices, and the experts of stacks, among all ranks."""
     size = math.prod(axes)
     wholes = [whole for weight in weights if weight.is_trained for whole in _wholes(weight)]
-    costs = [newton_schulz_cost(matrix) for _, _, matrix in wholes]
+    costs = [newton_schulz_cost(matrix, "blocks") for _, _, matrix in wholes]
     owners = assigned(costs, size)
     loads = [0] * size
     there: Counter[tuple[int, int]] = Counter()
