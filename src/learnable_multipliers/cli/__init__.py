@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": ("simulate", "predict the scale that noise and decay give a matrix"),
     "diagnose": ("runs", "find the weights of a run held by noise and decay"),
     "export": ("runs", "export a trained model to a Hugging Face folder"),
+    "evaluate": ("evaluate", "score a model on benchmarks in local files"),
     "report": ("runs", "write a page that compares one or several runs"),
     "experiment": ("experiment", "run the experiments of the paper, and judge its claims"),
 }

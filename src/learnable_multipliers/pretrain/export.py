@@ -60,16 +60,10 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
             parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
             for key in ("eos_token", "tokenizer")
         )
-        tokenizer, eos = _tokenizer_of(source), None
+        tokenizer, eos = tokenizer_of(source, expected), None
         if tokenizer is None:
             notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
         else:
-            if file_sha256(tokenizer) != expected:
-                raise ValueError(
-                    f"{tokenizer} is not the tokenizer that the model was trained with: its "
-                    "SHA-256 is another. Copy it from the data, or let lrm train RECIPE --resume "
-                    "do that"
-                )
             eos = load_tokenizer(tokenizer, eos_token).eos_id
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {
@@ -96,13 +90,20 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
     return Exported(out, checkpoint.step, architecture, model.num_parameters, tuple(notes))
 
 
-def _tokenizer_of(source: Path) -> Path | None:
-    """Find the tokenizer of a run, from the run's folder or from one of its checkpoints."""
+def tokenizer_of(source: Path, expected: str) -> Path | None:
+    """Find the tokenizer of a run, from the run's folder or from one of its checkpoints.
+
+    Another one than the checkpoint names, by its SHA-256, is refused.
+    """
     source = source.resolve()
-    for folder in (source, source.parent.parent):
-        if (folder / "tokenizer.json").is_file():
-            return folder / "tokenizer.json"
-    return None
+    places = (folder / "tokenizer.json" for folder in (source, source.parent.parent))
+    found = next((path for path in places if path.is_file()), None)
+    if found is not None and file_sha256(found) != expected:
+        raise ValueError(
+            f"{found} is not the tokenizer that the model was trained with: its SHA-256 is "
+            "another. Copy it from the data, or let lrm train RECIPE --resume do that"
+        )
+    return found
 
 
 def _write(path: Path, data: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,14 @@ def _newest_good(
             return found, [wrong[later] for later in sorted(wrong, reverse=True) if later > step]
         wrong[step] = f"{path} cannot be used: it holds step {found.step}"
     return None, list(wrong.values())
+
+
+def load_last(folder: Path, count: int) -> Iterator[Checkpoint]:
+    """Yield the last `count` checkpoints, oldest first; all of them must be there and be good."""
+    saved = steps(folder)
+    if not 1 <= count <= len(saved):
+        raise ValueError(f"{folder} holds {len(saved)} checkpoints, and {count} were asked for")
+    return (load(folder / _name(step)) for step in saved[-count:])
 
 
 # -- retention ---------------------------------------------------------------------------------

@@ -1,0 +1,224 @@
+"""From scores to accuracies, bits per byte and their errors; and two results item by item."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from learnable_multipliers._atomic import write_output
+from learnable_multipliers.evaluate.requests import Request
+from learnable_multipliers.evaluate.scoring import Score
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error over items."""
+
+    value: float
+    error: float
+    """NaN for a single item."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A task's scores, one number for each item in every list."""
+
+    task: str
+    model: str
+    items: str
+    """Checksum of the items: results about other ones cannot be compared."""
+    steps: tuple[int, ...] = ()
+    """Checkpoints whose scores are averaged."""
+    accuracy: tuple[float, ...]
+    """1 or 0, or between: averaged over checkpoints, or shared by equal likelihoods."""
+    normalized: tuple[float, ...] | None
+    """Accuracy with likelihoods divided by the characters of the answer; None if not defined."""
+    bits: tuple[float, ...]
+    """What the right answer costs."""
+    bytes: tuple[int, ...]
+    """Its size."""
+    chance: float | None
+    """Accuracy of a guess; None where there are no choices."""
+    groups: tuple[str, ...] = ()
+    """Subject of each item, where a task has several."""
+
+    @property
+    def metrics(self) -> dict[str, Estimate]:
+        """Return all metrics over the items."""
+        found = {"accuracy": mean(self.accuracy)}
+        if self.normalized is not None:
+            found["normalized"] = mean(self.normalized)
+        return found | {"bits per byte": ratio(self.bits, self.bytes)}
+
+
+# -- statistics --------------------------------------------------------------------------------
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Return a mean and its standard error."""
+    return ratio(values, [1] * len(values))
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Return sum(x) / sum(y) and its standard error over items, to first order.
+
+    r = sum x / sum y;  se = sqrt(n / (n - 1) sum (x - r y)^2) / sum y. With y = 1 it is the mean.
+    """
+    count, total = len(numerators), math.fsum(denominators)
+    value = math.fsum(numerators) / total
+    if count < 2:
+        return Estimate(value, math.nan)
+    rest = (x - value * y for x, y in zip(numerators, denominators, strict=True))
+    squares = math.fsum(r * r for r in rest)
+    return Estimate(value, math.sqrt(count / (count - 1) * squares) / total)
+
+
+def credit(values: Sequence[float], right: int) -> float:
+    """Return 1 if the right choice has the largest value, a part of it if several have, else 0."""
+    best = [place for place, value in enumerate(values) if value == max(values)]
+    return 1 / len(best) if right in best else 0.0
+
+
+def difference(first: Result, second: Result) -> dict[str, Estimate]:
+    """Return first - second in every metric, paired by item."""
+    if (first.task, first.items) != (second.task, second.items):
+        raise ValueError(
+            f"{first.model} and {second.model} were evaluated on other items of {first.task}: "
+            "evaluate both on the same files with the same --limit"
+        )
+    found = {"accuracy": mean(_minus(first.accuracy, second.accuracy))}
+    if first.normalized is not None and second.normalized is not None:
+        found["normalized"] = mean(_minus(first.normalized, second.normalized))
+    return found | {"bits per byte": ratio(_minus(first.bits, second.bits), first.bytes)}
+
+
+def _minus(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
+# -- from scores -------------------------------------------------------------------------------
+
+
+def summarize(
+    requests: Sequence[Request],
+    scores: Sequence[Score],
+    *,
+    items: str,
+    normalized: bool,
+    model: str = "",
+    steps: tuple[int, ...] = (),
+) -> Result:
+    """Return the result of one task from the scores of its requests."""
+    accuracy, by_length, bits, sizes, chances, groups = [], [], [], [], [], []
+    pairs = zip(requests, scores, strict=True)
+    for _, group in groupby(pairs, key=lambda pair: pair[0].item):
+        asked, found = zip(*group, strict=True)
+        right = [request.right for request in asked].index(True)
+        values = [score.log_likelihood for score in found]
+        if len(asked) == 1:
+            accuracy.append(float(found[0].greedy))
+        else:
+            accuracy.append(credit(values, right))
+            chances.append(1 / len(asked))
+        per_character = [v / r.characters for v, r in zip(values, asked, strict=True)]
+        by_length.append(credit(per_character, right))
+        bits.append(-values[right] / math.log(2))
+        sizes.append(asked[right].bytes)
+        groups.append(asked[right].group)
+    return Result(
+        task=requests[0].task,
+        model=model,
+        items=items,
+        steps=steps,
+        accuracy=tuple(accuracy),
+        normalized=tuple(by_length) if normalized else None,
+        bits=tuple(bits),
+        bytes=tuple(sizes),
+        chance=sum(chances) / len(chances) if chances else None,
+        groups=tuple(groups) if any(groups) else (),
+    )
+
+
+def averaged(results: Sequence[Result]) -> Result:
+    """Return the scores of several checkpoints of a run, averaged item by item."""
+    first, normalized = results[0], [r.normalized for r in results if r.normalized is not None]
+    return Result(
+        task=first.task,
+        model=first.model,
+        items=first.items,
+        steps=tuple(step for result in results for step in result.steps),
+        accuracy=_average([r.accuracy for r in results]),
+        normalized=_average(normalized) if normalized else None,
+        bits=_average([r.bits for r in results]),
+        bytes=first.bytes,
+        chance=first.chance,
+        groups=first.groups,
+    )
+
+
+def _average(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(math.fsum(column) / len(rows) for column in zip(*rows, strict=True))
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def write_result(folder: Path, result: Result) -> Path:
+    """Write a task's result into a folder, in place of an older one; return the file."""
+    path = folder / f"{result.task}.json"
+    summary = {
+        name: {"value": e.value, "error": None if math.isnan(e.error) else e.error}
+        for name, e in result.metrics.items()
+    }
+    lists = asdict(result)
+    # Exact to seven digits, as float32 is, and a third of the size.
+    lists["bits"] = [float(f"{value:.7g}") for value in result.bits]
+    lists["accuracy"] = _short(result.accuracy)
+    lists["normalized"] = None if result.normalized is None else _short(result.normalized)
+    data = {"format": FORMAT, "metrics": summary, **lists}
+    write_output(path, (json.dumps(data, separators=(",", ":")) + "\n").encode())
+    return path
+
+
+def _short(values: Sequence[float]) -> list[float | int]:
+    return [int(value) if value in (0, 1) else value for value in values]
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """Return the results in a folder, by task; none where there are none."""
+    if not folder.is_dir():
+        return {}
+    found = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
+    return {result.task: result for result in found}
+
+
+def _is_result(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(32).startswith(b'{"format":%d,"metrics":' % FORMAT)
+
+
+def _read(path: Path) -> Result:
+    names = {field.name for field in fields(Result)}
+    try:
+        data: dict[str, Any] = json.loads(path.read_bytes())
+        values: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names
+        }
+        result = Result(**values)
+        count = len(result.bytes)
+        rows = [result.accuracy, result.bits, *([result.normalized] if result.normalized else [])]
+        if not count or any(len(row) != count for row in rows):
+            raise ValueError("its lists have other lengths")
+        # A number that is none would show only in the middle of a comparison.
+        for row in (*rows, result.bytes):
+            math.fsum(row)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): evaluate again") from error
+    return result

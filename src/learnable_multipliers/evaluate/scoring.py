@@ -1,0 +1,148 @@
+"""Log-likelihoods of requests under a model. Needs torch alone.
+
+Sequences are sorted by length, put into batches of a bounded number of tokens and filled up on the
+right, where a causal model does not look. So neither the batch nor the filling enters a score,
+except through the rounding of the model's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learnable_multipliers.evaluate.requests import Request
+
+Model = Callable[[Tensor], Tensor]
+"""Token ids, (batch, length), to logits, (batch, length, vocabulary), of a causal model."""
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of a continuation."""
+
+    log_likelihood: float
+    """Nats, summed over the tokens of the continuation."""
+    greedy: bool
+    """Whether each token is the one the model holds likeliest."""
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """An input of the model, and the requests that read its logits."""
+
+    tokens: tuple[int, ...]
+    requests: list[int]
+
+
+@torch.no_grad()
+def score(
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    device: torch.device | str = "cpu",
+    max_length: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Score]:
+    """Return the score of each request.
+
+    Args:
+        max_length: Tokens the model can read; longer contexts lose their first tokens.
+        batch_tokens: Most tokens in a batch; one longer sequence is a batch by itself.
+        progress: Called with the number of requests done since the last call.
+    """
+    if batch_tokens < 1:
+        raise ValueError(f"batch_tokens must be at least 1, got {batch_tokens}")
+    scores: dict[int, Score] = {}
+    for batch in _batches(_sequences(requests, max_length), batch_tokens):
+        rows = torch.zeros(len(batch), len(batch[0].tokens), dtype=torch.long)
+        for row, sequence in zip(rows, batch, strict=True):
+            row[: len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        logits = model(rows.to(device))
+        if logits.dim() != 3 or logits.shape[:2] != rows.shape:
+            raise ValueError(
+                f"the model gives logits of shape {tuple(logits.shape)} for tokens of shape "
+                f"{tuple(rows.shape)}: expected (batch, length, vocabulary)"
+            )
+        found = _scores_of(logits, batch, requests)
+        scores |= found
+        progress(len(found))
+    return [scores[index] for index in range(len(requests))]
+
+
+def num_truncated(requests: Sequence[Request], max_length: int | None) -> int:
+    """Return how many requests have contexts that lose their first tokens."""
+    if max_length is None:
+        return 0
+    return sum(len(r.context) + len(r.continuation) > max_length + 1 for r in requests)
+
+
+def check_ids(requests: Sequence[Request], vocab_size: int) -> None:
+    """Raise a ValueError if the model has no embedding for a token."""
+    largest = max((i for r in requests for i in (*r.context, *r.continuation)), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the requests hold token {largest}, and the model knows {vocab_size:,} tokens: they "
+            "were made with the tokenizer of another model"
+        )
+
+
+def _sequences(requests: Sequence[Request], max_length: int | None) -> list[_Sequence]:
+    """Return the inputs of the model, longest first; equal ones are read once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        if max_length is not None and len(request.continuation) > max_length:
+            raise ValueError(
+                f"{request.task}, item {request.item}: choice {request.choice} has "
+                f"{len(request.continuation):,} tokens, and the model reads {max_length:,}"
+            )
+        # The last token is predicted and not read.
+        tokens = (*request.context, *request.continuation)[:-1]
+        found.setdefault(tokens if max_length is None else tokens[-max_length:], []).append(index)
+    # Also by content: the batches do not depend on the order of the requests.
+    ordered = sorted(found, key=lambda tokens: (-len(tokens), tokens))
+    return [_Sequence(tokens, found[tokens]) for tokens in ordered]
+
+
+def _batches(sequences: Sequence[_Sequence], batch_tokens: int) -> Iterator[Sequence[_Sequence]]:
+    start = 0
+    while start < len(sequences):
+        size = max(1, batch_tokens // len(sequences[start].tokens))
+        yield sequences[start : start + size]
+        start += size
+
+
+def _scores_of(
+    logits: Tensor, batch: Sequence[_Sequence], requests: Sequence[Request]
+) -> dict[int, Score]:
+    """Read the scores of a batch; its logits go to the host once."""
+    rows, places, targets, owners = [], [], [], []
+    for row, sequence in enumerate(batch):
+        for index in sequence.requests:
+            continuation = requests[index].continuation
+            first = len(sequence.tokens) - len(continuation)
+            rows += [row] * len(continuation)
+            places += range(first, len(sequence.tokens))
+            targets += continuation
+            owners += [index] * len(continuation)
+    at = torch.tensor([rows, places, targets], device=logits.device)
+    # Only what is read: all logits in float32 would be a second copy of the largest tensor.
+    wanted = logits[at[0], at[1]]  # (tokens, vocabulary)
+    wanted = wanted if wanted.dtype == torch.float64 else wanted.float()
+    log_probabilities = wanted.log_softmax(-1).gather(1, at[2, :, None])[:, 0]
+    greedy = wanted.argmax(-1) == at[2]
+    read = torch.stack((log_probabilities.double(), greedy.double())).cpu().tolist()
+    found: dict[int, tuple[float, bool]] = {}
+    for index, value, is_greedy in zip(owners, *read, strict=True):
+        if value != value:
+            raise ValueError(
+                f"{requests[index].task}, item {requests[index].item}: the model's logits are not "
+                "finite; has the run diverged?"
+            )
+        total, all_greedy = found.get(index, (0.0, True))
+        found[index] = total + value, all_greedy and bool(is_greedy)
+    return {index: Score(*values) for index, values in found.items()}

@@ -1,0 +1,174 @@
+"""`lrm evaluate` on runs, checkpoints and Hugging Face folders."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from evaluation_files import write_files
+from learnable_multipliers.evaluate import requests, results
+from learnable_multipliers.pretrain.export import export
+from learnable_multipliers.pretrain.trainer.trainer import Trainer
+from runs import HYBRID, LLAMA, small_run
+
+TASKS = ("piqa", "blimp", "lambada")
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """Train a hybrid: its checkpoints are those of steps 5, 10 and 12."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    Trainer(small_run(data, out, model=HYBRID)).train()
+    return out
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("sets"), 20)
+
+
+@pytest.fixture
+def copied(run, place):
+    shutil.copytree(run, "run")
+    return Path("run")
+
+
+def metrics(folder):
+    """Return the values of all metrics in a folder of results."""
+    found = results.read_results(folder)
+    return {(n, m): e.value for n, r in found.items() for m, e in r.metrics.items()}
+
+
+def test_a_run_is_evaluated_into_its_folder(ask, copied, sets):
+    code, table, _ = ask("evaluate", "run", "--eval-data", sets, "--device", "cpu")
+    assert code == 0
+    folder = copied / "evaluations" / "step-00000012"
+    found = results.read_results(folder)
+    assert len(found) == 11
+    assert "run, steps 12" in table
+    for name, result in found.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(f"{name} ")]
+        estimate = result.metrics["bits per byte"]
+        assert f"{estimate.value:.3f} +- {estimate.error:.3f}" in line
+        # Bytes as tokens, hardly trained: near the 8 bits of a uniform guess over 257.
+        assert 5 < estimate.value < 11
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_a_checkpoint_and_an_export_have_the_scores_of_the_run(ask, copied, sets):
+    pytest.importorskip("transformers")
+    export(copied, Path("hf"))
+    shared = ("--eval-data", sets, "--tasks", *TASKS, "--device", "cpu")
+    places = {"run": "a", "run/checkpoints/step-00000012": "b", "hf": "c"}
+    for source, out in places.items():
+        assert ask("evaluate", source, *shared, "--out", out)[0] == 0
+    expected = metrics(Path("a"))
+    assert len(expected) == 7
+    assert metrics(Path("b")) == expected
+    for key, value in metrics(Path("c")).items():
+        assert value == pytest.approx(expected[key], abs=1e-5), key
+
+
+def test_requests_scored_elsewhere_give_the_same_results(ask, copied, sets):
+    shared = ("--eval-data", sets, "--tasks", *TASKS)
+    code, told, _ = ask("evaluate", "run", *shared, "--requests-only", "requests.jsonl")
+    assert (code, told) == (0, "requests.jsonl: 140 requests\n")
+    assert not (copied / "evaluations").exists()
+    assert ask("evaluate", "run", *shared, "--out", "a")[0] == 0
+    # Without evaluation sets, and without the tokenizer.
+    (copied / "tokenizer.json").unlink()
+    small = ("--batch-tokens", "64")
+    assert ask("evaluate", "run", "--requests", "requests.jsonl", "--out", "b", *small)[0] == 0
+    expected = metrics(Path("a"))
+    for key, value in metrics(Path("b")).items():
+        assert value == pytest.approx(expected[key], abs=1e-5), key
+    code, _, told = ask("evaluate", "run", "--requests", "requests.jsonl", "--tasks", "sciq")
+    assert (code, told) == (1, "lrm evaluate: requests.jsonl holds no requests of sciq")
+
+
+def test_the_last_checkpoints_are_averaged_in_score(ask, copied, sets):
+    shared = ("--eval-data", sets, "--tasks", *TASKS, "--limit", 10)
+    saved = sorted((copied / "checkpoints").glob("step-*"))
+    each = []
+    for path in saved[-2:]:
+        assert ask("evaluate", path, *shared)[0] == 0
+        each.append(metrics(copied / "evaluations" / f"{path.name}-limit-10"))
+    assert ask("evaluate", "run", "--last", 2, *shared)[0] == 0
+    both = metrics(copied / "evaluations" / "step-00000012-last-2-limit-10")
+    assert each[0] != each[1]
+    for key, value in both.items():
+        assert value == pytest.approx((each[0][key] + each[1][key]) / 2, abs=1e-5), key
+    code, _, told = ask("evaluate", "run", "--last", 9, *shared)
+    assert code == 1
+    assert f"holds {len(saved)} checkpoints, and 9 were asked for" in told
+
+
+def test_two_models_are_compared_item_by_item(ask, copied, sets, data):
+    Trainer(small_run(data, Path("other"), steps=3, model=LLAMA)).train()
+    shared = ("--eval-data", sets, "--tasks", *TASKS)
+    code, table, _ = ask("evaluate", "run", *shared, "--against", "other")
+    assert code == 0
+    folders = [
+        Path(name) for name in ("run/evaluations/step-00000012", "other/evaluations/step-00000003")
+    ]
+    first, second = map(results.read_results, folders)
+    lines = table[table.index("run minus other, paired by item") :]
+    for name in TASKS:
+        found = results.difference(first[name], second[name])["bits per byte"]
+        assert f"{found.value:+.3f} +- {found.error:.3f}" in lines
+    # Also from what was written, without scoring anything.
+    code, again, _ = ask("evaluate", folders[0], "--against", folders[1])
+    assert code == 0
+    assert sorted(again[again.index("minus") :].split()) == sorted(
+        lines[lines.index("minus") :].split()
+    )
+
+
+def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
+    def refuse(*_):
+        pytest.fail("a connection was opened")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    pytest.importorskip("transformers")
+    export(copied, Path("hf"))
+    assert ask("evaluate", "hf", "--eval-data", sets, "--tasks", "piqa")[0] == 0
+
+
+# -- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("run", 2, "name the folder of the evaluation sets: --eval-data DIR"),
+        ("run --eval-data nowhere", 1, "nowhere is no folder"),
+        ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
+        ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
+        ("run --eval-data sets --limit -1", 2, "--limit is at least 0"),
+        ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
+        ("run --requests a --eval-data sets", 2, "--requests are complete"),
+        ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),
+        ("run/checkpoints/step-00000012 --eval-data sets --last 2", 1, "is one checkpoint: give"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(ask, copied, sets, line, code, says):
+    shutil.copytree(sets, "sets")
+    got, out, complaints = ask("evaluate", *line.split())
+    assert (got, out) == (code, "")
+    assert says in complaints
+    assert len(complaints.strip().splitlines()) == 1
+    assert not (copied / "evaluations").exists()
+
+
+def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
+    built = ("--eval-data", sets, "--tasks", "piqa", "--requests-only", "r.jsonl")
+    assert ask("evaluate", "run", *built)[0] == 0
+    path = Path("r.jsonl")
+    found = requests.read_requests(path)
+    expected = json.loads((copied / "checkpoints/step-00000012/state.json").read_text())
+    assert found.tokenizer == expected["tokenizer"]
+    path.write_text(path.read_text().replace(expected["tokenizer"], "0" * 64))
+    code, _, told = ask("evaluate", "run", "--requests", "r.jsonl")
+    assert code == 1
+    assert "was trained with another tokenizer than made the requests" in told
