@@ -19,6 +19,7 @@ from pyarrow import parquet
 from learnable_multipliers._checksum import KEY, sealed, sealed_line
 from learnable_multipliers.cli.data_prepare import PrepareConfig
 from learnable_multipliers.cli.demo import DemoConfig
+from learnable_multipliers.cli.evaluate import EvaluateConfig
 from learnable_multipliers.cli.experiment import ExperimentConfig
 from learnable_multipliers.cli.models import PlanConfig, SymmetriesConfig
 from learnable_multipliers.cli.preflight import VerifyConfig
@@ -108,6 +109,9 @@ VALID: dict[str, Valid] = {
     "diagnose": _valid("diagnose run", DiagnoseConfig, weight=6),
     "export": _valid("export run new", ExportConfig, weight=6),
     "export of a checkpoint": _valid(f"export {NEWEST} new --dtype bfloat16", ExportConfig),
+    "evaluate": _valid(
+        "evaluate run --eval-data sets --tasks piqa --device cpu --out new", EvaluateConfig
+    ),
     "report": _valid("report run --out new.html", ReportConfig, weight=3),
     "experiments": _valid("experiment list --preset gpu --out records", ExperimentConfig, weight=1),
 }
@@ -228,6 +232,7 @@ INPUTS: dict[str, Input] = {
     "Hugging Face config": Input(
         "hf/config.json", "json", ("plan of a folder",) * 4 + ("symmetries",), "other input"
     ),
+    "evaluation set": Input("sets/piqa/valid.jsonl", "json lines", ("evaluate",), "other input"),
     "rules": Input("rules.txt", "bytes", ("plan by rules",), "other input"),
     "source .txt": _source("a.txt", "prepare text", "prepare", rule="other input"),
     "source .jsonl": _source("b.jsonl", "prepare json lines", "prepare", rule="other input"),
@@ -250,11 +255,20 @@ def write_library(folder: Path) -> None:
         (folder / f"{number}.py").write_text(f"print({number})\n" * 8)
 
 
+def _write_set(folder: Path) -> None:
+    """Write an evaluation set of two items."""
+    folder.mkdir(parents=True)
+    item = {"goal": "to open a door", "sol1": "turn the handle", "sol2": "turn the wall"}
+    (folder / "valid.jsonl").write_text((json.dumps(item) + "\n") * 2)
+    (folder / "valid-labels.lst").write_text("0\n0\n")
+
+
 def make_inputs(root: Path, run: Callable[[Sequence[str], Path], None]) -> None:
     """Make the folder of inputs; `run` runs a command in it."""
     here = root / "here"
     (here / "text").mkdir(parents=True)
     _write_sources(here / "text")
+    _write_set(here / "sets" / "piqa")
     for name in ("mine", "locked", "tmp", "home"):
         (here / name).mkdir()
     (here / "mine" / "report.html").write_text("<p>not ours</p>\n")

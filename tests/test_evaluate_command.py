@@ -145,7 +145,7 @@ def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
         ("run --eval-data nowhere", 1, "nowhere is no folder"),
         ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
-        ("run --eval-data sets --limit -1", 2, "--limit is at least 0"),
+        ("run --eval-data sets --limit -1", 2, "--limit and --max-length are at least 0"),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
         ("run --requests a --eval-data sets", 2, "--requests are complete"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation_files import write_files
 from learnable_multipliers.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +50,9 @@ def test_readme_commands_run(tmp_path, monkeypatch, capsys):
             main([*arguments, *SHORT.split()])
         elif arguments[0] == "verify-resume":
             main([*arguments, "--steps", "2"])
+        elif arguments[0] == "evaluate":
+            write_files(Path(arguments[arguments.index("--eval-data") + 1]), 3)
+            main(arguments)
         elif arguments[0] != "demo":
             main(arguments)
     assert (tmp_path / "out" / "tiny" / "model.safetensors").is_file()

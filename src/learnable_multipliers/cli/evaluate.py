@@ -53,6 +53,8 @@ class EvaluateConfig:
     """cuda, mps, cpu, or auto for the first of them there is."""
     dtype: models.Dtype = "float32"
     """Dtype of weights and arithmetic; log-likelihoods are summed in float64."""
+    max_length: int = 0
+    """Tokens read at once, context and answer; 0 is what the model was made for."""
     batch_tokens: int = scoring.BATCH_TOKENS
     """Most tokens in a batch."""
 
@@ -79,8 +81,11 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def _check(config: EvaluateConfig) -> None:
     named(config.tasks)
-    if config.limit < 0 or config.last < 1 or config.batch_tokens < 1:
-        usage_error("lrm evaluate: --limit is at least 0, --last and --batch-tokens at least 1")
+    if min(config.limit, config.max_length) < 0 or min(config.last, config.batch_tokens) < 1:
+        usage_error(
+            "lrm evaluate: --limit and --max-length are at least 0, --last and --batch-tokens at "
+            "least 1"
+        )
     if config.requests is not None and (config.eval_data or config.limit or config.requests_only):
         usage_error(
             "lrm evaluate: --requests are complete: --eval-data, --limit and --requests-only do "
@@ -92,6 +97,7 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
     """Return the results of a model, by task: those in a folder of results, or new ones."""
     earlier = results.read_results(source)
     if earlier:
+        named(tuple(earlier))
         wanted = [name for name in config.tasks if name not in earlier]
         if wanted:
             raise ValueError(f"{source} holds no results of {', '.join(wanted)}")
@@ -151,11 +157,12 @@ def _score(
             "this model"
         )
     scoring.check_ids(asked.requests, loaded.vocab_size)
-    cut = scoring.num_truncated(asked.requests, loaded.max_length)
+    longest = config.max_length or loaded.max_length
+    cut = scoring.num_truncated(asked.requests, longest)
     if cut:
         print(
             f"lrm evaluate: {cut:,} of {len(asked.requests):,} requests are longer than the "
-            f"{loaded.max_length:,} tokens that the model reads: they lose their first tokens",
+            f"{longest:,} tokens that the model reads: they lose their first tokens",
             file=sys.stderr,
         )
     found = {}
@@ -166,7 +173,7 @@ def _score(
                 loaded.model,
                 chosen,
                 device=device,
-                max_length=loaded.max_length,
+                max_length=longest,
                 batch_tokens=config.batch_tokens,
                 progress=advance,
             )
@@ -202,6 +209,9 @@ def _print(found: dict[str, Result]) -> None:
         chance = "-" if result.chance is None else f"{result.chance:.3f}"
         table.add_row(name, TASKS[name].form, f"{len(result.bytes):,}", *cells, chance)
     _show(f"{first.model}{steps}", table)
+    notes = [f"{name}: {TASKS[name].note}" for name in found if TASKS[name].note]
+    if notes:
+        print("\n" + "\n".join(notes))
 
 
 def _print_difference(first: dict[str, Result], second: dict[str, Result]) -> None:

@@ -98,7 +98,8 @@ def _sequences(requests: Sequence[Request], max_length: int | None) -> list[_Seq
         if max_length is not None and len(request.continuation) > max_length:
             raise ValueError(
                 f"{request.task}, item {request.item}: choice {request.choice} has "
-                f"{len(request.continuation):,} tokens, and the model reads {max_length:,}"
+                f"{len(request.continuation):,} tokens, and the model reads {max_length:,}: leave "
+                "the task out with --tasks, or try --max-length if the model can read more"
             )
         # The last token is predicted and not read.
         tokens = (*request.context, *request.continuation)[:-1]

@@ -138,7 +138,7 @@ _ALL = (
         name="hellaswag",
         file="hellaswag/hellaswag_val.jsonl",
         parse=_hellaswag,
-        note="context as the file has it; lm-eval writes the first letter of its last part large",
+        note="context as its file has it; lm-eval capitalizes the last part",
     ),
     Task(
         name="arc_challenge",
