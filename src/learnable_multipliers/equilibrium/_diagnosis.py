@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._names import layer_template
-from learnable_multipliers.equilibrium._prediction import (
-    Expectations,
-    steady_expectation,
-    trained_tensors,
-)
+from learnable_multipliers.equilibrium._gains import Gains, read_gains
+from learnable_multipliers.equilibrium._prediction import Expectations, steady_expectation
+from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._readings import (
     Band,
     TensorReading,
@@ -26,7 +24,7 @@ from learnable_multipliers.equilibrium._readings import (
     read_rows,
     read_tensor,
 )
-from learnable_multipliers.optim import unwrap
+from learnable_multipliers.equilibrium._sources import Source
 
 PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
 _COLUMNS = {
@@ -36,6 +34,7 @@ _COLUMNS = {
     "settling": "2 wd sum lr",
     "indicator": "indicator",
 }
+_GAINS = {"row_indicator": "row indicator", "col_indicator": "col indicator"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,10 @@ class Diagnosis:
     readings: tuple[TensorReading, ...]
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
+    gains: Mapping[str, Gains] = field(default_factory=dict)
+    """What multipliers would have to learn from, by parameter name, in a run without any."""
+    assumptions: tuple[str, ...] = ()
+    """What was taken for granted about a run, in words."""
 
     def __getitem__(self, key: str | tuple[str, str]) -> TensorReading:
         name, part = (key, "weight") if isinstance(key, str) else key
@@ -54,7 +57,9 @@ class Diagnosis:
         raise KeyError(f"no {part} of {name!r}")
 
     def __str__(self) -> str:
-        return _render(self.readings, self.rows)
+        lines = _render(self.readings, self.rows, self.gains)
+        lines += ["", *(f"assumed: {text}" for text in self.assumptions)] * bool(self.assumptions)
+        return "\n".join(lines)
 
     def verdicts(self) -> dict[str, dict[Verdict, int]]:
         """Return how many tensors are trapped, free and open: matrices, multipliers, vectors."""
@@ -62,7 +67,15 @@ class Diagnosis:
 
     def summary(self) -> str:
         """Return the verdicts in a line: `trapped are 12 of 14 matrices (86%: 1 free, 1 open)`."""
-        return summarize(self.verdicts())
+        said = summarize(self.verdicts())
+        if not self.gains:
+            return said
+        rows = sum(gains.row_signal for gains in self.gains.values())
+        cols = sum(gains.col_signal for gains in self.gains.values())
+        return (
+            f"{said}; multipliers would see a signal along the rows of {rows} and along the "
+            f"columns of {cols} of {len(self.gains)} matrices"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""
@@ -70,7 +83,12 @@ class Diagnosis:
             name: {"bands": [asdict(band) for band in rows.bands]}
             for name, rows in self.rows.items()
         }
-        return {"readings": [asdict(reading) for reading in self.readings], "rows": bands}
+        found: dict[str, Any] = {"readings": [asdict(r) for r in self.readings], "rows": bands}
+        if self.gains:
+            found["gains"] = {name: asdict(gains) for name, gains in self.gains.items()}
+        if self.assumptions:
+            found["assumptions"] = list(self.assumptions)
+        return found
 
 
 def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict, int]]:
@@ -85,28 +103,45 @@ def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict,
 @torch.no_grad()
 def diagnose(
     optimizer: Optimizer,
+    model: nn.Module | None = None,
     *,
-    lrs: Iterable[float] | None = None,
+    lrs: Iterable[float] | float | None = None,
     start: Diagnosis | None = None,
     frequency: Tensor | None = None,
 ) -> Diagnosis:
     """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
 
+    Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model. These carry no
+    multipliers; AdamW's moments tell what multipliers would have to learn from (`gains`).
+
     Args:
-        lrs: The base learning rate of every step taken, in order. An optimizer does not remember
-            them. Without them predictions are the equilibrium at the present rate, for tensors
-            that the steps so far would have brought there: right if the rate has not changed for
-            some 2 / (lr wd) steps.
+        model: What a plain optimizer of torch trains, for the names of its parameters.
+        lrs: The base learning rate of every step taken, in order, or one rate for all steps. An
+            optimizer does not remember them. Without them predictions are the equilibrium at the
+            present rate, for tensors that the steps so far would have brought there: right if the
+            rate has not changed for some 2 / (lr wd) steps.
         start: A diagnosis from before the first step. Without it a start counts as zero where
             decay has wiped it out, and there is no prediction where it has not.
         frequency: For each row of the embedding, in what share of the steps it has had a gradient
             (`row_frequency` makes it from counts). Rows are simulated by it; the moments do not
             contain it: they depend on how long ago a token came last, not on how often it comes.
     """
-    optimizer = unwrap(optimizer)
-    tensors = list(trained_tensors(optimizer))
-    history = None if lrs is None else [float(lr) for lr in lrs]
+    source = Source(optimizer, model)
+    history, constant = _history(lrs)
+    if not source.counts_steps and history is None:
+        raise ValueError(
+            f"{type(source.optimizer).__name__} does not count its steps: give lrs, the learning "
+            "rate of each step it has taken"
+        )
+    tensors = list(source.tensors(0 if history is None else len(history)))
     taken = max((tensor.steps for tensor in tensors), default=0)
+    if source.is_plain and taken == 0:
+        raise ValueError(
+            f"{type(source.optimizer).__name__} has taken no step, so there is nothing to read "
+            "yet: lrm.Monitor(optimizer, model=model), made now, follows a run from its start"
+        )
+    if constant is not None:
+        history = [constant] * taken
     expectations = None
     if history is not None:
         if len(history) != taken:
@@ -116,43 +151,80 @@ def diagnose(
             )
         expectations = Expectations({tensor.key: tensor.walk for tensor in tensors}, history)
     starts = {} if start is None else {(r.name, r.part): r.measured for r in start.readings}
-    readings, rows = [], {}
+    readings, rows, gains = [], {}, {}
     for tensor in tensors:
         if expectations is None:
-            expected, note = steady_expectation(tensor, float(optimizer.param_groups[0]["lr"]))
+            expected, note = steady_expectation(tensor, source.lr)
         else:
             expected, note = expectations.of(tensor, taken)
-        readings.append(read_tensor(tensor, expected, note, starts))
+        reading = read_tensor(tensor, expected, note, starts)
+        readings.append(_with_age(reading) if source.is_plain else reading)
         if tensor.is_embedding:
             before = start.rows[tensor.name].rms if start is not None else None
             rows[tensor.name] = read_rows(tensor, history, before, frequency)
+        if source.is_plain and (found := read_gains(tensor, history, source.lr)) is not None:
+            gains[tensor.name] = found
     if frequency is not None and not rows:
         raise ValueError("frequency is given, but the optimizer trains no embedding")
-    return Diagnosis(tuple(readings), rows)
+    assumptions = tuple(_assumptions(source, history)) if source.is_plain else ()
+    return Diagnosis(tuple(readings), rows, gains, assumptions)
 
 
-def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) -> str:
+def _with_age(reading: TensorReading) -> TensorReading:
+    """Say of an open verdict that the tensor is too young for another one."""
+    age = reading.settling
+    if reading.verdict != "open" or not age or age >= SETTLED:
+        return reading
+    return replace(reading, note=f"young: 2 wd sum(lr) is {age:.2g}, below {SETTLED:g}")
+
+
+def _history(lrs: Iterable[float] | float | None) -> tuple[list[float] | None, float | None]:
+    """Return the rates one by one, or the one rate of all steps."""
+    if isinstance(lrs, float | int):
+        return None, float(lrs)
+    return None if lrs is None else [float(lr) for lr in lrs], None
+
+
+def _assumptions(source: Source, history: Sequence[float] | None) -> Iterator[str]:
+    """Yield what a prediction takes for granted about a plain optimizer's past."""
+    if history is None:
+        yield f"the learning rate has always been {source.lr:g}, as it is now: give lrs otherwise"
+    groups = source.optimizer.param_groups
+    if any(g["weight_decay"] and not g.get("decoupled_weight_decay", True) for g in groups):
+        yield (
+            "gradients have always had the rms they have now, by which Adam divides its decay; "
+            "AdamW's does not depend on it"
+        )
+
+
+def _render(
+    readings: Sequence[TensorReading],
+    rows: Mapping[str, TokenRows],
+    gains: Mapping[str, Gains],
+) -> list[str]:
     """Return the table: medians over the layers of a line, then the rows of embeddings."""
     lines: dict[tuple[str, str, str], list[TensorReading]] = {}
     for reading in readings:
         key = (reading.kind, layer_template(reading.name), reading.part)
         lines.setdefault(key, []).append(reading)
-    table = [("tensor", "n", *_COLUMNS.values(), "verdict")]
+    shown_gains = _GAINS if gains else {}
+    table = [("tensor", "n", *_COLUMNS.values(), *shown_gains.values(), "verdict")]
     for kind in PLURAL:
         for (of, name, part), alike in lines.items():
             if of == kind:
                 shown = name if part == "weight" else f"{name} {part}"
-                numbers = _medians(alike, _COLUMNS)
+                worth = [gains[reading.name] for reading in alike if reading.name in gains]
+                numbers = (*_medians(alike, _COLUMNS), *_medians(worth, shown_gains))
                 table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
     text = aligned(table, (0, len(table[0]) - 1))
-    columns = {field: heading for field, heading in _COLUMNS.items() if field != "settling"}
+    columns = {key: heading for key, heading in _COLUMNS.items() if key != "settling"}
     for name, found in rows.items():
         bands = [("rows by frequency", "n", *columns.values(), "verdict")]
         for band in found.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
             bands.append((label, str(band.num_rows), *_medians([band], columns), band.verdict))
         text += ["", name, *aligned(bands, (0, len(bands[0]) - 1))]
-    return "\n".join(text)
+    return text
 
 
 def summarize(verdicts: Mapping[str, Mapping[Verdict, int]]) -> str:
@@ -176,12 +248,14 @@ def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
     return f"{verdict} ({'; '.join(sorted(notes))})" if notes else verdict
 
 
-def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) -> Iterator[str]:
+def _medians(
+    readings: Sequence[TensorReading | Band | Gains], fields: Iterable[str]
+) -> Iterator[str]:
     """Yield the median of each field over the readings that have it, as text."""
-    for field in fields:
-        values = (getattr(reading, field) for reading in readings)
+    for name in fields:
+        values = (getattr(reading, name) for reading in readings)
         known = [value for value in values if value is not None]
-        digits = "+.3f" if field == "log_ratio" else ".3g"
+        digits = "+.3f" if name == "log_ratio" else ".3g"
         yield f"{statistics.median(known):{digits}}" if known else "-"
 
 

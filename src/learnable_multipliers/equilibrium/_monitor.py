@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import multiplier
@@ -22,10 +22,9 @@ from learnable_multipliers.equilibrium._prediction import (
     Expectations,
     Part,
     Trained,
-    trained_tensors,
 )
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
-from learnable_multipliers.optim import unwrap
+from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
 
@@ -121,6 +120,8 @@ class Monitor:
         symmetries: Along which drift is measured; none by default.
         drift_bound: The factor by which scales may drift along a symmetry, from where they started,
             before there is an alarm.
+        model: What a plain optimizer of torch trains (`lrm.diagnose` says which can be read);
+            without multipliers there is no drift to measure.
     """
 
     def __init__(
@@ -129,16 +130,21 @@ class Monitor:
         symmetries: Symmetries | None = None,
         *,
         drift_bound: float = 10.0,
+        model: nn.Module | None = None,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
-        optimizer = unwrap(optimizer)
-        self._optimizer, self._bound = optimizer, drift_bound
+        self._source, self._bound = Source(optimizer, model), drift_bound
+        if self._source.ours is None and symmetries is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} trains no multipliers, so nothing drifts along "
+                "symmetries: leave them out"
+            )
         self._signs: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[tuple[str, str], float] = {}
         self._before = 0
         walks = {}
-        for tensor in trained_tensors(optimizer):
+        for tensor in self._source.tensors():
             walks[tensor.key] = tensor.walk
             self._starts[tensor.key] = rms(tensor.value)
             # A run may be joined late.
@@ -148,10 +154,11 @@ class Monitor:
         self._expectations = Expectations(walks)
         self._alike = {} if symmetries is None else symmetries.alike()
         self._positions = {
-            words: symmetry_positions(optimizer, alike) for words, alike in self._alike.items()
+            words: symmetry_positions(self._source.optimizer, alike)
+            for words, alike in self._alike.items()
         }
-        self._skipped_before = optimizer.num_skipped
-        self._hook = optimizer.register_step_post_hook(
+        self._skipped_before = self._source.num_skipped
+        self._hook = self._source.optimizer.register_step_post_hook(
             lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
         )
 
@@ -173,13 +180,13 @@ class Monitor:
             num_skipped: Steps among them that changed nothing.
         """
         self._expectations = Expectations(self._expectations.walks, lrs)
-        self._skipped_before = self._optimizer.num_skipped - num_skipped
+        self._skipped_before = self._source.num_skipped - num_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it has followed so far: numbers and strings, also for JSON."""
         return {
             "before": self._before,
-            "num_skipped": self._optimizer.num_skipped - self._skipped_before,
+            "num_skipped": self._source.num_skipped - self._skipped_before,
             "expectations": self._expectations.state(),
             "starts": {_joined(key): rms for key, rms in self._starts.items()},
             # Multipliers start at 1 unless a rule says otherwise.
@@ -205,7 +212,7 @@ class Monitor:
         expectations.load(state["expectations"])
         self._expectations = expectations
         self._before = state["before"]
-        self._skipped_before = self._optimizer.num_skipped - state["num_skipped"]
+        self._skipped_before = self._source.num_skipped - state["num_skipped"]
         self._starts = {key: state["starts"][_joined(key)] for key in self._starts}
         for key, signs in self._signs.items():
             found = state["signs"].get(_joined(key))
@@ -225,16 +232,16 @@ class Monitor:
     @torch.no_grad()
     def health(self) -> Health:
         """Return what the run shows now."""
-        skipped = self._optimizer.num_skipped - self._skipped_before
+        skipped = self._source.num_skipped - self._skipped_before
         taken = self._before + self._expectations.steps - skipped
         readings, ranges = [], []
-        for tensor in trained_tensors(self._optimizer):
+        for tensor in self._source.tensors(taken):
             expected, note = self._expectations.of(tensor, taken)
             readings.append(read_tensor(tensor, expected, note, self._starts))
             if tensor.key in self._signs:
                 ranges.append(_range(tensor, self._signs[tensor.key]))
         drifts = {
-            words: drift(self._optimizer, alike, since=self._positions[words])
+            words: drift(self._source.optimizer, alike, since=self._positions[words])
             for words, alike in self._alike.items()
         }
         alarms = (*_crossings(ranges), *_drifted(drifts, self._bound))

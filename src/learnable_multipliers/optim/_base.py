@@ -541,7 +541,19 @@ class MultiplierOptimizer(Optimizer):
 
 
 def unwrap(optimizer: Any) -> MultiplierOptimizer:
-    """Return the optimizer of this library inside what a framework has put around it.
+    """Return the optimizer of this library inside what a framework has put around it."""
+    found = innermost(optimizer)
+    if not isinstance(found, MultiplierOptimizer):
+        raise TypeError(
+            f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
+            "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
+            "model, plan)"
+        )
+    return found
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside what a framework has put around it, whichever it is.
 
     Accelerate, Lightning, Fabric and schedulers hold it as `optimizer`, torchtitan's container in
     a list `optimizers`.
@@ -558,11 +570,7 @@ def unwrap(optimizer: Any) -> MultiplierOptimizer:
         inner = several[0] if isinstance(several, Sequence) and several else None
         inner = getattr(found, "optimizer", None) if inner is None else inner
         if inner is None or inner is found:
-            raise TypeError(
-                f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
-                "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
-                "model, plan)"
-            )
+            break
         found = inner
     return found
 
