@@ -19,11 +19,12 @@ from pyarrow import parquet
 from learnable_multipliers._checksum import KEY, sealed, sealed_line
 from learnable_multipliers.cli.data_prepare import PrepareConfig
 from learnable_multipliers.cli.demo import DemoConfig
+from learnable_multipliers.cli.diagnosis import DiagnoseConfig
 from learnable_multipliers.cli.evaluate import EvaluateConfig
 from learnable_multipliers.cli.experiment import ExperimentConfig
 from learnable_multipliers.cli.models import PlanConfig, SymmetriesConfig
 from learnable_multipliers.cli.preflight import VerifyConfig
-from learnable_multipliers.cli.runs import DiagnoseConfig, ExportConfig, ReportConfig
+from learnable_multipliers.cli.runs import ExportConfig, ReportConfig
 from learnable_multipliers.cli.simulate import SimulateConfig
 from learnable_multipliers.pretrain.checkpoint.manifest import fingerprint, manifest_json
 from learnable_multipliers.pretrain.config import TrainConfig

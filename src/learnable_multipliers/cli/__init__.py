@@ -28,7 +28,7 @@ COMMANDS = {
     "scaling": ("scaling", "forecast the time of a train step on many GPUs"),
     "symmetries": ("models", "find redundant scales (symmetries) of a model"),
     "simulate": ("simulate", "predict the scale that noise and decay give a matrix"),
-    "diagnose": ("runs", "find the weights of a run held by noise and decay"),
+    "diagnose": ("diagnosis", "find the weights of a run held by noise and decay"),
     "export": ("runs", "export a trained model to a Hugging Face folder"),
     "evaluate": ("evaluate", "score a model on benchmarks in local files"),
     "report": ("runs", "write a page that compares one or several runs"),

@@ -77,6 +77,10 @@ class Diagnosis:
             f"columns of {cols} of {len(self.gains)} matrices"
         )
 
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the cells of what `print` shows, headings first: medians over layers."""
+        return _table(self.readings, self.gains)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""
         bands = {
@@ -173,9 +177,10 @@ def diagnose(
 def _with_age(reading: TensorReading) -> TensorReading:
     """Say of an open verdict that the tensor is too young for another one."""
     age = reading.settling
-    if reading.verdict != "open" or not age or age >= SETTLED:
+    if reading.verdict != "open" or age is None or age >= SETTLED:
         return reading
-    return replace(reading, note=f"young: 2 wd sum(lr) is {age:.2g}, below {SETTLED:g}")
+    note = f"young: 2 wd sum(lr) is {age:.2g}, below {SETTLED:g}" if age else "no decay"
+    return replace(reading, note=note)
 
 
 def _history(lrs: Iterable[float] | float | None) -> tuple[list[float] | None, float | None]:
@@ -197,12 +202,7 @@ def _assumptions(source: Source, history: Sequence[float] | None) -> Iterator[st
         )
 
 
-def _render(
-    readings: Sequence[TensorReading],
-    rows: Mapping[str, TokenRows],
-    gains: Mapping[str, Gains],
-) -> list[str]:
-    """Return the table: medians over the layers of a line, then the rows of embeddings."""
+def _table(readings: Sequence[TensorReading], gains: Mapping[str, Gains]) -> list[tuple[str, ...]]:
     lines: dict[tuple[str, str, str], list[TensorReading]] = {}
     for reading in readings:
         key = (reading.kind, layer_template(reading.name), reading.part)
@@ -216,6 +216,16 @@ def _render(
                 worth = [gains[reading.name] for reading in alike if reading.name in gains]
                 numbers = (*_medians(alike, _COLUMNS), *_medians(worth, shown_gains))
                 table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
+    return table
+
+
+def _render(
+    readings: Sequence[TensorReading],
+    rows: Mapping[str, TokenRows],
+    gains: Mapping[str, Gains],
+) -> list[str]:
+    """Return the table: medians over the layers of a line, then the rows of embeddings."""
+    table = _table(readings, gains)
     text = aligned(table, (0, len(table[0]) - 1))
     columns = {key: heading for key, heading in _COLUMNS.items() if key != "settling"}
     for name, found in rows.items():

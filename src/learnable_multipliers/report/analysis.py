@@ -27,11 +27,13 @@ _KINDS = {
     "multiplier": ("multipliers", COLOURS["blue"], "s"),
     "vector": ("vectors", COLOURS["rust"], "^"),
 }
-_VERDICTS: dict[str, Literal["full", "none", "left"]] = {
+VERDICTS: dict[str, Literal["full", "none", "left"]] = {
     "trapped": "full",
     "free": "none",
     "open": "left",
 }
+WITHIN = 0.2
+"""|log ratio| that counts as the rms of noise, as in the verdicts."""
 
 
 def random_walk(title: str, steps: Sequence[Mapping[str, float | None]]) -> Figure:
@@ -60,7 +62,7 @@ def diagnosis(title: str, readings: Sequence[Record]) -> Figure:
         axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         for reading, x in zip(found, across, strict=True):
             _, colour, marker = _KINDS[reading["kind"]]
-            y, fill = reading["indicator"], _VERDICTS[reading["verdict"]]
+            y, fill = reading["indicator"], VERDICTS[reading["verdict"]]
             axes.plot(x, y, marker=marker, color=colour, fillstyle=fill, alpha=0.85)
         axes.set_xlabel("rms over the rms that noise gives")
         log_axis(axes, "x", min([0.5, *across]) / 1.15, max([2.0, *across]) * 1.15)
@@ -71,12 +73,17 @@ def diagnosis(title: str, readings: Sequence[Record]) -> Figure:
             for kind, (name, colour, marker) in _KINDS.items()
             if kind in present
         ]
-        handles += [
-            Line2D([], [], ls="", color=COLOURS["muted"], marker="o", fillstyle=fill, label=verdict)
-            for verdict, fill in _VERDICTS.items()
-        ]
+        handles += verdict_handles()
         legend(figure, handles)
         return figure
+
+
+def verdict_handles() -> list[Line2D]:
+    """Return what a legend shows for each verdict."""
+    return [
+        Line2D([], [], ls="", color=COLOURS["muted"], marker="o", fillstyle=fill, label=verdict)
+        for verdict, fill in VERDICTS.items()
+    ]
 
 
 def symmetry_map(title: str, lines: Mapping[str, Mapping[str, float]]) -> Figure:

@@ -1,0 +1,157 @@
+"""The command `lrm diagnose`: runs of `lrm train`, and checkpoints of other trainers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from learnable_multipliers.cli.arguments import command
+from learnable_multipliers.cli.models import named_model
+from learnable_multipliers.equilibrium import Diagnosis
+from learnable_multipliers.equilibrium import diagnose as diagnose_optimizer
+from learnable_multipliers.integrations.dcp_checkpoint import METADATA, read_dcp_checkpoint
+from learnable_multipliers.integrations.saved_run import SavedRun
+from learnable_multipliers.integrations.trainer_checkpoint import (
+    newest_checkpoint,
+    read_trainer_checkpoint,
+)
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.run_state import (
+    check_model,
+    parse_state,
+    restore_,
+    state_of,
+)
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
+from learnable_multipliers.report import analysis
+from learnable_multipliers.report.diagnosis_page import write_diagnosis
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig:
+    """What to look at."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of a run (its newest good checkpoint is read) or of one checkpoint: of lrm train, of
+    the Hugging Face Trainer, or of torch.distributed.checkpoint."""
+    model: str | None = None
+    """For torch.distributed.checkpoint: a preset or a Hugging Face folder, for roles."""
+    json: bool = False
+    """Print JSON, with every layer separately, instead of a table."""
+    plot: Path | None = None
+    """File to plot every tensor to (.svg, .png, .pdf)."""
+    out: Path | None = None
+    """File to write a page with the table and plots to (.html)."""
+
+
+@command(DiagnoseConfig)
+def diagnose(config: DiagnoseConfig) -> None:
+    """Find the tensors of a run whose scale is set by gradient noise and weight decay.
+
+    Those are trapped; the others, whose scale is learned, are free. Compares their rms with the one
+    that pure noise gives from the same start under the same learning rates, and prints how noisy
+    their gradients are. Rows are medians over layers. In a run without multipliers it also prints
+    how noisy the gradients of row and column multipliers would be.
+    """
+    if config.plot is not None:
+        analysis.check_format(config.plot)
+    with Console(stderr=True).status(f"reading {config.run}"):
+        name, step, diagnosis, notes = _diagnose(config.run, config.model)
+    for note in notes:
+        print(f"lrm diagnose: {note}", file=sys.stderr)
+    plain = diagnosis.to_dict()
+    title = f"{name}, step {step:,}"
+    if config.plot is not None:
+        analysis.save(analysis.diagnosis(title, plain["readings"]), config.plot)
+    if config.out is not None:
+        said = [diagnosis.summary(), *notes, *diagnosis.assumptions]
+        write_diagnosis(config.out, title, said, diagnosis.table(), plain)
+    if config.json:
+        asked = {"run": str(config.run), "name": name, "step": step}
+        counted = {"verdicts": diagnosis.verdicts()}
+        print(json.dumps(asked | counted | plain, indent=1))
+        return
+    print(f"{diagnosis}\n\n{title}: {diagnosis.summary()}")
+
+
+def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, list[str]]:
+    """Read every tensor of a checkpoint; return the run's name, the step, the result and notes."""
+    is_dcp = (source / METADATA).is_file()
+    if model is not None and not is_dcp:
+        raise ValueError(
+            f"--model is for folders of torch.distributed.checkpoint; {source} is none"
+        )
+    if is_dcp:
+        made = None if model is None else named_model(model, weights=False)
+        saved = read_dcp_checkpoint(source, made)
+        unknown = [
+            "without --model nothing tells what each matrix does, and an embedding is read as one "
+            "matrix: rows of rare tokens lower its rms"
+        ]
+        return _diagnose_saved(saved, unknown if made is None else [])
+    found = newest_checkpoint(source)
+    if found is not None:
+        return _diagnose_saved(read_trainer_checkpoint(found), [])
+    if (source / "config.json").is_file() and (source / "model.safetensors").is_file():
+        raise ValueError(
+            f"{source} has a model but no optimizer state: give a checkpoint folder from the run, "
+            "such as checkpoint-1000, with its optimizer.pt"
+        )
+    return _diagnose_run(source)
+
+
+def _diagnose_saved(saved: SavedRun, notes: list[str]) -> tuple[str, int, Diagnosis, list[str]]:
+    """Read a plain optimizer that another trainer has saved."""
+    notes = [*saved.notes, *notes]
+    steps = [int(s["step"]) for s in saved.optimizer.state.values() if "step" in s]
+    taken, lrs = max(steps, default=saved.step), saved.lrs
+    if lrs is not None and 0 < taken < len(lrs):
+        notes.append(_left_out(len(lrs) - taken, len(lrs)))
+        lrs = _thinned(lrs, len(lrs) - taken)
+    diagnosis = diagnose_optimizer(saved.optimizer, saved.model, lrs=lrs)
+    return saved.name, saved.step, diagnosis, notes
+
+
+def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
+    """Read a checkpoint of `lrm train`.
+
+    The seed of the run gives its initial weights, and its schedule the rate of every step.
+    """
+    checkpoint, notes = load_checkpoint(source)
+    state = state_of(checkpoint)
+    config: TrainConfig = parse_state(checkpoint, TrainConfig, state.config, "config")
+    check_model(config.model, checkpoint)
+    model = build(config.model, config.seed)
+    optimizer, _ = make_optimizer(model, config.optimizer)
+    start = diagnose_optimizer(optimizer)
+    restore_(model, optimizer, checkpoint)
+    planned = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    lrs = [config.optimizer.lr * step.lr_factor for step in islice(planned, checkpoint.step)]
+    if state.skipped_steps:
+        lrs = _thinned(lrs, state.skipped_steps)
+        notes.append(_left_out(state.skipped_steps, checkpoint.step))
+    diagnosis = diagnose_optimizer(optimizer, lrs=lrs, start=start)
+    return config.name, checkpoint.step, diagnosis, notes
+
+
+def _left_out(count: int, steps: int) -> str:
+    return (
+        f"{count:,} of {steps:,} steps were skipped for bad gradients, and a checkpoint does not "
+        "tell which: predictions leave out as many, evenly over the run"
+    )
+
+
+def _thinned(lrs: list[float], count: int) -> list[float]:
+    """Return the rates without `count` of them, taken out at equal distances."""
+    out = {(2 * part + 1) * len(lrs) // (2 * count) for part in range(count)}
+    return [lr for step, lr in enumerate(lrs) if step not in out]

@@ -1,0 +1,68 @@
+"""A run as a checkpoint of another trainer holds it: a plain optimizer of torch with its state.
+
+Nothing is trained with it; `lrm.diagnose` reads it as it would in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """An optimizer, its model, and what the checkpoint tells of the past."""
+
+    name: str
+    optimizer: Optimizer
+    model: nn.Module
+    step: int
+    lrs: list[float] | None
+    """Learning rate of each step; None where nothing tells it."""
+    notes: tuple[str, ...]
+    """What was assumed, in words."""
+
+
+def restored(
+    folder: Path,
+    groups: Sequence[Mapping[str, Any]],
+    states: Mapping[nn.Parameter, dict[str, Any]],
+) -> tuple[Optimizer, list[str]]:
+    """Return the optimizer that wrote groups and states, and what had to be assumed about it.
+
+    Args:
+        groups: Settings as saved, with the parameters themselves in `params`.
+    """
+    if any("multiplier_lr_scale" in group for group in groups):
+        raise ValueError(
+            f"{folder} was trained with multipliers: load it as you resume it, and give its "
+            "optimizer to lrm.diagnose(optimizer)"
+        )
+    kept = {key for state in states.values() for key in state}
+    notes = []
+    if {"exp_avg", "exp_avg_sq", "step"} <= kept and all("betas" in group for group in groups):
+        if any("decoupled_weight_decay" not in group for group in groups):
+            notes.append(
+                "the optimizer is AdamW, whose state an older PyTorch did not mark as such"
+            )
+        decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+    elif "momentum_buffer" in kept and all("ns_coefficients" in group for group in groups):
+        made = torch.optim.Muon
+    else:
+        found = ", ".join(sorted(kept)) or "nothing"
+        raise ValueError(
+            f"{folder} has the state of an optimizer that cannot be read (it keeps {found}): "
+            "needed are those of torch.optim.AdamW, Adam or Muon"
+        )
+    optimizer = made([dict(group) for group in groups])
+    # Not by load_state_dict, which would cast the moments to the dtype of the weights.
+    for parameter, state in states.items():
+        optimizer.state[parameter] = state
+    return optimizer, notes

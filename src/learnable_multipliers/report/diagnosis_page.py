@@ -1,0 +1,122 @@
+"""One HTML file about a diagnosis: which tensors noise and decay hold, and how noisy gradients are.
+
+From the plain data that `lrm diagnose --json` prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.lines import Line2D
+
+from learnable_multipliers._atomic import write_output
+from learnable_multipliers.report import analysis, style
+from learnable_multipliers.report.page import TEMPLATES
+from learnable_multipliers.report.records import Record
+from learnable_multipliers.report.style import COLOURS, legend, log_axis, note, plot, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SERIES = {
+    "entries": ("ink", "o"),
+    "would-be rows": ("blue", "s"),
+    "would-be columns": ("rust", "^"),
+}
+
+
+def write_diagnosis(
+    path: str | Path,
+    title: str,
+    said: Sequence[str],
+    table: Sequence[Sequence[str]],
+    found: Record,
+) -> Path:
+    """Write the page and return its path.
+
+    Args:
+        said: The summary in a line, then notes and assumptions.
+        table: Headings, then the cells of each line.
+        found: Readings and gains as plain data.
+    """
+    path = Path(path)
+    readings, gains = found["readings"], found.get("gains", {})
+    figures = {
+        "ratios": (rms_by_role(readings), "RMS over the rms that noise gives"),
+        "noise": (noise_by_role(readings, gains), "Noise indicators"),
+        "tensors": (analysis.diagnosis("by tensor", readings), "Both together"),
+    }
+    plots = {key: (style.svg(figure, key), name) for key, (figure, name) in figures.items()}
+    text = TEMPLATES.get_template("diagnosis.html.j2").render(
+        title=title, said=said, table=table, plots=plots, gains=bool(gains)
+    )
+    write_output(path, text.encode("utf-8", errors="replace"))
+    return path
+
+
+def rms_by_role(readings: Sequence[Record]) -> Figure:
+    """Draw measured over predicted rms of every tensor, a line for each role."""
+    ratios: dict[str, list[tuple[float, str]]] = {}
+    for reading in readings:
+        if reading["log_ratio"] is not None:
+            pair = math.exp(reading["log_ratio"]), reading["verdict"]
+            ratios.setdefault(reading["role"], []).append(pair)
+    values = [ratio for pairs in ratios.values() for ratio, _ in pairs]
+    with plot("", 110 + 22 * max(len(ratios), 1)) as (figure, axes):
+        low, high = math.exp(-analysis.WITHIN), math.exp(analysis.WITHIN)
+        axes.axvspan(low, high, color=COLOURS["blue"], alpha=0.1, lw=0)
+        axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
+        for y, pairs in enumerate(ratios.values()):
+            for ratio, verdict in pairs:
+                fill = analysis.VERDICTS[verdict]
+                axes.plot(ratio, y, marker="o", color=COLOURS["ink"], fillstyle=fill, alpha=0.8)
+        _roles(axes, list(ratios))
+        axes.set_xlabel("rms over the rms that noise gives")
+        log_axis(axes, "x", min([0.5, *values]) / 1.15, max([2.0, *values]) * 1.15)
+        if not ratios:
+            note(axes, 0.5, 0.5, "no tensor has a prediction", ha="center")
+        legend(figure, analysis.verdict_handles())
+        return figure
+
+
+def noise_by_role(readings: Sequence[Record], gains: Mapping[str, Record]) -> Figure:
+    """Draw the noise indicator of every tensor, and those of the multipliers it might carry."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for reading in readings:
+        worth = gains.get(reading["name"], {})
+        values = (reading["indicator"], worth.get("row_indicator"), worth.get("col_indicator"))
+        for series, value in zip(_SERIES, values, strict=True):
+            if value is not None and value > 0:
+                found.setdefault(reading["role"], {}).setdefault(series, []).append(value)
+    every = [v for of in found.values() for values in of.values() for v in values]
+    with plot("", 110 + 30 * max(len(found), 1)) as (figure, axes):
+        axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
+        for y, of in enumerate(found.values()):
+            for shift, (series, (colour, marker)) in enumerate(_SERIES.items()):
+                values = of.get(series, [])
+                height = y + 0.22 * (shift - 1) * bool(gains)
+                axes.plot(values, [height] * len(values), ls="", marker=marker, ms=5, mew=0,
+                          color=COLOURS[colour], alpha=0.75)  # fmt: skip
+        _roles(axes, list(found))
+        axes.set_xlabel("noise indicator")
+        log_axis(axes, "x", min([0.5, *every]) / 1.2, max([2.0, *every]) * 1.2)
+        shown = {series for of in found.values() for series in of}
+        handles = [
+            Line2D([], [], ls="", color=COLOURS[colour], marker=marker, label=series)
+            for series, (colour, marker) in _SERIES.items()
+            if series in shown
+        ]
+        legend(figure, handles if gains else ())
+        return figure
+
+
+def _roles(axes: Axes, roles: Sequence[str]) -> None:
+    axes.set_yticks(range(len(roles)), [short(role, 24) for role in roles])
+    axes.set_ylim(len(roles) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0, labelcolor=COLOURS["ink"])
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
