@@ -80,7 +80,7 @@ def test_noise_traps_a_llama_and_a_planted_signal_is_free(trained):
     assert verdicts.pop(PLANTED) == "free"
     assert set(verdicts.values()) == {"trapped"}
     assert (found[PLANTED].indicator or 0) > 4
-    assert found.gains[PLANTED].row_signal
+    assert found.gains[PLANTED].row_indicator > 50
 
 
 def test_a_trainer_checkpoint_gives_the_table_of_the_live_optimizer(trained, ask):
@@ -103,7 +103,7 @@ def test_the_page_stands_alone_and_has_every_line(trained, ask, tmp_path):
     code, _, _ = ask("diagnose", str(trained[1]), "--out", str(page))
     text = page.read_text()
     assert code == 0
-    assert text.count("<svg") == 3
+    assert text.count("<svg") == 2
     assert not re.search(r"<script|<link|<img|src=|@import", text)
     assert "default-src 'none'" in text
     for cells in live(trained[0]).table()[1:]:

@@ -226,11 +226,22 @@ def test_gains_of_a_noisy_run_are_those_of_noise():
     assert set(found.gains) == {f"{name}_proj.weight" for name in ("gate", "up", "down")}
     for gains in found.gains.values():
         assert gains.row_indicator == pytest.approx(1, abs=0.1 + 4 * gains.row_error)
-        assert not gains.row_signal
-        assert not gains.col_signal
+        assert gains.col_indicator == pytest.approx(1, abs=0.1 + 4 * gains.col_error)
     assert "row indicator" in str(found)
     assert "assumed: the learning rate has always been 0.05" in str(found)
-    assert "along the rows of 0" in found.summary()
+
+
+def test_noise_that_a_row_shares_passes_for_signal():
+    torch.manual_seed(0)
+    weight = torch.randn(500, 100, dtype=torch.float64)
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for _ in range(100):
+        grad = torch.randn(500, 1, dtype=torch.float64) * weight
+        first.lerp_(grad, 0.1)
+        second.lerp_(grad.square(), 0.05)
+    found, _ = axis_indicator(weight, first, second, 1, BETAS, 100)
+    # (sum W^2)^2 / sum W^4 = n / 3 for n normal numbers that move together.
+    assert found == pytest.approx(100 / 3, rel=0.15)
 
 
 # -- a monitor --------------------------------------------------------------------------------

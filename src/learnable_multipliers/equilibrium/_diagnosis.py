@@ -45,7 +45,7 @@ class Diagnosis:
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
     gains: Mapping[str, Gains] = field(default_factory=dict)
-    """What multipliers would have to learn from, by parameter name, in a run without any."""
+    """How far gradients add up along rows and columns, by name, in a run without multipliers."""
     assumptions: tuple[str, ...] = ()
     """What was taken for granted about a run, in words."""
 
@@ -67,15 +67,7 @@ class Diagnosis:
 
     def summary(self) -> str:
         """Return the verdicts in a line: `trapped are 12 of 14 matrices (86%: 1 free, 1 open)`."""
-        said = summarize(self.verdicts())
-        if not self.gains:
-            return said
-        rows = sum(gains.row_signal for gains in self.gains.values())
-        cols = sum(gains.col_signal for gains in self.gains.values())
-        return (
-            f"{said}; multipliers would see a signal along the rows of {rows} and along the "
-            f"columns of {cols} of {len(self.gains)} matrices"
-        )
+        return summarize(self.verdicts())
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the cells of what `print` shows, headings first: medians over layers."""
@@ -116,7 +108,7 @@ def diagnose(
     """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
 
     Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model. These carry no
-    multipliers; AdamW's moments tell what multipliers would have to learn from (`gains`).
+    multipliers; AdamW's moments bound what multipliers would have to learn from (`gains`).
 
     Args:
         model: What a plain optimizer of torch trains, for the names of its parameters.

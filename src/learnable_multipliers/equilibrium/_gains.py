@@ -1,7 +1,9 @@
 """What row and column multipliers would have to learn from, on a matrix that carries none.
 
 A row multiplier's gradient is the sum of W G over the row (eq. 4), a column's that over the column.
-AdamW's moments of G give its average and its noise without a further pass over data.
+AdamW's moments of G give its average exactly, up to the drift of W, but its noise only as far as
+the numbers of a row are independent. Real gradients share noise along rows, so these indicators are
+upper bounds: near 1 there is no signal, far beyond 1 there may be one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers.equilibrium._prediction import Trained
-from learnable_multipliers.equilibrium._readings import SIGMAS, SIGNAL, noise_ratio
+from learnable_multipliers.equilibrium._readings import noise_ratio
 
 _FORGOTTEN = 1e-6
 """Share of a step in the momentum from which on it no longer counts."""
@@ -22,23 +24,16 @@ _FORGOTTEN = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Gains:
-    """Noise indicators of the multiplier gradients that a matrix would have: 1 for pure noise."""
+    """Noise indicators of the multiplier gradients that a matrix would have.
+
+    1 for noise that is independent from number to number; an upper bound for other noise.
+    """
 
     row_indicator: float
     row_error: float
     """Standard deviation on noise."""
     col_indicator: float
     col_error: float
-
-    @property
-    def row_signal(self) -> bool:
-        """Whether row multipliers would see more signal than noise."""
-        return self.row_indicator > SIGNAL + SIGMAS * self.row_error
-
-    @property
-    def col_signal(self) -> bool:
-        """Whether column multipliers would see more signal than noise."""
-        return self.col_indicator > SIGNAL + SIGMAS * self.col_error
 
 
 def momentum_overlap(lrs: Sequence[float], weight_decay: float, beta1: float, steps: int) -> float:
@@ -84,7 +79,7 @@ def axis_indicator(
 
     with s_ij = sqrt(v_ij / (1 - b2^t)): 1 on noise, with an error of sqrt(2 sum_i q_i^2)/sum_i q_i
     for q_i = sum_j W_ij^2 v_ij, sqrt(2/n) for n equal ones. It is more than 1 with a signal along
-    W, and also where the noise itself is shared along a row.
+    W, and also where the noise itself is shared along a row: moments cannot tell the two apart.
     """
     weight, first, second = weight.double(), first.double(), second.double()
     size = (second / (1 - betas[1] ** steps)).sqrt()

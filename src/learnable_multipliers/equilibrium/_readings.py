@@ -34,7 +34,7 @@ WITHIN = 0.2
 AdamW and 0.05 for Muon; the rest is what single matrices of small runs scatter by."""
 SIGNAL = 2.0
 """Indicator from which on the momentum holds more signal than noise."""
-SIGMAS = 3
+_SIGMAS = 3
 """How many times its sampling error a number must pass its bound by, so that small tensors count
 as free on evidence alone."""
 _GRID, _ROWS, _NUMBERS = 12, 512, 4
@@ -142,11 +142,11 @@ def verdict_of(
         settling: 2 wd sum(lr) so far.
         indicator: Its standard deviation on noise is sqrt(2 / size).
     """
-    if indicator is not None and indicator > SIGNAL + SIGMAS * math.sqrt(2 / max(size, 1)):
+    if indicator is not None and indicator > SIGNAL + _SIGMAS * math.sqrt(2 / max(size, 1)):
         return "free"
     if ratio is None or error is None or settling is None:
         return "open"
-    if abs(ratio) > WITHIN + SIGMAS * error:
+    if abs(ratio) > WITHIN + _SIGMAS * error:
         return "free"
     return "trapped" if settling >= SETTLED else "open"
 

@@ -48,7 +48,6 @@ def write_diagnosis(
     figures = {
         "ratios": (rms_by_role(readings), "RMS over the rms that noise gives"),
         "noise": (noise_by_role(readings, gains), "Noise indicators"),
-        "tensors": (analysis.diagnosis("by tensor", readings), "Both together"),
     }
     plots = {key: (style.svg(figure, key), name) for key, (figure, name) in figures.items()}
     text = TEMPLATES.get_template("diagnosis.html.j2").render(
