@@ -108,7 +108,7 @@ def diagnose(
     """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
 
     Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model. These carry no
-    multipliers; AdamW's moments bound what multipliers would have to learn from (`gains`).
+    multipliers; AdamW's moments estimate what multipliers would learn from (`gains`).
 
     Args:
         model: What a plain optimizer of torch trains, for the names of its parameters.
