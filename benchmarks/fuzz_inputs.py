@@ -25,6 +25,7 @@ from learnable_multipliers.cli.experiment import ExperimentConfig
 from learnable_multipliers.cli.models import PlanConfig, SymmetriesConfig
 from learnable_multipliers.cli.preflight import VerifyConfig
 from learnable_multipliers.cli.runs import ExportConfig, ReportConfig
+from learnable_multipliers.cli.scaling import ScalingConfig
 from learnable_multipliers.cli.simulate import SimulateConfig
 from learnable_multipliers.pretrain.checkpoint.manifest import fingerprint, manifest_json
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -105,6 +106,7 @@ VALID: dict[str, Valid] = {
     "plan": _valid("plan tiny", PlanConfig),
     "plan by rules": _valid("plan tiny --rules", PlanConfig, ". only=head kind=row", "@rules.txt"),
     "plan of a folder": _valid("plan hf --json plan.json", PlanConfig),
+    "scaling": _valid("scaling tiny --ranks 16", ScalingConfig),
     "symmetries": _valid("symmetries hf --placement scalar", SymmetriesConfig, weight=2),
     "simulate": _valid("simulate --steps 20 --shape 4 4", SimulateConfig, weight=6),
     "diagnose": _valid("diagnose run", DiagnoseConfig, weight=6),

@@ -188,7 +188,8 @@ def _owned(words: Sequence[str]) -> set[str]:
     if "--overwrite" in words:
         own |= {*named}
     # Files that are named to be written.
-    flags = ("--json", "--plot", *(("--out",) if words[:1] == ["report"] else ()))
+    page = words[:1] in (["report"], ["diagnose"])
+    flags = ("--json", "--plot", "--requests-only", *(("--out",) if page else ()))
     own |= {word for flag, word in zip(words, words[1:], strict=False) if flag in flags}
     return {os.path.normpath(word) for word in own if word}
 

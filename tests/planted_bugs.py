@@ -12,7 +12,7 @@ import fuzz
 import fuzz_sandbox
 from fuzz_inputs import INPUTS, NEWEST, VALID
 
-from learnable_multipliers.cli import models, runs, simulate
+from learnable_multipliers.cli import diagnosis, models, runs, simulate
 from learnable_multipliers.pretrain.checkpoint import manifest
 
 
@@ -58,7 +58,7 @@ PLANTED = {
     "exit code": ("plan", (models, "plan", lambda arguments: sys.exit(3)), None),
     "leftovers": ("export", (runs, "export", write_half), None),
     "changed files": ("report", (runs, "report", write_elsewhere), None),
-    "message": ("diagnose", (runs, "diagnose", say_much), None),
+    "message": ("diagnose", (diagnosis, "diagnose", say_much), None),
     # A reader that skips its checksums.
     "silent acceptance": ("export", (manifest, "problem", lambda path: None), "checkpoint model"),
 }
