@@ -49,12 +49,17 @@ def made_up(experiment: Experiment, world: World, preset: Preset = "gpu") -> lis
     Runs with the same config have the same noise. Runs that follow from records follow from these.
     """
     ledger = {claim.id: claim.hash for claim in experiment.CLAIMS}
+    # By the order of configs, not their hashes: those change with every new setting.
+    numbers: dict[str, int] = {}
+
+    def noise(run: Run) -> random.Random:
+        return random.Random(numbers.setdefault(run.key, len(numbers)))
 
     def recorded(runs: Iterable[Run]) -> list[Labelled]:
         return [
             Labelled(
                 labels=run.labels,
-                record=made_up_record(run, ledger, **world(run.labels, random.Random(run.key))),
+                record=made_up_record(run, ledger, **world(run.labels, noise(run))),
             )
             for run in runs
         ]

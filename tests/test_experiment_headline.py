@@ -26,7 +26,7 @@ def loss_of(run, noise=0.001):
     off = [math.log2(labels[name] / best) for name, best in bottom.items()]
     gain = GAINS.get(str(labels["arm"]), 0.0)
     common = random.Random(labels["seed"]).gauss(0, 0.01)
-    own = random.Random(run.key).gauss(0, noise)
+    own = random.Random(run.in_words).gauss(0, noise)
     length = 0.2 * (1 - labels["length"]) - 0.05 * (labels["size"] - 1)
     return 3.5 + 0.01 * sum(x**2 for x in off) - gain + common + own + length
 
