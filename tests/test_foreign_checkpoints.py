@@ -80,7 +80,6 @@ def test_noise_traps_a_llama_and_a_planted_signal_is_free(trained):
     assert verdicts.pop(PLANTED) == "free"
     assert set(verdicts.values()) == {"trapped"}
     assert (found[PLANTED].indicator or 0) > 4
-    assert found.gains[PLANTED].row_indicator > 50
 
 
 def test_a_trainer_checkpoint_gives_the_table_of_the_live_optimizer(trained, ask):
@@ -94,7 +93,7 @@ def test_a_trainer_checkpoint_gives_the_table_of_the_live_optimizer(trained, ask
     code, text, _ = ask("diagnose", str(folder), "--json")
     written, told = json.loads(text), json.loads(json.dumps(expected.to_dict()))
     assert written["step"] == STEPS
-    for key in ("readings", "rows", "gains"):
+    for key in ("readings", "rows"):
         assert written[key] == told[key]
 
 
@@ -196,7 +195,6 @@ def test_a_dcp_folder_gives_the_readings_of_the_live_optimizer(tmp_path, flat, a
     # The order of a flattened state is its own.
     for reading in expected.readings:
         assert found[reading.name] == reading
-    assert found.gains == expected.gains
     code, text, complaints = ask("diagnose", str(tmp_path), "--json")
     assert code == 0
     assert "without --model nothing tells what each matrix does" in complaints

@@ -60,8 +60,7 @@ def diagnose(config: DiagnoseConfig) -> None:
 
     Those are trapped; the others, whose scale is learned, are free. Compares their rms with the one
     that pure noise gives from the same start under the same learning rates, and prints how noisy
-    their gradients are. Rows are medians over layers. In a run without multipliers it also
-    estimates, mostly too high, the signal that row and column multipliers would see.
+    their gradients are. Rows are medians over layers.
     """
     if config.plot is not None:
         analysis.check_format(config.plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._names import layer_template
-from learnable_multipliers.equilibrium._gains import Gains, read_gains
 from learnable_multipliers.equilibrium._prediction import Expectations, steady_expectation
 from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._readings import (
@@ -34,7 +33,6 @@ _COLUMNS = {
     "settling": "2 wd sum lr",
     "indicator": "indicator",
 }
-_GAINS = {"row_indicator": "row indicator", "col_indicator": "col indicator"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Diagnosis:
     readings: tuple[TensorReading, ...]
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
-    gains: Mapping[str, Gains] = field(default_factory=dict)
-    """How far gradients add up along rows and columns, by name, in a run without multipliers."""
     assumptions: tuple[str, ...] = ()
     """What was taken for granted about a run, in words."""
 
@@ -57,7 +53,7 @@ class Diagnosis:
         raise KeyError(f"no {part} of {name!r}")
 
     def __str__(self) -> str:
-        lines = _render(self.readings, self.rows, self.gains)
+        lines = _render(self.readings, self.rows)
         lines += ["", *(f"assumed: {text}" for text in self.assumptions)] * bool(self.assumptions)
         return "\n".join(lines)
 
@@ -71,7 +67,7 @@ class Diagnosis:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the cells of what `print` shows, headings first: medians over layers."""
-        return _table(self.readings, self.gains)
+        return _table(self.readings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every reading, and the rows of embeddings by frequency."""
@@ -80,8 +76,6 @@ class Diagnosis:
             for name, rows in self.rows.items()
         }
         found: dict[str, Any] = {"readings": [asdict(r) for r in self.readings], "rows": bands}
-        if self.gains:
-            found["gains"] = {name: asdict(gains) for name, gains in self.gains.items()}
         if self.assumptions:
             found["assumptions"] = list(self.assumptions)
         return found
@@ -107,8 +101,7 @@ def diagnose(
 ) -> Diagnosis:
     """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
 
-    Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model. These carry no
-    multipliers; AdamW's moments estimate what multipliers would learn from (`gains`).
+    Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model.
 
     Args:
         model: What a plain optimizer of torch trains, for the names of its parameters.
@@ -147,7 +140,7 @@ def diagnose(
             )
         expectations = Expectations({tensor.key: tensor.walk for tensor in tensors}, history)
     starts = {} if start is None else {(r.name, r.part): r.measured for r in start.readings}
-    readings, rows, gains = [], {}, {}
+    readings, rows = [], {}
     for tensor in tensors:
         if expectations is None:
             expected, note = steady_expectation(tensor, source.lr)
@@ -158,12 +151,10 @@ def diagnose(
         if tensor.is_embedding:
             before = start.rows[tensor.name].rms if start is not None else None
             rows[tensor.name] = read_rows(tensor, history, before, frequency)
-        if source.is_plain and (found := read_gains(tensor, history, source.lr)) is not None:
-            gains[tensor.name] = found
     if frequency is not None and not rows:
         raise ValueError("frequency is given, but the optimizer trains no embedding")
     assumptions = tuple(_assumptions(source, history)) if source.is_plain else ()
-    return Diagnosis(tuple(readings), rows, gains, assumptions)
+    return Diagnosis(tuple(readings), rows, assumptions)
 
 
 def _with_age(reading: TensorReading) -> TensorReading:
@@ -194,30 +185,24 @@ def _assumptions(source: Source, history: Sequence[float] | None) -> Iterator[st
         )
 
 
-def _table(readings: Sequence[TensorReading], gains: Mapping[str, Gains]) -> list[tuple[str, ...]]:
+def _table(readings: Sequence[TensorReading]) -> list[tuple[str, ...]]:
     lines: dict[tuple[str, str, str], list[TensorReading]] = {}
     for reading in readings:
         key = (reading.kind, layer_template(reading.name), reading.part)
         lines.setdefault(key, []).append(reading)
-    shown_gains = _GAINS if gains else {}
-    table = [("tensor", "n", *_COLUMNS.values(), *shown_gains.values(), "verdict")]
+    table = [("tensor", "n", *_COLUMNS.values(), "verdict")]
     for kind in PLURAL:
         for (of, name, part), alike in lines.items():
             if of == kind:
                 shown = name if part == "weight" else f"{name} {part}"
-                worth = [gains[reading.name] for reading in alike if reading.name in gains]
-                numbers = (*_medians(alike, _COLUMNS), *_medians(worth, shown_gains))
+                numbers = _medians(alike, _COLUMNS)
                 table.append((shown, str(len(alike)), *numbers, _joined_verdicts(alike)))
     return table
 
 
-def _render(
-    readings: Sequence[TensorReading],
-    rows: Mapping[str, TokenRows],
-    gains: Mapping[str, Gains],
-) -> list[str]:
+def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) -> list[str]:
     """Return the table: medians over the layers of a line, then the rows of embeddings."""
-    table = _table(readings, gains)
+    table = _table(readings)
     text = aligned(table, (0, len(table[0]) - 1))
     columns = {key: heading for key, heading in _COLUMNS.items() if key != "settling"}
     for name, found in rows.items():
@@ -250,9 +235,7 @@ def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
     return f"{verdict} ({'; '.join(sorted(notes))})" if notes else verdict
 
 
-def _medians(
-    readings: Sequence[TensorReading | Band | Gains], fields: Iterable[str]
-) -> Iterator[str]:
+def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) -> Iterator[str]:
     """Yield the median of each field over the readings that have it, as text."""
     for name in fields:
         values = (getattr(reading, name) for reading in readings)

@@ -6,11 +6,9 @@ From the plain data that `lrm diagnose --json` prints.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from matplotlib.lines import Line2D
 
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers.report import analysis, style
@@ -21,12 +19,6 @@ from learnable_multipliers.report.style import COLOURS, legend, log_axis, note, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_SERIES = {
-    "entries": ("ink", "o"),
-    "would-be rows": ("blue", "s"),
-    "would-be columns": ("rust", "^"),
-}
 
 
 def write_diagnosis(
@@ -41,17 +33,17 @@ def write_diagnosis(
     Args:
         said: The summary in a line, then notes and assumptions.
         table: Headings, then the cells of each line.
-        found: Readings and gains as plain data.
+        found: Readings as plain data.
     """
     path = Path(path)
-    readings, gains = found["readings"], found.get("gains", {})
+    readings = found["readings"]
     figures = {
         "ratios": (rms_by_role(readings), "RMS over the rms that noise gives"),
-        "noise": (noise_by_role(readings, gains), "Noise indicators"),
+        "noise": (noise_by_role(readings), "Noise indicators"),
     }
     plots = {key: (style.svg(figure, key), name) for key, (figure, name) in figures.items()}
     text = TEMPLATES.get_template("diagnosis.html.j2").render(
-        title=title, said=said, table=table, plots=plots, gains=bool(gains)
+        title=title, said=said, table=table, plots=plots
     )
     write_output(path, text.encode("utf-8", errors="replace"))
     return path
@@ -82,34 +74,20 @@ def rms_by_role(readings: Sequence[Record]) -> Figure:
         return figure
 
 
-def noise_by_role(readings: Sequence[Record], gains: Mapping[str, Record]) -> Figure:
-    """Draw the noise indicator of every tensor, and those of the multipliers it might carry."""
-    found: dict[str, dict[str, list[float]]] = {}
+def noise_by_role(readings: Sequence[Record]) -> Figure:
+    """Draw the noise indicator of every tensor, a line for each role."""
+    found: dict[str, list[float]] = {}
     for reading in readings:
-        worth = gains.get(reading["name"], {})
-        values = (reading["indicator"], worth.get("row_indicator"), worth.get("col_indicator"))
-        for series, value in zip(_SERIES, values, strict=True):
-            if value is not None and value > 0:
-                found.setdefault(reading["role"], {}).setdefault(series, []).append(value)
-    every = [v for of in found.values() for values in of.values() for v in values]
-    with plot("", 110 + 30 * max(len(found), 1)) as (figure, axes):
+        if reading["indicator"]:
+            found.setdefault(reading["role"], []).append(reading["indicator"])
+    every = [value for values in found.values() for value in values]
+    with plot("", 110 + 22 * max(len(found), 1)) as (figure, axes):
         axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
-        for y, of in enumerate(found.values()):
-            for shift, (series, (colour, marker)) in enumerate(_SERIES.items()):
-                values = of.get(series, [])
-                height = y + 0.22 * (shift - 1) * bool(gains)
-                axes.plot(values, [height] * len(values), ls="", marker=marker, ms=5, mew=0,
-                          color=COLOURS[colour], alpha=0.75)  # fmt: skip
+        for y, values in enumerate(found.values()):
+            axes.plot(values, [y] * len(values), "o", color=COLOURS["ink"], alpha=0.8)
         _roles(axes, list(found))
         axes.set_xlabel("noise indicator")
         log_axis(axes, "x", min([0.5, *every]) / 1.2, max([2.0, *every]) * 1.2)
-        shown = {series for of in found.values() for series in of}
-        handles = [
-            Line2D([], [], ls="", color=COLOURS[colour], marker=marker, label=series)
-            for series, (colour, marker) in _SERIES.items()
-            if series in shown
-        ]
-        legend(figure, handles if gains else ())
         return figure
 
 
