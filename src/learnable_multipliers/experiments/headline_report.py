@@ -74,7 +74,7 @@ def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
             plain = labels["arm"] == PLAIN
             row.append("" if plain else shown(found))
             if index == 0:
-                row.append("" if plain else verdict(found))
+                row.append("" if plain and runs else verdict(found))
         speeds = [record.tokens_per_second for record in runs.values()]
         rows.append((*row, f"{fmean(speeds):,.0f}" if speeds else ""))
     loss = f"loss on {first or 'validation text'}"

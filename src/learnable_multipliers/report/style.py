@@ -79,7 +79,9 @@ def last_drawn(axes: Axes) -> float:
 def note(axes: Axes, x: float, y: float, text: str, **more: Any) -> None:
     """Write a remark into the plot, at a place in parts of the axes."""
     more = {"transform": axes.transAxes, "color": COLOURS["muted"], "style": "italic"} | more
-    axes.text(x, y, text, **more)
+    # Above all curves: what crosses a word leaves it readable.
+    box = {"facecolor": COLOURS["page"], "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+    axes.text(x, y, text, zorder=10, bbox=box, **more)
 
 
 def run_look(index: int) -> tuple[str, str]:
