@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 INTEGRATIONS := $(VENV)/.integrations
 
-.PHONY: venv integrations demo experiments test test-all check format clean
+.PHONY: venv integrations demo experiments test test-all check dist format clean
 
 venv: $(READY)
 
@@ -60,9 +60,19 @@ check: venv integrations
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_readme.py -n $(WORKERS)
 
+# sdist and wheel, and the wheel in an environment that has nothing but what it asks for.
+INSTALLED := build/installed
+dist: venv
+	rm -rf dist $(INSTALLED)
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(INSTALLED)/bin/python -I tests/installed.py
+
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build demo experiments
+	rm -rf $(VENV) build dist demo experiments
