@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 INTEGRATIONS := $(VENV)/.integrations
 
-.PHONY: venv integrations demo experiments test test-all check dist format clean
+.PHONY: venv integrations demo experiments test test-all check dist matrix format clean
 
 venv: $(READY)
 
@@ -69,6 +69,20 @@ dist: venv
 	$(PYTHON) -m venv $(INSTALLED)
 	$(INSTALLED)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	$(INSTALLED)/bin/python -I tests/installed.py
+
+# The tests of the library with another torch or Python: make matrix TORCH=2.9.1 PYTHON=python3.13
+# By hand: torch with CUDA is gigabytes.
+TORCH ?= 2.9.1
+MATRIX := build/torch-$(TORCH)
+LIBRARY_TESTS := $(patsubst %,tests/test_%.py,adamw contract copies diagnosis equilibrium gauge groups \
+	initialize loading multiplier muon packed_multipliers parallel plain_diagnosis plan \
+	public_api reparametrize simulation symmetry weight_norm wrapper)
+matrix:
+	$(PYTHON) -m venv $(MATRIX)
+	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(MATRIX)/constraints.txt
+	$(MATRIX)/bin/pip install --quiet --disable-pip-version-check -c $(MATRIX)/constraints.txt \
+		torch==$(TORCH) -e '.[transformers]' pytest pytest-xdist hypothesis lion-pytorch prodigyopt
+	$(MATRIX)/bin/pytest -n $(WORKERS) $(LIBRARY_TESTS)
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -18,15 +18,14 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
-from learnable_multipliers.equilibrium._prediction import (
-    Expectations,
-    Part,
-    Trained,
-)
+from learnable_multipliers.equilibrium._gains import Gain, Gains
+from learnable_multipliers.equilibrium._prediction import Expectations, Part, Trained
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
 from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
+
+_GAINS = {"row": "rows", "col": "columns"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ class Health:
     readings: tuple[TensorReading, ...]
     """Of every tensor but the rows of embeddings."""
     alarms: tuple[Alarm, ...]
+    gains: tuple[Gain, ...] = ()
+    """What multipliers would learn from, where a monitor with `gains` follows a run without any."""
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers under flat names, for any logger."""
@@ -83,6 +84,9 @@ class Health:
             indicators = (r.indicator for r in self.readings if r.kind == kind)
             if known := [indicator for indicator in indicators if indicator is not None]:
                 found[f"noise/{PLURAL[kind]}"] = statistics.median(known)
+        for part, plural in _GAINS.items():
+            if known := [gain.indicator for gain in self.gains if gain.part == part]:
+                found[f"gains/{plural}"] = statistics.median(known)
         return found
 
     def __str__(self) -> str:
@@ -91,6 +95,9 @@ class Health:
         noise = [f"{p} {numbers[k]:.3g}" for p in PLURAL.values() if (k := f"noise/{p}") in numbers]
         if noise:
             lines.append(f"noise indicator, 1 for pure noise: {', '.join(noise)}")
+        gains = [f"{p} {numbers[k]:.3g}" for p in _GAINS.values() if (k := f"gains/{p}") in numbers]
+        if gains:
+            lines.append(f"the same of multipliers, if there were any: {', '.join(gains)}")
         if self.ranges:
             lines.append(
                 f"multipliers from {numbers['multipliers/smallest']:.3g} to "
@@ -122,6 +129,8 @@ class Monitor:
             before there is an alarm.
         model: What a plain optimizer of torch trains (`lrm.diagnose` says which can be read);
             without multipliers there is no drift to measure.
+        gains: Also follow the gradients that row and column multipliers would have in a run without
+            them: each step reads weights and gradients once more.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Monitor:
         *,
         drift_bound: float = 10.0,
         model: nn.Module | None = None,
+        gains: bool = False,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
@@ -140,6 +150,7 @@ class Monitor:
                 f"{type(optimizer).__name__} trains no multipliers, so nothing drifts along "
                 "symmetries: leave them out"
             )
+        self._gains = self._followed_gains(model) if gains else None
         self._signs: dict[tuple[str, str], Tensor] = {}
         self._starts: dict[tuple[str, str], float] = {}
         self._before = 0
@@ -158,9 +169,24 @@ class Monitor:
             for words, alike in self._alike.items()
         }
         self._skipped_before = self._source.num_skipped
-        self._hook = self._source.optimizer.register_step_post_hook(
-            lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
-        )
+        self._hooks = [
+            self._source.optimizer.register_step_post_hook(
+                lambda opt, args, kwargs: self.follow(float(opt.param_groups[0]["lr"]))
+            )
+        ]
+        if (followed := self._gains) is not None:
+            self._hooks.append(
+                self._source.optimizer.register_step_pre_hook(lambda *_: followed.follow())
+            )
+
+    def _followed_gains(self, model: nn.Module | None) -> Gains:
+        if self._source.ours is not None or model is None:
+            raise ValueError(
+                f"gains are for runs without multipliers: those that "
+                f"{type(self._source.optimizer).__name__} trains are in health().readings"
+            )
+        groups = self._source.optimizer.param_groups
+        return Gains(model, [parameter for group in groups for parameter in group["params"]])
 
     def follow(self, lr: float) -> None:
         """Take note of a step at this learning rate, that of the first parameter group.
@@ -227,7 +253,8 @@ class Monitor:
 
     def close(self) -> None:
         """Stop following."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def health(self) -> Health:
@@ -245,7 +272,8 @@ class Monitor:
             for words, alike in self._alike.items()
         }
         alarms = (*_crossings(ranges), *_drifted(drifts, self._bound))
-        return Health(tuple(ranges), drifts, tuple(readings), alarms)
+        gains = () if self._gains is None else self._gains.read()
+        return Health(tuple(ranges), drifts, tuple(readings), alarms, gains)
 
 
 def _joined(key: tuple[str, str]) -> str:
