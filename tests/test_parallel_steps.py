@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import learnable_multipliers as lrm
 from learnable_multipliers.optim import _batches as batches
+from learnable_multipliers.optim import _sharding
 from learnable_multipliers.optim._exchange import assigned, newton_schulz_cost
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
@@ -454,6 +455,20 @@ def apart():
 
 def test_parameters_without_a_common_mesh_are_refused(ranks):
     ranks.run(apart)
+
+
+def uneven():
+    """Start a run whose ten rows two axes of the mesh cut, as under a torch that mixes them up."""
+    if mesh_of("fsdp x tp") is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sharding, "GATHERS_UNEVEN", False)
+        with pytest.raises(ValueError, match="whose 10 rows .* cut into 4 parts, and would save"):
+            started("fsdp x tp", "adamw")
+
+
+def test_uneven_parts_are_refused_where_torch_gathers_them_wrongly(ranks):
+    ranks.run(uneven)
 
 
 def some_ranks():

@@ -22,6 +22,10 @@ Box = tuple[range, ...]
 Cut = tuple[int, int, int]
 """A dim, the number of parts it is cut into, and which of them is kept."""
 
+GATHERS_UNEVEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+"""Whether torch puts uneven parts of a dim that FSDP2 and tensor parallelism have both cut together
+in their right order; before 2.10 `full_tensor` and checkpoints mix them up."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -137,6 +141,15 @@ def _cuts(parameter: Any) -> list[Cut]:
         # FSDP2 cuts what tensor parallelism has cut already, though its axis of the mesh comes
         # first; torch marks such an axis as strided.
         (strided if hasattr(place, "split_factor") else plain).append(cut)
+    for dim, number, _ in strided:
+        parts = number * math.prod(n for d, n, _ in plain if d == dim)
+        if not GATHERS_UNEVEN and parameter.shape[dim] % parts:
+            raise ValueError(
+                f"torch {torch.__version__} gathers a parameter of shape {tuple(parameter.shape)} "
+                f"wrongly whose {parameter.shape[dim]} rows FSDP2 and tensor parallelism cut into "
+                f"{parts} parts, and would save it so: use torch 2.10 or newer, or sizes that "
+                "divide evenly"
+            )
     return [*plain, *reversed(strided)]
 
 
