@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 INTEGRATIONS := $(VENV)/.integrations
 
-.PHONY: venv integrations demo experiments test test-all check dist matrix format clean
+.PHONY: venv integrations demo experiments docs test test-all check dist matrix format clean
 
 venv: $(READY)
 
@@ -33,6 +33,11 @@ experiments: venv
 	$(BIN)/lrm experiment all --preset cpu
 	$(BIN)/lrm experiment report --preset cpu
 
+# The site; a warning is an error.
+docs: venv
+	$(BIN)/sphinx-build -q -E -W --keep-going docs build/docs
+	@echo "Open build/docs/index.html"
+
 # Tests of Triton kernels run on the CPU, in the interpreter, in a process of their own.
 KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py \
 	gate.py head_loss.py)
@@ -58,6 +63,7 @@ check: venv integrations
 	$(BIN)/codespell
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+	$(MAKE) docs
 	$(BIN)/pytest tests/test_readme.py -n $(WORKERS)
 
 # sdist and wheel, and the wheel in an environment that has nothing but what it asks for.

@@ -34,12 +34,15 @@ class PlanEntry:
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    """Other names of a tied parameter."""
     vector: bool = False
     """Vectors train without weight decay and carry nothing."""
     matrix: Matrix | None = None
     """None for a vector, and for a parameter that is not laid out as matrices."""
     reason: str = ""
+    """Why it carries what it carries, in words."""
     lr_scale: float = 1.0
+    """Learning rate of the raw weight over that of its group."""
     weight_decay: float | None = None
     """None follows the decay given to `param_groups`."""
     train: Train = "all"
@@ -80,7 +83,10 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every parameter of a model is, in the model's order. `print` shows it as a table."""
+    """What every parameter of a model is, in the model's order. `print` shows it as a table.
+
+    `plan[name]` is the entry of a parameter.
+    """
 
     model: str
     """Class of the model it was made for."""
@@ -89,6 +95,7 @@ class Plan:
     folds: tuple[tuple[str, float], ...] = ()
     """The model's own fixed multipliers that `initialize_` takes over, with their values."""
     assumptions: tuple[str, ...] = ()
+    """What a symmetry-aware placement takes for granted about norms, in words."""
     symmetries: tuple[str, ...] = ()
     """What remains of the model's symmetries, in words, for a placement derived from them."""
 

@@ -40,14 +40,22 @@ def plan(
 ) -> Plan:
     """Decide for every parameter of `model` which multipliers it carries.
 
-    Reads names, module types and shapes only, so it works on the meta device. `train` is
-    `"multipliers"` to learn nothing else: raw weights, vectors and the rest stay as they are.
-    `scale` and `init` are those of multipliers whose rule does not say: linear or log, starting at
-    1 or at the model's own fixed forward multipliers, which `fold` takes over. With `derive`, the
-    symmetry-aware placement is computed from the model's own symmetries instead (the conventions
-    are in `symmetry/_derived_placement.py`), by running a copy of it on `inputs`: the arguments of
-    the forward pass, random tokens by default. `proxy` is that of `find_symmetries`. The symmetries
-    that remain are listed with the plan.
+    Reads names, module types and shapes only, so it works on the meta device.
+
+    Args:
+        placement: `"full"` puts row and column multipliers on every matrix but the head,
+            `"symmetry-aware"` leaves out the redundant ones, `"scalar"` is one number per matrix,
+            `"none"` no multipliers.
+        rules: Exceptions; the first that matches a matrix decides.
+        train: `"multipliers"` learns nothing else: raw weights and vectors stay as they are.
+        scale: Of multipliers whose rule does not say: the number itself, or its logarithm.
+        init: They start at 1, or with `"fold"` at the model's own fixed forward multipliers, which
+            become 1 (`lrm.initialize_`).
+        derive: Compute the symmetry-aware placement from the symmetries of the model itself, by
+            running a copy of it; those that remain are listed with the plan. The conventions are in
+            `symmetry/_derived_placement.py`.
+        inputs: For `derive`, the arguments of the forward pass; random tokens by default.
+        proxy: For `derive`, as in `lrm.find_symmetries`.
     """
     if placement not in PLACEMENTS:
         choices = ", ".join(repr(known) for known in PLACEMENTS)

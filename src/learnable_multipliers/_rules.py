@@ -50,9 +50,11 @@ class Rule:
     """What an initial number leaves as it is: the function (the raw weight is divided by it),
     or the raw weight (the effective weight is multiplied by it, on purpose)."""
     lr_scale: float | None = None
+    """Learning rate of the raw weight over the group's; multipliers do not follow it."""
     weight_decay: float | None = None
+    """Of the raw weight; None is the optimizer's."""
     train: Train | None = None
-    """What of it is trained; None follows `lrm.plan`."""
+    """`all`, or the `multipliers` alone; None follows `lrm.plan`."""
     optional: bool = False
     """Let the rule match nothing."""
 

@@ -37,9 +37,13 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Readings of every tensor of an optimizer; `print` shows a table, layers on one line."""
+    """Readings of every tensor of an optimizer; `print` shows a table, layers on one line.
+
+    `diagnosis[name]` is the reading of a weight, `diagnosis[name, "row"]` that of its multipliers.
+    """
 
     readings: tuple[TensorReading, ...]
+    """With `name`, `part`, `role`, rms `measured` and `predicted`, `indicator` and `verdict`."""
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
     assumptions: tuple[str, ...] = ()

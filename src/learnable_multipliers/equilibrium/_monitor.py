@@ -59,11 +59,13 @@ class Health:
     """Measurements of a run at one step."""
 
     ranges: tuple[Range, ...]
+    """Of the multipliers of each matrix: `name`, `part`, `smallest`, `largest`, `num_crossed`."""
     drifts: dict[str, tuple[Drift, ...]]
     """By symmetry in words, for each place it comes back in; since the start of the run."""
     readings: tuple[TensorReading, ...]
     """Of every tensor but the rows of embeddings."""
     alarms: tuple[Alarm, ...]
+    """What needs attention; `print` shows the text."""
     gains: tuple[Gain, ...] = ()
     """What multipliers would learn from, where a monitor with `gains` follows a run without any."""
 
@@ -111,7 +113,7 @@ class Health:
 
 
 class Monitor:
-    """Follows a run from its first step: make it before that, and ask for `health` now and then.
+    """Follows a run: make it before the first step, and ask for `health` now and then::
 
         monitor = lrm.Monitor(opt, lrm.find_symmetries(model, plan, inputs))
         ...

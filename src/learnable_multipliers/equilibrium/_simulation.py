@@ -69,6 +69,9 @@ def simulate_brownian(
 ) -> Trajectory:
     """Run an optimizer on N(0,1) gradients: w <- (1 - lr wd) w - lr u, a step per learning rate.
 
+    The result has `lrs` and `rms` of each step, the last `weight` and its `row_rms`, and
+    `late_rms(steps)`, the rms over the last steps together.
+
     Args:
         lrs: The rates of the run in order: any schedule, as a list or a generator.
         shape: Of the weight; its sampling error is 1/sqrt(2 numbers). Muon needs two sides, and

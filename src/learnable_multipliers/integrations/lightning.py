@@ -1,4 +1,4 @@
-"""PyTorch Lightning: clip by the raw norm, and log the health of the multipliers.
+"""PyTorch Lightning: clip by the raw norm, and log the health of the multipliers::
 
     class Model(MultiplierClipping, LightningModule):
         def configure_optimizers(self):
@@ -25,6 +25,8 @@ try:
     from lightning.pytorch.utilities import rank_zero_warn
 except ImportError as error:
     raise missing("lightning") from error
+
+__all__ = ["MultiplierCallback", "MultiplierClipping"]
 
 
 class MultiplierClipping:

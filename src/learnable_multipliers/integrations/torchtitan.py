@@ -1,4 +1,4 @@
-"""torchtitan: an optimizers container with multipliers, and health in its metrics.
+"""torchtitan: an optimizers container with multipliers, and health in its metrics::
 
     def llama3_8b_multipliers():
         return with_multipliers(llama3_8b(), weight_decay=0.1)
@@ -28,6 +28,8 @@ try:
     from torchtitan.trainer import Trainer
 except ImportError as error:
     raise missing("torchtitan") from error
+
+__all__ = ["MetricsProcessor", "OptimizersContainer", "with_multipliers"]
 
 _MONITOR = "lrm_monitor"
 """Where the optimizer's part of a checkpoint holds the monitor."""

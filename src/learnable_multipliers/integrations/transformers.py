@@ -1,13 +1,18 @@
-"""Hugging Face Trainer, and what is built on it: TRL's trainers and axolotl.
+"""Hugging Face Trainer, and what is built on it: TRL's trainers and axolotl::
 
-trainer = Trainer(
-    model=model,
-    args=args,  # with max_grad_norm=0: the optimizer clips
-    train_dataset=dataset,
-    optimizer_cls_and_kwargs=(OptimizerFactory, {"training_args": args, "max_grad_norm": 1.0}),
-)
-MultiplierCallback().attach(trainer)
-trainer.train()
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        optimizer_cls_and_kwargs=(
+            OptimizerFactory,
+            {"training_args": args, "max_grad_norm": 1.0},
+        ),
+    )
+    MultiplierCallback().attach(trainer)
+    trainer.train()
+
+Here `args` has `max_grad_norm=0`: the optimizer clips, not Trainer.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ try:
     from transformers.utils import logging
 except ImportError as error:
     raise missing("transformers") from error
+
+__all__ = ["MultiplierCallback", "OptimizerFactory"]
 
 _logger = logging.get_logger(__name__)
 _OURS: dict[str, type[MultiplierOptimizer]] = {"adamw": AdamW, "muon": Muon}

@@ -85,15 +85,15 @@ class Coordinates:
     multiplier: float
     """s."""
     input: float
-    """|x|."""
+    """`|x|`."""
     weight: float
-    """|W|, of the raw weight where a multiplier is learned."""
+    """`|W|`, of the raw weight where a multiplier is learned."""
     update: float
-    """|dW| of one step."""
+    """`|dW|` of one step."""
     output: float
-    """|y|."""
+    """`|y|`."""
     relative_update: float
-    """|dy| / |y|."""
+    """`|dy| / |y|`."""
     alignment: float
     update_alignment: float
     relaxations: float
@@ -308,7 +308,7 @@ class Comparison:
 
 
 def fit_exponent(widths: Sequence[float], values: Sequence[float]) -> Exponent:
-    """Fit values ~ width^exponent."""
+    """Fit values ~ width^exponent: `value` and its standard `error`."""
     x, y = ([math.log(number) for number in numbers] for numbers in (widths, values))
     slope, intercept = statistics.linear_regression(x, y)
     residual = sum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
@@ -341,7 +341,10 @@ def exponents(runs: Sequence[Run]) -> dict[str, dict[str, Exponent]]:
 
 
 def compare(runs: Sequence[Run], recipe: Recipe) -> list[Comparison]:
-    """Return every quantity of every layer beside what a recipe expects."""
+    """Return every quantity of every layer beside what a recipe expects.
+
+    Each has `label`, `quantity`, `expected`, `measured`, and `differs(tolerance)`.
+    """
     expected = recipe.expected
     return [
         Comparison(label, name, expected[name], fits[name])

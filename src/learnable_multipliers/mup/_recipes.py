@@ -31,17 +31,17 @@ class Recipe:
 
     @property
     def weight(self) -> float:
-        """Power of |W|: eq. 1, |W| ~ sqrt(lr / wd)."""
+        """Power of `|W|`: eq. 1, `|W| ~ sqrt(lr / wd)`."""
         return (self.lr - self.weight_decay) / 2
 
     @property
     def output(self) -> float:
-        """Power of |y| ~ s d |W| |x|."""
+        """Power of `|y| ~ s d |W| |x|`."""
         return self.multiplier + 1 + self.weight
 
     @property
     def relative_update(self) -> float:
-        """Power of |dy| / |y| ~ |dW| / |W| ~ sqrt(lr wd), where |dW| goes by the learning rate."""
+        """Power of `|dy| / |y| ~ |dW| / |W| ~ sqrt(lr wd)`; `|dW|` goes by the learning rate."""
         return self.lr - self.weight
 
     @property

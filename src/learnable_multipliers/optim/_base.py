@@ -168,7 +168,10 @@ class MultiplierOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; gradients that are not finite leave everything as it is."""
+        """Take one step; gradients that are not finite leave everything as it is.
+
+        The norm that was clipped is `grad_norm` afterwards.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

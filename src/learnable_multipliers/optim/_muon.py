@@ -51,6 +51,14 @@ class Muon(MultiplierOptimizer):
     Ranks that hold parts or copies of the matrices share the work: each matrix is orthogonalized
     on one of them. Sharded parameters tell which ranks these are; under DistributedDataParallel,
     `process_group` does.
+
+    Args:
+        lr: Of hidden matrices; it and the other settings that `lrm.AdamW` has are as there.
+        adjust_lr: `"match_rms_adamw"` gives updates the rms of AdamW's, so that its learning rates
+            carry over; `"original"` is the first Muon's factor, sqrt(max(1, out / in)).
+        coefficients: Of the Newton-Schulz iteration.
+        split: What of a matrix is orthogonalized by itself.
+        adamw_lr_scale: Learning rate of what AdamW trains, over `lr`.
     """
 
     _layout: list[tuple[str, int, str]] | None = None

@@ -46,6 +46,11 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops
     use this object in its place. It must be fresh: wrap it before its first step.
+
+    Args:
+        optimizer: One of torch on parameters of `model`.
+        multiplier_betas: Of the multipliers' AdamW, as `multiplier_eps`. The other settings are
+            those of `lrm.AdamW`.
     """
 
     _settings = (*MultiplierOptimizer._settings, "inner", "_adamw", "_last", "_only_shown")

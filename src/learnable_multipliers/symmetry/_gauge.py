@@ -62,10 +62,12 @@ def drift(
     *,
     since: Sequence[Tensor] | None = None,
 ) -> tuple[Drift, ...]:
-    """Return how far scales have drifted along each symmetry, from 1 or since some `positions`.
+    """Return how far scales have drifted along each symmetry: `rms` and `largest`, in log units.
 
-    Norm weights and multipliers that take over a model's own factors do not start at 1: what a run
-    has moved is the difference from its start.
+    Args:
+        since: Positions to count from, of `lrm.symmetry_positions`; scales of 1 by default. Norm
+            weights and multipliers that take over a model's own factors do not start at 1: what a
+            run has moved is the difference from its start.
     """
     orbits = Orbits(unwrap(opt), symmetries)
     now = orbits.positions()
