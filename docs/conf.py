@@ -53,7 +53,9 @@ def read_docstring(
 
     def link(match: re.Match[str]) -> str:
         public = match[1] in lrm.__all__
-        return f":py:obj:`lrm.{match[1]} <learnable_multipliers.{match[1]}>`" if public else match[0]
+        return (
+            f":py:obj:`lrm.{match[1]} <learnable_multipliers.{match[1]}>`" if public else match[0]
+        )
 
     lines[:] = [re.sub(r"`lrm\.(\w+)`", link, line) for line in lines]
     if what not in ("attribute", "property"):

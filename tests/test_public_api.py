@@ -1,12 +1,17 @@
 """What `import learnable_multipliers as lrm` offers, name by name."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import learnable_multipliers as lrm
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_public_names_are_these():
@@ -48,6 +53,27 @@ def test_public_names_are_these():
         "unwrap",
     ]
     assert all(hasattr(lrm, name) for name in lrm.__all__)
+
+
+def test_the_api_page_has_the_public_names_and_no_others():
+    public = {f"learnable_multipliers.{name}" for name in lrm.__all__}
+    public |= {f"learnable_multipliers.mup.{name}" for name in lrm.mup.__all__}
+    for path in (ROOT / "src/learnable_multipliers/integrations").glob("[!_]*.py"):
+        # Read, not imported: frameworks need not be there.
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                module = f"learnable_multipliers.integrations.{path.stem}"
+                public |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    shown, module = [], ""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for directive, name in re.findall(r"^\.\. ([\w:]+):: (\S+)$", page, re.M):
+        if directive == "currentmodule":
+            module = f"{name}."
+        elif directive == "module":
+            shown.append(name)
+        elif directive in ("autoclass", "autofunction", "py:data"):
+            shown.append(name if name.startswith("learnable_multipliers.") else module + name)
+    assert sorted(shown) == sorted(public)
 
 
 def test_import_needs_torch_alone():

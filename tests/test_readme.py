@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,15 @@ ROOT = Path(__file__).parent.parent
 
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Its Python needs what its commands make: run together below.
+START = ROOT / "docs" / "start.md"
 
 
 # Lightning uses what torch is about to remove.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path != START], ids=lambda path: path.name
+)
 def test_code_in_documents_runs(document, tmp_path, monkeypatch):
     text = document.read_text()
     monkeypatch.chdir(tmp_path)
@@ -58,6 +63,30 @@ def test_readme_commands_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "tiny" / "model.safetensors").is_file()
     assert "<svg" in (tmp_path / "runs" / "tiny.html").read_text()
     assert "808,816 numbers beside 521,411,104 parameters" in capsys.readouterr().out
+
+
+def test_start_page_leads_to_an_evaluated_and_exported_model(tmp_path, monkeypatch, capsys):
+    install, *blocks = re.findall(r"^```(python|sh)\n(.*?)^```", START.read_text(), re.M | re.S)
+    assert "pip install" in install[1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LRM_CACHE", str(tmp_path / "cache"))
+    namespace = {}
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, START.name, "exec"), namespace)
+        elif block.startswith("lrm "):
+            for line in block.splitlines():
+                _, *arguments = shlex.split(line)
+                main([*arguments, *(SHORT.split() if arguments[0] == "train" else ())])
+        else:
+            subprocess.run(["sh", "-euc", block], check=True)
+    written = capsys.readouterr().out
+    assert "tiny, step 3: trapped are" in written
+    assert re.search(r"^sciq +cloze +2 ", written, re.M)
+    assert "<svg" in (tmp_path / "runs" / "tiny.html").read_text()
+    prompt = namespace["prompt"]["input_ids"]
+    assert namespace["tokens"][:, : prompt.shape[1]].equal(prompt)
+    assert namespace["tokens"].shape[1] > prompt.shape[1]
 
 
 def test_files_the_documents_name_exist():
