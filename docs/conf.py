@@ -18,6 +18,7 @@ html_css_files = ["site.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 default_role = "code"
+smartquotes = False
 
 autodoc_member_order = "bysource"
 # The adapters of these are read without them.
@@ -38,26 +39,19 @@ PAGES = {"../results/README.md": "claims.md"}
 
 def link_pages(app: Sphinx, name: str, source: list[str]) -> None:
     """Let links that leave this folder lead to pages of the site."""
-    if name not in {page.removesuffix(".md") for page in PAGES.values()}:
-        for path, page in PAGES.items():
-            source[0] = source[0].replace(f"]({path}", f"]({page}")
+    for path, page in PAGES.items():
+        source[0] = source[0].replace(f"]({path}", f"]({page}")
 
 
 def read_docstring(
     app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]
 ) -> None:
-    """Link public names of a docstring and read its `Args:`.
+    """Link the public names in a docstring and read its `Args:`.
 
     Those of attributes have none, and napoleon would take what is before a colon for their type.
     """
-
-    def link(match: re.Match[str]) -> str:
-        public = match[1] in lrm.__all__
-        return (
-            f":py:obj:`lrm.{match[1]} <learnable_multipliers.{match[1]}>`" if public else match[0]
-        )
-
-    lines[:] = [re.sub(r"`lrm\.(\w+)`", link, line) for line in lines]
+    names, link = "|".join(lrm.__all__), r":py:obj:`lrm.\1 <learnable_multipliers.\1>`"
+    lines[:] = [re.sub(rf"`lrm\.({names})`", link, line) for line in lines]
     if what not in ("attribute", "property"):
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, found).lines()
 
