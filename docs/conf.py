@@ -19,6 +19,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 default_role = "code"
 smartquotes = False
+# Blocks without a language are output or commands.
+highlight_language = "none"
 
 autodoc_member_order = "bysource"
 # The adapters of these are read without them.
