@@ -64,7 +64,7 @@ def test_a_checkpoint_and_an_export_have_the_scores_of_the_run(ask, copied, sets
     for source, out in places.items():
         assert ask("evaluate", source, *shared, "--out", out)[0] == 0
     expected = metrics(Path("a"))
-    assert len(expected) == 7
+    assert len(expected) == 8
     assert metrics(Path("b")) == expected
     for key, value in metrics(Path("c")).items():
         assert value == pytest.approx(expected[key], abs=1e-5), key
@@ -145,7 +145,7 @@ def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
         ("run --eval-data nowhere", 1, "nowhere is no folder"),
         ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
-        ("run --eval-data sets --limit -1", 2, "--limit and --max-length are at least 0"),
+        ("run --eval-data sets --limit -1", 2, "--num-fewshot are at least 0, --last and"),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
         ("run --requests a --eval-data sets", 2, "--requests are complete"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),

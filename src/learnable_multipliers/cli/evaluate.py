@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +16,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from learnable_multipliers.cli.arguments import command, usage_error
-from learnable_multipliers.evaluate import models, requests, results, scoring
-from learnable_multipliers.evaluate.items import evenly
+from learnable_multipliers.evaluate import evaluation, models, requests, results, scoring
+from learnable_multipliers.evaluate.evaluation import Evaluation
 from learnable_multipliers.evaluate.results import Estimate, Result
 from learnable_multipliers.evaluate.tasks import TASKS, named
 from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.trainer.device import choose_device
 
-_METRICS = ("accuracy", "normalized", "bits per byte")
+_METRICS = ("accuracy", "by group", "normalized", "flexible", "bits per byte")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,15 @@ class EvaluateConfig:
     eval_data: Path | None = None
     """Folder of the evaluation sets, one folder for each; nothing is downloaded."""
     tasks: tuple[str, ...] = ()
-    """Names of tasks (default: all): hellaswag, arc_challenge, arc_easy, mmlu, mmlu_pro, sciq,
-    piqa, openbookqa, winogrande, blimp, lambada."""
+    """Names of tasks. By log-likelihood: hellaswag, arc_challenge, arc_easy, mmlu_cloze,
+    mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada (together: quick, the
+    default), and mmlu. Answered in writing: mmlu_pro, bbh, gsm8k, math500. Also: paper, for the
+    seven of the paper, and all."""
+    num_fewshot: int | None = None
+    """Examples in each prompt (default: mmlu and mmlu_pro 5, bbh 3, gsm8k 5, math500 4, others
+    0)."""
+    max_new_tokens: int = 0
+    """Most tokens of an answer in writing; 0 is each task's own number."""
     limit: int = 0
     """Items of each task, taken evenly from all over its file; 0 is all."""
     against: Path | None = None
@@ -56,21 +63,22 @@ class EvaluateConfig:
     max_length: int = 0
     """Tokens read at once, context and answer; 0 is what the model was made for."""
     batch_tokens: int = scoring.BATCH_TOKENS
-    """Most tokens in a batch."""
+    """Most tokens in a batch; more write faster on a GPU, as far as its memory goes."""
 
 
 @command(EvaluateConfig)
 def evaluate(config: EvaluateConfig) -> None:
     """Score a model on benchmarks in local files: accuracy, bits per byte, standard errors.
 
-    Prompts are lm-eval's, in cloze form and without examples. Results are written with the score of
-    each item, so that two models can be compared item by item.
+    Prompts are lm-eval's. Results are written with the score of each item, so that two models can
+    be compared item by item; answers in writing are written down too.
     """
     _check(config)
     if config.requests_only is not None:
         built = _build(config, config.model)
         requests.write_requests(config.requests_only, built)
-        print(f"{config.requests_only}: {len(built.requests):,} requests")
+        count = len(built.requests) + len(built.prompts)
+        print(f"{config.requests_only}: {count:,} requests")
         return
     first = _results_of(config, config.model)
     _print(first)
@@ -81,15 +89,17 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def _check(config: EvaluateConfig) -> None:
     named(config.tasks)
-    if min(config.limit, config.max_length) < 0 or min(config.last, config.batch_tokens) < 1:
+    least = min(config.limit, config.max_length, config.max_new_tokens, config.num_fewshot or 0)
+    if least < 0 or min(config.last, config.batch_tokens) < 1:
         usage_error(
-            "lrm evaluate: --limit and --max-length are at least 0, --last and --batch-tokens at "
-            "least 1"
+            "lrm evaluate: --limit, --max-length, --max-new-tokens and --num-fewshot are at least "
+            "0, --last and --batch-tokens at least 1"
         )
-    if config.requests is not None and (config.eval_data or config.limit or config.requests_only):
+    built = config.eval_data or config.limit or config.requests_only or config.max_new_tokens
+    if config.requests is not None and (built or config.num_fewshot is not None):
         usage_error(
-            "lrm evaluate: --requests are complete: --eval-data, --limit and --requests-only do "
-            "not go with them"
+            "lrm evaluate: --requests are complete: --eval-data, --limit, --num-fewshot, "
+            "--max-new-tokens and --requests-only do not go with them"
         )
 
 
@@ -98,37 +108,57 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
     earlier = results.read_results(source)
     if earlier:
         named(tuple(earlier))
-        wanted = [name for name in config.tasks if name not in earlier]
+        names = [task.name for task in named(config.tasks or tuple(earlier))]
+        wanted = [name for name in names if name not in earlier]
         if wanted:
             raise ValueError(f"{source} holds no results of {', '.join(wanted)}")
-        return {name: earlier[name] for name in config.tasks or earlier}
+        return {name: earlier[name] for name in names}
     asked = _build(config, source) if config.requests is None else _read(config)
-    by_step: list[dict[str, Result]] = []
+    found: list[Evaluation] = []
     steps: list[int] = []
     device = choose_device(RuntimeConfig(device=config.device)).device
     for loaded in models.load_models(source, last=config.last, device=device, dtype=config.dtype):
         for note in loaded.notes:
             print(f"lrm evaluate: {note}", file=sys.stderr)
         steps += [] if loaded.step is None else [loaded.step]
-        by_step.append(_score(config, asked, loaded, source, str(device)))
-    found = {name: results.averaged([by[name] for by in by_step]) for name in asked.items}
-    folder = config.out or models.results_folder(source, steps, config.limit)
-    for result in found.values():
+        found.append(_score(config, asked, loaded, source, str(device)))
+    folder = config.out or models.results_folder(
+        source,
+        steps,
+        shots=config.num_fewshot,
+        tokens=config.max_new_tokens or None,
+        limit=config.limit or None,
+    )
+    averages = {
+        name: results.averaged([each.results[name] for each in found]) for name in asked.items
+    }
+    for name, result in averages.items():
         results.write_result(folder, result)
+        if name in found[0].answers:
+            answers = [answer for each in found for answer in each.answers[name]]
+            results.write_answers(folder, name, answers)
     print(f"Results: {folder}", file=sys.stderr)
-    return found
+    return averages
 
 
 def _build(config: EvaluateConfig, source: Path) -> requests.RequestSet:
     if config.eval_data is None:
         usage_error("lrm evaluate: name the folder of the evaluation sets: --eval-data DIR")
     encoder, tokenizer = models.load_encoder(source)
-    read = {}
-    for task in named(config.tasks or tuple(TASKS)):
-        items = task.items(config.eval_data)
-        read[task.name] = evenly(items, config.limit) if config.limit else items
+    chosen = named(config.tasks or ("quick",))
+    read = {
+        task.name: task.items(
+            config.eval_data,
+            shots=config.num_fewshot,
+            limit=config.limit,
+            max_new_tokens=config.max_new_tokens,
+        )
+        for task in chosen
+    }
+    asked = config.num_fewshot
+    shots = {task.name: task.shots if asked is None else asked for task in chosen}
     with Console(stderr=True).status("encoding"):
-        return requests.build_set(read, encoder, tokenizer)
+        return requests.build_set(read, encoder, tokenizer, shots)
 
 
 def _read(config: EvaluateConfig) -> requests.RequestSet:
@@ -136,11 +166,16 @@ def _read(config: EvaluateConfig) -> requests.RequestSet:
     assert config.requests is not None
     found = requests.read_requests(config.requests)
     named(tuple(found.items))
-    missing = [name for name in config.tasks if name not in found.items]
+    names = [task.name for task in named(config.tasks or tuple(found.items))]
+    missing = [name for name in names if name not in found.items]
     if missing:
         raise ValueError(f"{config.requests} holds no requests of {', '.join(missing)}")
-    kept = {name: found.items[name] for name in config.tasks or found.items}
-    return replace(found, items=kept, requests=tuple(r for r in found.requests if r.task in kept))
+    return replace(
+        found,
+        items={name: found.items[name] for name in names},
+        requests=tuple(r for r in found.requests if r.task in names),
+        prompts=tuple(p for p in found.prompts if p.task in names),
+    )
 
 
 def _score(
@@ -149,43 +184,27 @@ def _score(
     loaded: models.Loaded,
     source: Path,
     device: str,
-) -> dict[str, Result]:
-    """Return the results of one model, by task."""
-    if None not in (asked.tokenizer, loaded.tokenizer) and asked.tokenizer != loaded.tokenizer:
-        raise ValueError(
-            f"{source} was trained with another tokenizer than made the requests: build them from "
-            "this model"
-        )
-    scoring.check_ids(asked.requests, loaded.vocab_size)
+) -> Evaluation:
+    """Return the results of one model."""
+    evaluation.check(asked, loaded, str(source))
     longest = config.max_length or loaded.max_length
-    cut = scoring.num_truncated(asked.requests, longest)
+    cut = evaluation.num_truncated(asked, longest)
     if cut:
         print(
-            f"lrm evaluate: {cut:,} of {len(asked.requests):,} requests are longer than the "
-            f"{longest:,} tokens that the model reads: they lose their first tokens",
+            f"lrm evaluate: {cut:,} of {len(asked.requests) + len(asked.prompts):,} requests are "
+            f"longer than the {longest:,} tokens that the model reads: they lose their first "
+            "tokens",
             file=sys.stderr,
         )
-    found = {}
-    for name, items in asked.items.items():
-        chosen = [request for request in asked.requests if request.task == name]
-        with _progress(name, len(chosen)) as advance:
-            scores = scoring.score(
-                loaded.model,
-                chosen,
-                device=device,
-                max_length=longest,
-                batch_tokens=config.batch_tokens,
-                progress=advance,
-            )
-        found[name] = results.summarize(
-            chosen,
-            scores,
-            items=items,
-            normalized=TASKS[name].normalized,
-            model=str(source),
-            steps=() if loaded.step is None else (loaded.step,),
-        )
-    return found
+    return evaluation.evaluate(
+        loaded,
+        asked,
+        source=str(source),
+        device=device,
+        max_length=longest,
+        batch_tokens=config.batch_tokens,
+        progress=_progress,
+    )
 
 
 @contextmanager
@@ -203,13 +222,20 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 def _print(found: dict[str, Result]) -> None:
     first = next(iter(found.values()))
     steps = f", steps {', '.join(f'{step:,}' for step in first.steps)}" if first.steps else ""
-    table = _table("task", "form", "items", *_METRICS, "chance")
+    shown = _shown(found[name].metrics for name in found)
+    table = _table("task", "form", "shots", "items", *shown, "chance")
     for name, result in found.items():
-        cells = [_cell(result.metrics.get(metric)) for metric in _METRICS]
+        cells = [_cell(result.metrics.get(metric)) for metric in shown]
         chance = "-" if result.chance is None else f"{result.chance:.3f}"
-        table.add_row(name, TASKS[name].form, f"{len(result.bytes):,}", *cells, chance)
+        counts = f"{result.shots}", f"{len(result.accuracy):,}"
+        table.add_row(name, TASKS[name].form, *counts, *cells, chance)
     _show(f"{first.model}{steps}", table)
     notes = [f"{name}: {TASKS[name].note}" for name in found if TASKS[name].note]
+    if len(first.steps) > 1:
+        notes.append(
+            "+- is the standard error over items of each item's mean over the checkpoints; what "
+            "another run would change is not in it"
+        )
     if notes:
         print("\n" + "\n".join(notes))
 
@@ -218,13 +244,20 @@ def _print_difference(first: dict[str, Result], second: dict[str, Result]) -> No
     shared = [name for name in first if name in second]
     if not shared:
         raise ValueError("the two models have no task in common")
-    table = _table("task", "items", *_METRICS)
-    for name in shared:
-        found = results.difference(first[name], second[name])
-        cells = [_cell(found.get(metric), "+") for metric in _METRICS]
-        table.add_row(name, f"{len(first[name].bytes):,}", *cells)
+    found = {name: results.difference(first[name], second[name]) for name in shared}
+    shown = _shown(found.values())
+    table = _table("task", "items", *shown)
+    for name, metrics in found.items():
+        cells = [_cell(metrics.get(metric), "+") for metric in shown]
+        table.add_row(name, f"{len(first[name].accuracy):,}", *cells)
     one, two = first[shared[0]].model, second[shared[0]].model
     _show(f"{one} minus {two}, paired by item", table)
+
+
+def _shown(found: Iterable[dict[str, Estimate]]) -> list[str]:
+    """Return the metrics that any of the tasks has."""
+    names = {name for metrics in found for name in metrics}
+    return [name for name in _METRICS if name in names]
 
 
 def _table(*columns: str) -> Table:

@@ -1,17 +1,20 @@
-"""Items of a benchmark: a question with the texts that a model is to choose from."""
+"""Items of a benchmark: a question with the texts that a model is to choose from, or an open one.
+
+Examples that stand in front of a question (few-shot) are items too, written out with their answers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 Fields = Mapping[str, Any]
 Kind = TypeVar("Kind")
-_WORDS: dict[type, str] = {str: "a text", int: "a whole number", list: "a list of texts"}
+_WORDS: dict[type, str] = {str: "a text", int: "a whole number", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,88 @@ class Item:
     """Index of the right choice."""
     group: str = ""
     """Subject or paradigm, where a task has several."""
+    preamble: str = ""
+    """What stands before the first example, or before the question if there is none."""
+
+    @property
+    def question(self) -> str:
+        """What is asked, without what stands before it."""
+        return self.choices[self.right].context
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as it stands among examples."""
+        return self.question + self.choices[self.right].continuation
+
+    def behind(self, text: str) -> Item:
+        """Return the item with a text before each context."""
+        choices = (replace(choice, context=text + choice.context) for choice in self.choices)
+        return replace(self, choices=tuple(choices))
 
 
-def cloze(context: str, answers: Sequence[str], right: int, group: str = "") -> Item:
+@dataclass(frozen=True)
+class OpenItem:
+    """One question that a model answers in writing."""
+
+    prompt: str
+    solution: str
+    """What follows the prompt where this is an example, with the space before it."""
+    answer: str
+    """The right answer alone."""
+    group: str = ""
+    preamble: str = ""
+    num_choices: int = 0
+    """Answers named in the prompt; 0 if it names none."""
+    stops: tuple[str, ...] = ()
+    """Texts before which what the model writes ends."""
+    max_new_tokens: int = 0
+
+    @property
+    def question(self) -> str:
+        """What is asked, without what stands before it."""
+        return self.prompt
+
+    @property
+    def solved(self) -> str:
+        """The question with its solution, as it stands among examples."""
+        return self.prompt + self.solution
+
+    def behind(self, text: str) -> OpenItem:
+        """Return the item with a text before its prompt."""
+        return replace(self, prompt=text + self.prompt)
+
+
+AnyItem = TypeVar("AnyItem", Item, OpenItem)
+
+
+def cloze(
+    context: str, answers: Sequence[str], right: int, group: str = "", preamble: str = ""
+) -> Item:
     """Return an item whose answers follow one context, after a space."""
     choices = (Choice(context, f" {answer}", len(answer)) for answer in answers)
-    return Item(tuple(choices), right, group)
+    return Item(tuple(choices), right, group, preamble)
+
+
+def with_examples(
+    items: Sequence[AnyItem], examples: Sequence[AnyItem], count: int
+) -> list[AnyItem]:
+    """Return the items behind their preambles and the first `count` examples of their groups."""
+    by_group: dict[str, list[AnyItem]] = {}
+    for example in examples:
+        by_group.setdefault(example.group, []).append(example)
+    found = []
+    for item in items:
+        shown = by_group.get(item.group, [])[:count]
+        about = f" about {item.group}" if item.group else ""
+        if len(shown) < count:
+            raise ValueError(f"there are {len(shown)} examples{about}, and {count} were asked for")
+        if any(example.question == item.question for example in shown):
+            raise ValueError(
+                f"one of the examples{about} is also asked ({item.question[:40]!r}): examples must "
+                "be other items"
+            )
+        found.append(item.behind(item.preamble + "".join(f"{e.solved}\n\n" for e in shown)))
+    return found
 
 
 def evenly(items: Sequence[Kind], most: int) -> list[Kind]:
@@ -49,19 +128,24 @@ def evenly(items: Sequence[Kind], most: int) -> list[Kind]:
     return [items[place * len(items) // count] for place in range(count)]
 
 
-def checksum(items: Sequence[Item]) -> str:
+def checksum(items: Sequence[Item] | Sequence[OpenItem]) -> str:
     """Return a hash of the texts: two results are paired only if they are about the same."""
     digest = hashlib.sha256()
     for item in items:
-        texts = [[choice.context, choice.continuation] for choice in item.choices]
-        digest.update(json.dumps([texts, item.right, item.group]).encode())
+        if isinstance(item, OpenItem):
+            about: list[object] = [item.prompt, item.answer, item.group]
+            about += [item.stops, item.max_new_tokens]
+        else:
+            texts = [[choice.context, choice.continuation] for choice in item.choices]
+            about = [texts, item.right, item.group]
+        digest.update(json.dumps(about).encode())
     return digest.hexdigest()[:16]
 
 
 # -- files -------------------------------------------------------------------------------------
 
 
-def read_items(path: Path, parse: Callable[[Fields], Item]) -> list[Item]:
+def read_items(path: Path, parse: Callable[[Fields], AnyItem]) -> list[AnyItem]:
     """Return the items in a file of JSON lines; errors name file and line."""
     items = []
     for number, line in _lines(path):
@@ -99,8 +183,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from error
 
 
-def field(fields: Fields, name: str, kind: type[Kind]) -> Kind:
-    """Return a field of a line; a ValueError says what is wrong with it."""
+def field(fields: Fields, name: str, kind: type[Kind], of: type = str) -> Kind:
+    """Return a field of a line, a list one of texts; a ValueError says what is wrong with it."""
     if name not in fields:
         near = ", ".join(sorted(map(str, fields))) or "nothing"
         raise ValueError(f"no field {name!r} (there is {near})")
@@ -108,14 +192,19 @@ def field(fields: Fields, name: str, kind: type[Kind]) -> Kind:
     # Not isinstance: a bool is an int.
     fits = type(value) is kind
     if kind is list:
-        fits = fits and all(isinstance(text, str) for text in value)
+        fits = fits and all(type(each) is of for each in value)
     if not fits:
-        raise ValueError(f"{name} is {repr(value)[:40]}, not {_WORDS[kind]}")
+        wanted = _WORDS.get(kind) or f"a list of {'texts' if of is str else 'objects'}"
+        raise ValueError(f"{name} is {repr(value)[:40]}, not {wanted}")
     return value
 
 
-def checked(item: Item) -> Item:
+def checked(item: AnyItem) -> AnyItem:
     """Raise a ValueError for an item that cannot be scored."""
+    if isinstance(item, OpenItem):
+        if not item.prompt.strip() or not item.answer.strip():
+            raise ValueError("the question or its answer is empty")
+        return item
     if not 0 <= item.right < len(item.choices):
         raise ValueError(
             f"the right answer is choice {item.right}, counted from 0, of {len(item.choices)}"

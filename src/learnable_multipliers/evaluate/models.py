@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from learnable_multipliers.evaluate.generation import Reader, Rereader
+from learnable_multipliers.evaluate.pieces import pieces_of
 from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
@@ -28,6 +32,8 @@ class Loaded:
     """A model ready to be scored."""
 
     model: Model
+    reader: Callable[[], Reader]
+    """Makes what writes a batch of answers."""
     vocab_size: int
     max_length: int | None
     """Tokens it reads at once; None if it does not say."""
@@ -50,10 +56,14 @@ def is_hugging_face(source: Path) -> bool:
     return is_model and not is_run
 
 
-def results_folder(source: Path, loaded: list[int], limit: int) -> Path:
-    """Return where results go: below the run, or below the Hugging Face folder."""
+def results_folder(source: Path, loaded: list[int], **settings: int | None) -> Path:
+    """Return where results go: below the run, or below the Hugging Face folder.
+
+    `settings` that are not None are part of the name: other ones give other results.
+    """
     parts = [f"step-{loaded[-1]:08d}"] if loaded else ["model"]
-    parts += [f"last-{len(loaded)}"] * (len(loaded) > 1) + [f"limit-{limit}"] * bool(limit)
+    parts += [f"last-{len(loaded)}"] * (len(loaded) > 1)
+    parts += [f"{name}-{value}" for name, value in settings.items() if value is not None]
     # A checkpoint never changes after it was published, so nothing is written into it.
     inside = (source / MANIFEST).is_file()
     home = source.resolve().parent.parent if inside else source
@@ -105,8 +115,15 @@ def _of_checkpoint(
 ) -> Loaded:
     model = load_model(checkpoint).to(device, getattr(torch, dtype)).eval()
     tokenizer = checkpoint.state.get("tokenizer")
-    config = model.config
-    return Loaded(model, config.vocab_size, config.max_length, tokenizer, checkpoint.step, notes)
+    return Loaded(
+        model,
+        lambda: Rereader(model),
+        model.config.vocab_size,
+        model.config.max_length,
+        tokenizer,
+        checkpoint.step,
+        notes,
+    )
 
 
 def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
@@ -125,7 +142,34 @@ def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
         return model(input_ids=tokens, use_cache=False).logits
 
     size = model.get_input_embeddings().weight.shape[0]
-    return Loaded(logits, size, lengths[0] if lengths else None, _fingerprint(folder))
+    length = lengths[0] if lengths else None
+    takes = inspect.signature(model.forward).parameters
+    if {"past_key_values", "logits_to_keep"} <= set(takes):
+        return Loaded(logits, lambda: _CachedReader(model), size, length, _fingerprint(folder))
+    note = f"{folder} has no cache of the usual kind: answers in writing take longer"
+    reader = lambda: Rereader(logits)  # noqa: E731
+    return Loaded(logits, reader, size, length, _fingerprint(folder), notes=(note,))
+
+
+class _CachedReader:
+    """A Hugging Face model with its own cache of what it has read."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read the next tokens, (batch, length), and return the logits behind the last."""
+        found = self._model(
+            input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
+        self._cache = found.past_key_values
+        return found.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        # Made for beams; unlike batch_select_indices it knows the states of mixers too.
+        self._cache.reorder_cache(rows)
 
 
 def _fingerprint(folder: Path) -> str | None:
@@ -138,7 +182,11 @@ class _RunEncoder:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.prefix_id: int | None = tokenizer.eos_id
+        self.end_ids = (tokenizer.eos_id,)
         self._tokenizer = tokenizer
+
+    def pieces(self) -> tuple[bytes, ...]:
+        return pieces_of(self._tokenizer.tokenizer)
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         # Training data never hold tokens that a tokenizer adds by itself.
@@ -155,12 +203,32 @@ class _HuggingFaceEncoder:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+            self.end_ids = _end_ids(folder, tokenizer.eos_token_id)
         first = tokenizer.bos_token_id
         self.prefix_id: int | None = tokenizer.eos_token_id if first is None else first
         self._tokenizer = tokenizer
 
+    def pieces(self) -> tuple[bytes, ...]:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ValueError(
+                "the tokenizer is not one of the library `tokenizers`, so that what a model writes "
+                "cannot be read: leave out the tasks that are answered in writing"
+            )
+        return pieces_of(fast)
+
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         return self._tokenizer.encode(text, **({"add_special_tokens": False} if bare else {}))
+
+
+def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """Return the tokens that end a text, as the tokenizer and the model's own settings say."""
+    found = [] if eos is None else [eos]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        named = json.loads(path.read_text(encoding="utf8")).get("eos_token_id")
+        found += named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(index for index in found if type(index) is int))
 
 
 @contextmanager

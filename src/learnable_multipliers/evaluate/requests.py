@@ -1,24 +1,24 @@
 """Requests: items as tokens, and the file that takes them to the machine that scores.
 
 Context and continuation are encoded as one text and split behind the tokens of the context, whose
-trailing whitespace goes to the continuation: lm-eval's way. Needs the standard library alone.
+trailing whitespace goes to the continuation: lm-eval's way. A model that answers in writing gets
+a prompt instead; the texts of the tokens go with the requests, so that no tokenizer is needed to
+read what it writes. Needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from learnable_multipliers._atomic import write_output
-from learnable_multipliers.evaluate.items import Item, checksum
+from learnable_multipliers.evaluate.items import Item, OpenItem, checksum
 
-FORMAT = 1
-_IDS = ("context", "continuation")
-_COUNTS = ("item", "choice", "bytes", "characters")
+FORMAT = 2
 
 
 class Encoder(Protocol):
@@ -26,6 +26,12 @@ class Encoder(Protocol):
 
     prefix_id: int | None
     """Token that a text without context follows: the tokenizer's first or last of a document."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a document."""
+
+    def pieces(self) -> tuple[bytes, ...]:
+        """Return the text of each token: joined they are what a tokenizer makes of the ids."""
+        ...
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         """Return the ids of a text; `bare` leaves out what the tokenizer adds by itself."""
@@ -51,6 +57,34 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """One text to be continued."""
+
+    task: str
+    item: int
+    """Place of the item among those evaluated."""
+    prompt: tuple[int, ...]
+    stops: tuple[str, ...]
+    """Texts before which the answer ends."""
+    max_new_tokens: int
+    answer: str
+    """The right one."""
+    group: str = ""
+    num_choices: int = 0
+    """Answers that the prompt names; 0 if it names none."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is needed to read tokens as text."""
+
+    pieces: tuple[bytes, ...] = ()
+    """Text of each token; nothing for special ones."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a document."""
+
+
+@dataclass(frozen=True)
 class RequestSet:
     """Requests with what is needed to trust them elsewhere."""
 
@@ -59,6 +93,11 @@ class RequestSet:
     """SHA-256 of the tokenizer.json that made the tokens, where there is one."""
     items: dict[str, str]
     """Checksum of each task's items."""
+    shots: dict[str, int] = field(default_factory=dict)
+    """Examples in each task's prompts."""
+    prompts: tuple[Prompt, ...] = ()
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    """Empty without prompts."""
 
 
 def build(task: str, items: Sequence[Item], encoder: Encoder) -> list[Request]:
@@ -79,12 +118,61 @@ def build(task: str, items: Sequence[Item], encoder: Encoder) -> list[Request]:
     ]
 
 
+def build_prompts(task: str, items: Sequence[OpenItem], encoder: Encoder) -> list[Prompt]:
+    """Return the requests of a task that is answered in writing."""
+    found = []
+    for index, item in enumerate(items):
+        ids = tuple(encoder.encode(item.prompt))
+        if not ids:
+            raise ValueError(f"the tokenizer gives no token to the prompt {item.prompt[:40]!r}")
+        found.append(
+            Prompt(
+                task,
+                index,
+                ids,
+                item.stops,
+                item.max_new_tokens,
+                item.answer,
+                item.group,
+                item.num_choices,
+            )
+        )
+    return found
+
+
 def build_set(
-    tasks: dict[str, list[Item]], encoder: Encoder, tokenizer: str | None = None
+    tasks: Mapping[str, Sequence[Any]],
+    encoder: Encoder,
+    tokenizer: str | None = None,
+    shots: Mapping[str, int] | None = None,
 ) -> RequestSet:
-    """Return the requests of several tasks."""
-    built = (request for name, items in tasks.items() for request in build(name, items, encoder))
-    return RequestSet(tuple(built), tokenizer, {n: checksum(items) for n, items in tasks.items()})
+    """Return the requests of several tasks: of items with choices, or of open ones."""
+    requests: list[Request] = []
+    prompts: list[Prompt] = []
+    vocabulary = Vocabulary()
+    for name, items in tasks.items():
+        if isinstance(items[0], OpenItem):
+            prompts += build_prompts(name, items, encoder)
+            if not vocabulary.pieces:
+                vocabulary = vocabulary_of(encoder, items[0].prompt)
+        else:
+            requests += build(name, items, encoder)
+    checksums = {name: checksum(items) for name, items in tasks.items()}
+    counts = {name: (shots or {}).get(name, 0) for name in tasks}
+    return RequestSet(tuple(requests), tokenizer, checksums, counts, tuple(prompts), vocabulary)
+
+
+def vocabulary_of(encoder: Encoder, text: str) -> Vocabulary:
+    """Return the texts of an encoder's tokens; a ValueError if they do not give back `text`."""
+    pieces = encoder.pieces()
+    read = b"".join(pieces[index] for index in encoder.encode(text, bare=True))
+    # Some tokenizers write a space before the first word.
+    if read.decode(errors="replace").strip() != text.strip():
+        raise ValueError(
+            "the tokenizer does not give back the text that it encodes, so that what a model "
+            "writes cannot be read: leave out the tasks that are answered in writing"
+        )
+    return Vocabulary(pieces, encoder.end_ids)
 
 
 def encode_pair(
@@ -125,13 +213,16 @@ def _not_empty(
 
 def write_requests(path: Path, found: RequestSet) -> None:
     """Write requests as JSON lines, behind a line that says what they are."""
-    counts = Counter(request.task for request in found.requests)
+    counts = Counter(request.task for request in (*found.requests, *found.prompts))
     header = {
         "format": FORMAT,
         "tokenizer": found.tokenizer,
-        "tasks": {name: [counts[name], items] for name, items in found.items.items()},
+        "tasks": {n: [counts[n], found.shots[n], items] for n, items in found.items.items()},
+        # One character for each byte: a piece may be a part of a character.
+        "pieces": [piece.decode("latin-1") for piece in found.vocabulary.pieces],
+        "end_ids": found.vocabulary.end_ids,
     }
-    lines = [header, *map(vars, found.requests)]
+    lines = [header, *map(vars, (*found.requests, *found.prompts))]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     write_output(path, text.encode())
 
@@ -142,18 +233,25 @@ def read_requests(path: Path) -> RequestSet:
         raise ValueError(f"there is no file of requests {path}: write one with --requests-only")
     lines = path.read_bytes().splitlines()
     header = _on_line(path, 1, _header, lines[0] if lines else b"")
-    requests = tuple(
-        _on_line(path, number, _request, line) for number, line in enumerate(lines[1:], 2)
-    )
-    expected = {name: count for name, (count, _) in header["tasks"].items()}
-    counts = Counter(request.task for request in requests)
+    found = [_on_line(path, number, _request, line) for number, line in enumerate(lines[1:], 2)]
+    expected = {name: count for name, (count, _, _) in header["tasks"].items()}
+    counts = Counter(request.task for request in found)
     if counts != expected:
         raise ValueError(
             f"{path} is not whole: it holds {counts.total():,} requests, and should hold "
             f"{sum(expected.values()):,}: copy it again"
         )
-    items = {name: checksum for name, (_, checksum) in header["tasks"].items()}
-    return RequestSet(requests, header["tokenizer"], items)
+    items = {name: checksum for name, (_, _, checksum) in header["tasks"].items()}
+    shots = {name: count for name, (_, count, _) in header["tasks"].items()}
+    pieces = tuple(text.encode("latin-1") for text in header["pieces"])
+    return RequestSet(
+        tuple(request for request in found if isinstance(request, Request)),
+        header["tokenizer"],
+        items,
+        shots,
+        tuple(request for request in found if isinstance(request, Prompt)),
+        Vocabulary(pieces, tuple(header["end_ids"])),
+    )
 
 
 def _on_line(path: Path, number: int, parse: Callable[[Any], Any], line: bytes) -> Any:
@@ -170,26 +268,47 @@ def _header(data: Any) -> dict[str, Any]:
     if not (tokenizer is None or isinstance(tokenizer, str)) or not isinstance(tasks, dict):
         raise ValueError("tokenizer or tasks are missing")
     for name, entry in tasks.items():
-        if not isinstance(entry, list) or list(map(type, entry)) != [int, str]:
-            raise ValueError(f"the entry of {name} is not a count and a checksum")
+        if not isinstance(entry, list) or list(map(type, entry)) != [int, int, str]:
+            raise ValueError(f"the entry of {name} is not two counts and a checksum")
+    if not _all_of(data.get("pieces"), lambda piece: type(piece) is str and _is_bytes(piece)):
+        raise ValueError("pieces is not a list of bytes, one character for each")
+    if not _all_of(data.get("end_ids"), _is_count):
+        raise ValueError("end_ids is not a list of token ids")
     return data
 
 
-def _is_id(value: Any) -> bool:
+def _is_bytes(piece: str) -> bool:
+    return all(ord(character) < 256 for character in piece)
+
+
+def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _request(data: Any) -> Request:
-    for name in _IDS:
+def _all_of(values: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(fits, values))
+
+
+def _request(data: Any) -> Request | Prompt:
+    is_prompt = isinstance(data, dict) and "prompt" in data
+    for name in ("prompt",) if is_prompt else ("context", "continuation"):
         found = data[name] if isinstance(data, dict) and name in data else None
-        if not isinstance(found, list) or not found or not all(map(_is_id, found)):
+        if not found or not _all_of(found, _is_count):
             raise ValueError(f"{name} is not a list of token ids")
-    for name in _COUNTS:
-        if type(data.get(name)) is not int or data[name] < (name in _COUNTS[2:]):
+    positive = ("max_new_tokens",) if is_prompt else ("bytes", "characters")
+    for name in (*positive, "item", "num_choices" if is_prompt else "choice"):
+        if not _is_count(data.get(name)) or data[name] < (name in positive):
             raise ValueError(f"{name} is not a count")
+    for name in ("task", "group", *(("answer",) if is_prompt else ())):
+        if type(data.get(name)) is not str:
+            raise ValueError(f"{name} is no text")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+    }
+    if is_prompt:
+        if not _all_of(data.get("stops"), lambda stop: type(stop) is str and bool(stop)):
+            raise ValueError("stops is not a list of texts")
+        return Prompt(**values)
     if type(data.get("right")) is not bool:
         raise ValueError("right is neither true nor false")
-    if type(data.get("task")) is not str or type(data.get("group")) is not str:
-        raise ValueError("task or group is no text")
-    values: dict[str, Any] = {**data, **{name: tuple(data[name]) for name in _IDS}}
     return Request(**values)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._atomic import write_output
-from learnable_multipliers.evaluate.requests import Request
+from learnable_multipliers.evaluate.requests import Prompt, Request
 from learnable_multipliers.evaluate.scoring import Score
 
 FORMAT = 1
+_SCORES = ("accuracy", "normalized", "flexible", "bits")
+"""Lists of numbers that depend on the model."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,56 @@ class Result:
     """Checkpoints whose scores are averaged."""
     accuracy: tuple[float, ...]
     """1 or 0, or between: averaged over checkpoints, or shared by equal likelihoods."""
-    normalized: tuple[float, ...] | None
+    normalized: tuple[float, ...] | None = None
     """Accuracy with likelihoods divided by the characters of the answer; None if not defined."""
-    bits: tuple[float, ...]
-    """What the right answer costs."""
-    bytes: tuple[int, ...]
+    flexible: tuple[float, ...] | None = None
+    """Accuracy of answers that are read less strictly; None if not defined."""
+    bits: tuple[float, ...] | None = None
+    """What the right answer costs; None where the model writes its own."""
+    bytes: tuple[int, ...] | None = None
     """Its size."""
     chance: float | None
     """Accuracy of a guess; None where there are no choices."""
+    shots: int = 0
+    """Examples in each prompt."""
     groups: tuple[str, ...] = ()
     """Subject of each item, where a task has several."""
 
     @property
     def metrics(self) -> dict[str, Estimate]:
         """Return all metrics over the items."""
-        found = {"accuracy": mean(self.accuracy)}
-        if self.normalized is not None:
-            found["normalized"] = mean(self.normalized)
-        return found | {"bits per byte": ratio(self.bits, self.bytes)}
+        return _metrics(self.accuracy, self.groups, self.normalized, self.flexible) | (
+            {} if self.bits is None else {"bits per byte": ratio(self.bits, self.bytes or ())}
+        )
+
+
+def _metrics(
+    accuracy: Sequence[float],
+    groups: Sequence[str],
+    normalized: Sequence[float] | None,
+    flexible: Sequence[float] | None,
+) -> dict[str, Estimate]:
+    found = {"accuracy": mean(accuracy)}
+    if len(set(groups)) > 1:
+        found["by group"] = mean_of_groups(accuracy, groups)
+    if normalized is not None:
+        found["normalized"] = mean(normalized)
+    return found if flexible is None else found | {"flexible": mean(flexible)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote about one item."""
+
+    item: int
+    step: int | None
+    """Checkpoint that wrote it, of a run."""
+    right: str
+    read: dict[str, str | None]
+    """Metric -> the answer found in the text."""
+    scores: dict[str, float]
+    """Metric -> 1 or 0."""
+    text: str
 
 
 # -- statistics --------------------------------------------------------------------------------
@@ -80,6 +114,16 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     return Estimate(value, math.sqrt(count / (count - 1) * squares) / total)
 
 
+def mean_of_groups(values: Sequence[float], groups: Sequence[str]) -> Estimate:
+    """Return the mean of the groups' means, whatever their sizes, and its standard error."""
+    by_group: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        by_group.setdefault(group, []).append(value)
+    means = [mean(each) for each in by_group.values()]
+    error = math.sqrt(math.fsum(each.error**2 for each in means)) / len(means)
+    return Estimate(math.fsum(each.value for each in means) / len(means), error)
+
+
 def credit(values: Sequence[float], right: int) -> float:
     """Return 1 if the right choice has the largest value, a part of it if several have, else 0."""
     best = [place for place, value in enumerate(values) if value == max(values)]
@@ -93,10 +137,18 @@ def difference(first: Result, second: Result) -> dict[str, Estimate]:
             f"{first.model} and {second.model} were evaluated on other items of {first.task}: "
             "evaluate both on the same files with the same --limit"
         )
-    found = {"accuracy": mean(_minus(first.accuracy, second.accuracy))}
-    if first.normalized is not None and second.normalized is not None:
-        found["normalized"] = mean(_minus(first.normalized, second.normalized))
-    return found | {"bits per byte": ratio(_minus(first.bits, second.bits), first.bytes)}
+    found = _metrics(
+        _minus(first.accuracy, second.accuracy),
+        first.groups,
+        _both(first.normalized, second.normalized),
+        _both(first.flexible, second.flexible),
+    )
+    bits = _both(first.bits, second.bits)
+    return found if bits is None else found | {"bits per byte": ratio(bits, first.bytes or ())}
+
+
+def _both(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:
+    return None if first is None or second is None else _minus(first, second)
 
 
 def _minus(first: Sequence[float], second: Sequence[float]) -> list[float]:
@@ -114,6 +166,7 @@ def summarize(
     normalized: bool,
     model: str = "",
     steps: tuple[int, ...] = (),
+    shots: int = 0,
 ) -> Result:
     """Return the result of one task from the scores of its requests."""
     accuracy, by_length, bits, sizes, chances, groups = [], [], [], [], [], []
@@ -142,25 +195,46 @@ def summarize(
         bits=tuple(bits),
         bytes=tuple(sizes),
         chance=sum(chances) / len(chances) if chances else None,
+        shots=shots,
         groups=tuple(groups) if any(groups) else (),
+    )
+
+
+def summarize_written(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    *,
+    items: str,
+    model: str = "",
+    steps: tuple[int, ...] = (),
+    shots: int = 0,
+) -> Result:
+    """Return the result of one task from what a model wrote behind its prompts."""
+    scores: dict[str, Any] = {
+        name: tuple(a.scores[name] for a in answers) for name in answers[0].scores
+    }
+    groups = tuple(prompt.group for prompt in prompts)
+    chances = [1 / prompt.num_choices for prompt in prompts if prompt.num_choices]
+    return Result(
+        task=prompts[0].task,
+        model=model,
+        items=items,
+        steps=steps,
+        **scores,
+        chance=sum(chances) / len(chances) if len(chances) == len(prompts) else None,
+        shots=shots,
+        groups=groups if any(groups) else (),
     )
 
 
 def averaged(results: Sequence[Result]) -> Result:
     """Return the scores of several checkpoints of a run, averaged item by item."""
-    first, normalized = results[0], [r.normalized for r in results if r.normalized is not None]
-    return Result(
-        task=first.task,
-        model=first.model,
-        items=first.items,
-        steps=tuple(step for result in results for step in result.steps),
-        accuracy=_average([r.accuracy for r in results]),
-        normalized=_average(normalized) if normalized else None,
-        bits=_average([r.bits for r in results]),
-        bytes=first.bytes,
-        chance=first.chance,
-        groups=first.groups,
-    )
+    lists: dict[str, Any] = {}
+    for name in _SCORES:
+        rows = [row for result in results if (row := getattr(result, name)) is not None]
+        lists[name] = _average(rows) if rows else None
+    steps = tuple(step for result in results for step in result.steps)
+    return replace(results[0], steps=steps, **lists)
 
 
 def _average(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -179,11 +253,19 @@ def write_result(folder: Path, result: Result) -> Path:
     }
     lists = asdict(result)
     # Exact to seven digits, as float32 is, and a third of the size.
-    lists["bits"] = [float(f"{value:.7g}") for value in result.bits]
-    lists["accuracy"] = _short(result.accuracy)
-    lists["normalized"] = None if result.normalized is None else _short(result.normalized)
+    lists["bits"] = result.bits and [float(f"{value:.7g}") for value in result.bits]
+    for name in ("accuracy", "normalized", "flexible"):
+        lists[name] = lists[name] and _short(lists[name])
     data = {"format": FORMAT, "metrics": summary, **lists}
     write_output(path, (json.dumps(data, separators=(",", ":")) + "\n").encode())
+    return path
+
+
+def write_answers(folder: Path, task: str, answers: Sequence[Answer]) -> Path:
+    """Write what a model wrote, one line for each item; return the file."""
+    path = folder / f"{task}.answers.jsonl"
+    lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    write_output(path, "".join(lines).encode(errors="replace"))
     return path
 
 
@@ -212,12 +294,14 @@ def _read(path: Path) -> Result:
             n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names
         }
         result = Result(**values)
-        count = len(result.bytes)
-        rows = [result.accuracy, result.bits, *([result.normalized] if result.normalized else [])]
+        count = len(result.accuracy)
+        rows = [row for name in (*_SCORES, "bytes") if (row := getattr(result, name)) is not None]
         if not count or any(len(row) != count for row in rows):
             raise ValueError("its lists have other lengths")
+        if (result.bits is None) != (result.bytes is None) or len(result.groups) not in (0, count):
+            raise ValueError("its lists do not belong together")
         # A number that is none would show only in the middle of a comparison.
-        for row in (*rows, result.bytes):
+        for row in rows:
             math.fsum(row)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): evaluate again") from error

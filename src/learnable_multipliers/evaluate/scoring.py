@@ -81,16 +81,6 @@ def num_truncated(requests: Sequence[Request], max_length: int | None) -> int:
     return sum(len(r.context) + len(r.continuation) > max_length + 1 for r in requests)
 
 
-def check_ids(requests: Sequence[Request], vocab_size: int) -> None:
-    """Raise a ValueError if the model has no embedding for a token."""
-    largest = max((i for r in requests for i in (*r.context, *r.continuation)), default=0)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the requests hold token {largest}, and the model knows {vocab_size:,} tokens: they "
-            "were made with the tokenizer of another model"
-        )
-
-
 def _sequences(requests: Sequence[Request], max_length: int | None) -> list[_Sequence]:
     """Return the inputs of the model, longest first; equal ones are read once."""
     found: dict[tuple[int, ...], list[int]] = {}

@@ -1,27 +1,44 @@
-"""The tasks: files, prompts and normalizations, as in lm-eval's definitions of the same names."""
+"""The tasks: files, forms, examples and metrics, as in lm-eval's definitions of the same names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from learnable_multipliers.evaluate import answers, latex, prompts
 from learnable_multipliers.evaluate.items import (
-    Choice,
     Fields,
     Item,
     checked,
-    cloze,
-    field,
+    evenly,
     read_items,
     read_lines,
+    with_examples,
 )
 
-Form = Literal["cloze", "partial", "pair", "last word"]
-"""cloze: answers behind one question. partial: one ending behind sentences filled in differently.
-pair: two whole sentences. last word: the one word that must be the model's own first choice."""
+Form = Literal["cloze", "letter", "partial", "pair", "last word", "generation"]
+"""cloze: answers behind one question. letter: letters of answers that the question lists. partial:
+one ending behind sentences filled in differently. pair: two whole sentences. last word: the one
+word that must be the model's own first choice. generation: the model writes, and its answer is
+read from the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """How a model's own text is ended and read."""
+
+    stops: tuple[str, ...]
+    """Texts before which an answer ends."""
+    max_new_tokens: int
+    extract: Mapping[str, Callable[[str], str | None]]
+    """Metric -> the answer in a text, or None."""
+    equal: Callable[[str, str], bool] = operator.eq
+    """Whether an answer in a text is the right one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,28 +49,65 @@ class Task:
     form: Form = "cloze"
     file: str
     """Below the folder of evaluation sets; may be a pattern of several files."""
-    parse: Callable[[Fields], Item]
+    read: Callable[[Path], Any]
+    """A file's items."""
     normalized: bool = True
     """Whether accuracy normalized by the characters of an answer is reported too."""
     labels: str | None = None
     """File of right choices, where they are not in the items."""
+    shots: int = 0
+    """Examples in the prompt, where nothing else is asked for."""
+    examples: Callable[[Path], Any] | None = None
+    """Items to take them from, in the folder of evaluation sets; never those that are asked."""
+    writing: Writing | None = None
+    """For tasks that are answered in writing."""
     note: str = ""
     """How it differs from lm-eval's task, or from the paper's."""
 
-    def items(self, folder: Path) -> list[Item]:
-        """Read all items."""
-        if not folder.is_dir():
+    def items(
+        self, folder: Path, *, shots: int | None = None, limit: int = 0, max_new_tokens: int = 0
+    ) -> Any:
+        """Return the items, a list of `Item` or of `OpenItem`.
+
+        Args:
+            shots: Examples before each item; None for the usual number.
+            limit: Items to take, evenly from the whole file; 0 for all.
+            max_new_tokens: Most tokens of an answer in writing; 0 for the usual number.
+        """
+        _check_folder(folder)
+        count = self.shots if shots is None else shots
+        if count and self.examples is None:
+            able = ", ".join(task.name for task in TASKS.values() if task.examples)
             raise ValueError(
-                f"{folder} is no folder: give that of the evaluation sets (--eval-data)"
+                f"{self.name} takes no examples: the evaluation sets have none for it beside the "
+                f"questions that are asked (tasks with examples: {able})"
             )
-        paths = sorted(folder.glob(self.file)) if "*" in self.file else [folder / self.file]
-        if not paths:
-            raise ValueError(
-                f"{folder} holds no {self.file}, which the task {self.name} reads: unpack it "
-                "there, or leave the task out with --tasks"
-            )
-        items = [item for path in paths for item in read_items(path, self.parse)]
-        return items if self.labels is None else _labelled(items, folder / self.labels)
+        found = _read_all(folder, self.file, self.read)
+        if self.labels is not None:
+            found = _labelled(found, folder / self.labels)
+        found = evenly(found, limit) if limit else found
+        if self.writing is not None:
+            most = max_new_tokens or self.writing.max_new_tokens
+            found = [replace(i, stops=self.writing.stops, max_new_tokens=most) for i in found]
+        examples = self.examples(folder) if count and self.examples else []
+        try:
+            return with_examples(found, examples, count)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give that of the evaluation sets (--eval-data)")
+
+
+def _read_all(folder: Path, file: str, read: Callable[[Path], Any]) -> Any:
+    paths = sorted(folder.glob(file)) if "*" in file else [folder / file]
+    if not paths:
+        raise ValueError(
+            f"{folder} holds no {file}: unpack it there, or leave the task out with --tasks"
+        )
+    return [item for path in paths for item in read(path)]
 
 
 def _labelled(items: list[Item], path: Path) -> list[Item]:
@@ -64,137 +118,166 @@ def _labelled(items: list[Item], path: Path) -> list[Item]:
     found = []
     for number, (item, label) in enumerate(zip(items, labels, strict=True), 1):
         try:
-            found.append(checked(Item(item.choices, int(label), item.group)))
+            found.append(checked(replace(item, right=int(label))))
         except ValueError as error:
             raise ValueError(f"{path}, label {number} ({label[:20]!r}): {error}") from error
     return found
 
 
-# -- prompts -----------------------------------------------------------------------------------
+def _lines(parse: Callable[[Fields], Any]) -> Callable[[Path], Any]:
+    return partial(read_items, parse=parse)
 
 
-def _question(text: str) -> str:
-    return f"Question: {text}\nAnswer:"
-
-
-def _hellaswag(line: Fields) -> Item:
-    context = f"{field(line, 'activity_label', str)}: {field(line, 'ctx', str)}"
-    return cloze(context, field(line, "endings", list), field(line, "label", int))
-
-
-def _answered(line: Fields) -> Item:
-    """ARC and SciQ."""
-    context = _question(field(line, "question", str))
-    return cloze(context, field(line, "choices", list), field(line, "label", int))
-
-
-def _mmlu(line: Fields) -> Item:
-    context = _question(field(line, "question", str).strip())
-    group = field(line, "subject", str)
-    return cloze(context, field(line, "choices", list), field(line, "label", int), group)
-
-
-def _mmlu_pro(line: Fields) -> Item:
-    context = _question(field(line, "question", str).strip())
-    group = field(line, "category", str)
-    return cloze(context, field(line, "options", list), field(line, "answer_index", int), group)
-
-
-def _openbookqa(line: Fields) -> Item:
-    context = field(line, "question", str)
-    return cloze(context, field(line, "choices", list), field(line, "label", int))
-
-
-def _piqa(line: Fields) -> Item:
-    answers = [field(line, "sol1", str), field(line, "sol2", str)]
-    # The right one stands in another file.
-    return cloze(_question(field(line, "goal", str)), answers, 0)
-
-
-def _winogrande(line: Fields) -> Item:
-    before, gap, after = field(line, "sentence", str).partition("_")
-    if not gap:
-        raise ValueError("sentence has no _ where an option goes")
-    ending = after.strip()
-    options = field(line, "option1", str), field(line, "option2", str)
-    choices = (Choice(before + option, f" {ending}", len(ending)) for option in options)
-    return Item(tuple(choices), field(line, "answer", int) - 1)
-
-
-def _blimp(line: Fields) -> Item:
-    sentences = [field(line, "sentence_good", str), field(line, "sentence_bad", str)]
-    return cloze("", sentences, 0, field(line, "UID", str))
-
-
-def _lambada(line: Fields) -> Item:
-    context, _, word = field(line, "text", str).rpartition(" ")
-    if not context:
-        raise ValueError("text is a single word")
-    return cloze(context, [word], 0)
+def _examples(file: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda folder: _read_all(folder, file, read)
 
 
 _ALL = (
     Task(
         name="hellaswag",
         file="hellaswag/hellaswag_val.jsonl",
-        parse=_hellaswag,
+        read=_lines(prompts.hellaswag),
         note="context as its file has it; lm-eval capitalizes the last part",
     ),
     Task(
         name="arc_challenge",
         file="arc/arc_challenge_test.jsonl",
-        parse=_answered,
+        read=_lines(prompts.answered),
+        examples=_examples("arc/ARC-Challenge-Dev.jsonl", _lines(prompts.arc_dev)),
     ),
-    Task(name="arc_easy", file="arc/arc_easy_test.jsonl", parse=_answered),
+    Task(name="arc_easy", file="arc/arc_easy_test.jsonl", read=_lines(prompts.answered)),
     Task(
-        name="mmlu",
+        name="mmlu_cloze",
         file="mmlu/mmlu_test.jsonl",
-        parse=_mmlu,
-        note="lm-eval's mmlu_continuation, without examples; not the form with letters",
+        read=_lines(prompts.mmlu_cloze),
+        examples=_examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu_cloze)),
+        note="lm-eval's mmlu_continuation, without its line about the subject",
     ),
     Task(
-        name="mmlu_pro",
+        name="mmlu_pro_cloze",
         file="mmlu_pro/test.jsonl",
-        parse=_mmlu_pro,
-        note="in MMLU's form; lm-eval and the paper let the model reason in writing",
+        read=_lines(prompts.mmlu_pro_cloze),
+        examples=_examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro_cloze)),
+        note="in the form of mmlu_cloze; lm-eval has no such task",
     ),
     Task(
         name="sciq",
         file="sciq/sciq_test_nosupport.jsonl",
-        parse=_answered,
+        read=_lines(prompts.answered),
         note="without the supporting passage that lm-eval puts first: harder",
     ),
-    Task(name="piqa", file="piqa/valid.jsonl", labels="piqa/valid-labels.lst", parse=_piqa),
+    Task(
+        name="piqa",
+        file="piqa/valid.jsonl",
+        labels="piqa/valid-labels.lst",
+        read=_lines(prompts.piqa),
+    ),
     Task(
         name="openbookqa",
         file="openbookqa/openbookqa_test.jsonl",
-        parse=_openbookqa,
+        read=_lines(prompts.openbookqa),
     ),
     Task(
         name="winogrande",
         form="partial",
         file="winogrande/winogrande_dev.jsonl",
-        parse=_winogrande,
+        read=_lines(prompts.winogrande),
         normalized=False,
     ),
-    Task(name="blimp", form="pair", file="blimp/*.jsonl", parse=_blimp, normalized=False),
+    Task(
+        name="blimp",
+        form="pair",
+        file="blimp/*.jsonl",
+        read=_lines(prompts.blimp),
+        normalized=False,
+    ),
     Task(
         name="lambada",
         form="last word",
         file="lambada/lambada_test.jsonl",
-        parse=_lambada,
+        read=_lines(prompts.lambada),
         normalized=False,
         note="lm-eval's lambada_openai",
     ),
+    Task(
+        name="mmlu",
+        form="letter",
+        file="mmlu/mmlu_test.jsonl",
+        read=_lines(prompts.mmlu),
+        normalized=False,
+        shots=5,
+        examples=_examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu)),
+    ),
+    Task(
+        name="mmlu_pro",
+        form="generation",
+        file="mmlu_pro/test.jsonl",
+        read=_lines(prompts.mmlu_pro),
+        shots=5,
+        examples=_examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro)),
+        writing=Writing(
+            stops=("Question:",), max_new_tokens=2048, extract={"accuracy": answers.letter}
+        ),
+    ),
+    Task(
+        name="bbh",
+        form="generation",
+        file="bbh/bbh/*.json",
+        read=prompts.bbh_items,
+        shots=3,
+        examples=_examples("bbh/cot-prompts/*.txt", prompts.bbh_examples),
+        writing=Writing(
+            stops=("</s>", "Q", "\n\n"),
+            max_new_tokens=1024,
+            extract={"accuracy": answers.concluded},
+        ),
+        note="an answer counts with and without a period behind it; lm-eval wants one",
+    ),
+    Task(
+        name="gsm8k",
+        form="generation",
+        file="gsm8k/test.jsonl",
+        read=_lines(prompts.gsm8k),
+        shots=5,
+        examples=_examples("gsm8k/train.jsonl", _lines(prompts.gsm8k)),
+        writing=Writing(
+            stops=("Question:", "</s>", "<|im_end|>"),
+            max_new_tokens=256,
+            extract={"accuracy": answers.marked_number, "flexible": answers.last_number},
+        ),
+        note="the first examples of the training file; lm-eval draws others for each question",
+    ),
+    Task(
+        name="math500",
+        form="generation",
+        file="math500/test.jsonl",
+        read=_lines(prompts.math),
+        shots=4,
+        examples=lambda folder: list(prompts.MATH_EXAMPLES),
+        writing=Writing(
+            stops=("Problem:",),
+            max_new_tokens=1024,
+            extract={"accuracy": answers.boxed},
+            equal=latex.same,
+        ),
+        note="our own examples; 500 problems of all levels, where the paper has all of level 5",
+    ),
 )
 TASKS = {task.name: task for task in _ALL}
+SETS: dict[str, tuple[str, ...]] = {
+    "quick": tuple(task.name for task in _ALL if not task.shots),
+    "paper": ("hellaswag", "arc_challenge", "mmlu", "mmlu_pro", "bbh", "gsm8k", "math500"),
+    "all": tuple(TASKS),
+}
+"""Names for several tasks: those without examples; the seven of the paper's table; all."""
 
 
-def named(names: tuple[str, ...]) -> list[Task]:
+def named(names: Sequence[str]) -> list[Task]:
     """Return tasks by name, each once; a ValueError gives the closest name to an unknown one."""
     for name in names:
-        if name not in TASKS:
-            close = difflib.get_close_matches(name.lower(), TASKS, n=1)
+        if name not in TASKS and name not in SETS:
+            close = difflib.get_close_matches(name.lower(), [*TASKS, *SETS], n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(TASKS)}"
             raise ValueError(f"there is no task {name!r}; {hint}")
-    return [TASKS[name] for name in dict.fromkeys(names)]
+    whole = (task for name in names for task in SETS.get(name, (name,)))
+    return [TASKS[name] for name in dict.fromkeys(whole)]

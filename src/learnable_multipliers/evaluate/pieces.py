@@ -1,0 +1,59 @@
+"""The text of each token of a tokenizer, as bytes: joined, they are the text of any ids."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tokenizers import Tokenizer
+
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def pieces_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    """Return the text of each id, nothing for special tokens and gaps.
+
+    Serves byte-level tokenizers, and those that mark spaces as SentencePiece does.
+    """
+    decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+    parts = [decoder, *decoder.get("decoders", ())]
+    kinds = {part.get("type") for part in parts}
+    replaced = {json.dumps(part.get("pattern")) for part in parts if part.get("type") == "Replace"}
+    if "ByteLevel" in kinds:
+        alphabet = _alphabet()
+        text_of = lambda token: bytes(map(alphabet.__getitem__, token))  # noqa: E731
+    elif "Metaspace" in kinds or json.dumps({"String": _SPACE}) in replaced:
+        text_of = _marked
+    else:
+        raise ValueError(
+            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) is not known here, so "
+            "that what a model writes cannot be read: leave out the tasks that are answered in "
+            "writing"
+        )
+    added = tokenizer.get_added_tokens_decoder()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    found = [b""] * (max(vocabulary.values()) + 1)
+    for token, index in vocabulary.items():
+        if index not in added:
+            found[index] = text_of(token)
+    for index, token in added.items():
+        found[index] = b"" if token.special else token.content.encode()
+    return tuple(found)
+
+
+def _marked(token: str) -> bytes:
+    byte = _BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """Return the byte of each character of the byte-level alphabet.
+
+    Printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
