@@ -172,3 +172,93 @@ def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
     code, _, told = ask("evaluate", "run", "--requests", "r.jsonl")
     assert code == 1
     assert "was trained with another tokenizer than made the requests" in told
+
+
+# -- answers in writing -----------------------------------------------------------------------
+
+
+SHORT = ("--max-new-tokens", 6, "--num-fewshot", 1, "--limit", 4, "--max-length", 2000)
+
+
+def answers(folder):
+    """Return what was written, by task."""
+    return {
+        path.name.partition(".")[0]: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(Path(folder).glob("*.answers.jsonl"))
+    }
+
+
+def test_answers_in_writing_are_kept_with_the_results(ask, copied, sets):
+    tasks = ("gsm8k", "bbh", "math500", "mmlu_pro", "mmlu", "arc_challenge")
+    shared = ("--eval-data", sets, "--tasks", *tasks, *SHORT)
+    code, table, _ = ask("evaluate", "run", *shared)
+    assert code == 0
+    folder = copied / "evaluations" / "step-00000012-shots-1-tokens-6-limit-4"
+    found = results.read_results(folder)
+    assert set(found) == set(tasks)
+    for name, result in found.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(f"{name} ")]
+        assert f" {result.shots} " in line
+        assert result.shots == 1
+        assert ("bits per byte" in result.metrics) == (name in ("mmlu", "arc_challenge"))
+    written = answers(folder)
+    assert set(written) == set(tasks[:4])
+    for name, lines in written.items():
+        assert [line["item"] for line in lines] == [0, 1, 2, 3]
+        # Tokens are bytes here.
+        assert all(1 <= len(line["text"].encode(errors="replace")) <= 18 for line in lines)
+        assert found[name].accuracy == tuple(line["scores"]["accuracy"] for line in lines)
+    assert max(map(len, table.splitlines())) <= 130
+
+
+def test_answers_of_an_export_and_of_requests_elsewhere_are_those_of_the_run(ask, copied, sets):
+    pytest.importorskip("transformers")
+    export(copied, Path("hf"))
+    shared = ("--eval-data", sets, "--tasks", "gsm8k", "bbh", *SHORT)
+    for source, out in (("run", "a"), ("hf", "b")):
+        assert ask("evaluate", source, *shared, "--out", out, "--device", "cpu")[0] == 0
+    code, told, _ = ask("evaluate", "run", *shared, "--requests-only", "requests.jsonl")
+    assert (code, told) == (0, "requests.jsonl: 8 requests\n")
+    (copied / "tokenizer.json").unlink()
+    asked = ("--requests", "requests.jsonl", "--max-length", 2000, "--batch-tokens", 1)
+    assert ask("evaluate", "run", *asked, "--out", "c", "--device", "cpu")[0] == 0
+    expected = answers("a")
+    assert all(line["text"] for lines in expected.values() for line in lines)
+    assert answers("c") == expected
+    assert [[line["text"] for line in lines] for lines in answers("b").values()] == [
+        [line["text"] for line in lines] for lines in expected.values()
+    ]
+
+
+def test_answers_of_checkpoints_are_averaged_in_score(ask, copied, sets):
+    shared = ("--eval-data", sets, "--tasks", "gsm8k", *SHORT, "--device", "cpu")
+    code, table, _ = ask("evaluate", "run", "--last", 2, *shared, "--out", "both")
+    assert code == 0
+    lines = answers("both")["gsm8k"]
+    assert [(line["step"], line["item"]) for line in lines] == [
+        (step, item) for step in (10, 12) for item in range(4)
+    ]
+    result = results.read_results(Path("both"))["gsm8k"]
+    for item, score in enumerate(result.accuracy):
+        each = [line["scores"]["accuracy"] for line in lines if line["item"] == item]
+        assert score == sum(each) / 2
+    assert "+- is the standard error over items of each item's mean over the checkpoints" in table
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--tasks piqa --num-fewshot 5", "piqa takes no examples: the evaluation sets have none"),
+        (
+            "--tasks bbh --max-length 1000",
+            "bbh: an answer may have 1,024 tokens, and the model reads",
+        ),
+        ("--tasks gsm8k --num-fewshot 99", "gsm8k: there are 8 examples, and 99 were asked for"),
+    ],
+)
+def test_what_cannot_be_written_is_said_in_one_line(ask, copied, sets, line, says):
+    shutil.copytree(sets, "sets")
+    code, _, told = ask("evaluate", "run", "--eval-data", "sets", *line.split())
+    assert code == 1
+    assert says in told
+    assert len(told.strip().splitlines()) == 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import nn
 
 from evaluation_files import write_files
@@ -14,6 +15,7 @@ from learnable_multipliers.evaluate.evaluation import evaluate
 from learnable_multipliers.evaluate.generation import Rereader, generate, num_truncated
 from learnable_multipliers.evaluate.items import evenly, with_examples
 from learnable_multipliers.evaluate.models import Loaded
+from learnable_multipliers.evaluate.pieces import pieces_of
 from learnable_multipliers.evaluate.requests import (
     Prompt,
     Vocabulary,
@@ -23,6 +25,7 @@ from learnable_multipliers.evaluate.requests import (
     write_requests,
 )
 from learnable_multipliers.evaluate.tasks import SETS, TASKS
+from learnable_multipliers.pretrain.data.tokenizer import train_tokenizer
 from test_evaluate import VOCAB, Bytes, Recurrent
 
 WRITTEN = [task.name for task in TASKS.values() if task.writing is not None]
@@ -249,8 +252,8 @@ def token_by_token(pieces, stops, most=100):
     ("pieces", "stops", "text"),
     [
         ([b"It is 4.", b"\n", b"\n", b"Q: next"], ("\n\n",), "It is 4."),
-        ([b"It is 4. Ques", b"ti", b"on", b": next"], ("Question:",), "It is 4. "),
-        ([b"a Questio a Question", b"ing Question:"], ("Question:",), "a Questio a Questioning "),
+        ([b"It is 4. ST", b"O", b"P", b": next"], ("STOP:",), "It is 4. "),
+        ([b"a STO a STOP", b"S STOP:"], ("STOP:",), "a STO a STOPS "),
         ([b"4 </s> 5 Q"], ("Q", "</s>"), "4 "),
         ([b"Quite"], ("Q",), ""),
         ([b"na\xc3", b"\xafve\xe2", b"\x82", b"\xac5"], ("\u20ac",), "na\u00efve"),
@@ -494,3 +497,52 @@ def test_the_model_is_not_asked_for_more_than_the_last_logits():
     prompts = [Prompt("bbh", n, (0,) * (n + 3), (), 4, "x") for n in range(2)]
     found = generate(lambda: _CachedReader(Counting()), prompts, vocabulary, batch_tokens=1)
     assert found == ["3456", "4567"]
+
+
+# -- texts of tokens --------------------------------------------------------------------------
+
+TEXTS = ["Two \u20ac and na\u00efve \U0001f600.", "a  b\n\n c\t", "Question: 4 < 5?\nAnswer:"]
+
+
+def joined(tokenizer, text):
+    pieces = pieces_of(tokenizer)
+    encoded = tokenizer.encode(text, add_special_tokens=False).ids
+    return b"".join(pieces[index] for index in encoded).decode()
+
+
+@pytest.mark.parametrize("size", [257, 320])
+def test_byte_level_pieces_give_back_any_text(size):
+    tokenizer = train_tokenizer(TEXTS * 20, size)
+    for text in TEXTS:
+        assert joined(tokenizer.tokenizer, text) == text
+    # Special tokens are not text.
+    assert pieces_of(tokenizer.tokenizer)[tokenizer.eos_id] == b""
+
+
+def test_pieces_with_marked_spaces_give_back_any_text():
+    characters = sorted({c for text in TEXTS[2:] for c in text} - {" "} | {"\u2581", "a"})
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    names = ["<unk>", *byte_tokens, *characters, "\u2581a", "<|extra|>"]
+    model = models.BPE(
+        {name: place for place, name in enumerate(names)},
+        [("\u2581", "a")],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_tokens(["<|extra|>"])
+    for text in (*TEXTS, " a<|extra|> a"):
+        assert joined(tokenizer, text) == text
+        encoded = tokenizer.encode(text).ids
+        assert tokenizer.decode(encoded) == text
+
+
+def test_an_unknown_kind_of_tokenizer_is_named():
+    tokenizer = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}))
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match=r"the tokenizer's decoder \(WordPiece\) is not known"):
+        pieces_of(tokenizer)

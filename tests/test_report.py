@@ -817,3 +817,48 @@ def test_a_browser_shows_every_plot_without_errors(tmp_path, page, scheme, ink):
     assert seen["width"] <= 500
     assert all(width > 0 and height >= 9 for width, height in seen["texts"])
     assert seen["ink"] == ink
+
+
+# Benchmarks
+
+
+def test_page_has_the_last_scores_of_each_run(tmp_path, runs):
+    from learnable_multipliers.evaluate import results
+
+    def write(run, folder, task, accuracy):
+        result = results.Result(task=task, model="m", items="i", accuracy=accuracy, chance=None)
+        results.write_result(run.folder / "evaluations" / folder, result)
+        return result.metrics["accuracy"]
+
+    write(runs[0], "step-00000200", "gsm8k", (1.0, 1.0, 1.0))
+    last = write(runs[0], "step-00000400", "gsm8k", (1.0, 0.0, 0.0))
+    limited = write(runs[0], "step-00000400-last-3-limit-2", "gsm8k", (1.0,))
+    other = write(runs[1], "step-00000400", "piqa", (0.0, 1.0))
+    # What the model wrote is not a result.
+    (runs[0].folder / "evaluations/step-00000400/gsm8k.answers.jsonl").write_text("{}\n")
+    page = write_page(tmp_path / "page.html", runs, title="t").read_text()
+    rows = re.findall(r'<tr><th scope="row">(gsm8k|piqa)</th>(.*?)</tr>', page, re.DOTALL)
+    cells = [(task, re.findall(r"<td[^>]*>(.*?)</td>", text)) for task, text in rows]
+
+    def cell(estimate):
+        error = "" if math.isnan(estimate.error) else f" &plusmn; {estimate.error:.3f}"
+        return f'<data value="{estimate.value}">{estimate.value:.3f}</data>{error}'
+
+    assert cells == [
+        ("gsm8k", ["-", cell(last), "-"]),
+        ("piqa", ["-", "-", cell(other)]),
+        ("gsm8k", ["last-3-limit-2", cell(limited), "-"]),
+    ]
+    Reader(page)
+
+
+def test_a_page_without_scores_has_no_table_of_them(page):
+    assert 'id="benchmarks"' not in page
+
+
+def test_damaged_scores_are_named(tmp_path, runs):
+    path = runs[0].folder / "evaluations/step-00000001/piqa.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"format":1,"metrics":{}}')
+    with pytest.raises(ValueError, match="piqa.json is damaged .*evaluate again"):
+        write_page(tmp_path / "page.html", runs, title="t")

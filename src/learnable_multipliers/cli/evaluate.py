@@ -35,13 +35,11 @@ class EvaluateConfig:
     eval_data: Path | None = None
     """Folder of the evaluation sets, one folder for each; nothing is downloaded."""
     tasks: tuple[str, ...] = ()
-    """Names of tasks. By log-likelihood: hellaswag, arc_challenge, arc_easy, mmlu_cloze,
-    mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada (together: quick, the
-    default), and mmlu. Answered in writing: mmlu_pro, bbh, gsm8k, math500. Also: paper, for the
-    seven of the paper, and all."""
+    """Names of tasks: hellaswag, arc_challenge, arc_easy, mmlu, mmlu_cloze, mmlu_pro,
+    mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada, bbh, gsm8k, math500; or quick
+    (the default: by log-likelihood, without examples), paper (the paper's seven), all."""
     num_fewshot: int | None = None
-    """Examples in each prompt (default: mmlu and mmlu_pro 5, bbh 3, gsm8k 5, math500 4, others
-    0)."""
+    """Examples in each prompt; none: as usual for the task (docs/evaluate.md)."""
     max_new_tokens: int = 0
     """Most tokens of an answer in writing; 0 is each task's own number."""
     limit: int = 0
@@ -276,6 +274,6 @@ def _cell(estimate: Estimate | None, sign: str = "") -> str:
 
 def _show(title: str, table: Table) -> None:
     # In a file, as wide as the table is.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(f"\n{title}\n", markup=False, soft_wrap=True)
     console.print(table)

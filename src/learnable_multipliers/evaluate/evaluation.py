@@ -83,13 +83,16 @@ def evaluate(
             texts = generation.generate(
                 loaded.reader, prompts, asked.vocabulary, **settings, progress=advance
             )
-        answers = [_answer(p, text, loaded.step) for p, text in zip(prompts, texts, strict=True)]
+        answers = [
+            read_answer(p, text, loaded.step) for p, text in zip(prompts, texts, strict=True)
+        ]
         found.results[name] = results.summarize_written(prompts, answers, **about)
         found.answers[name] = answers
     return found
 
 
-def _answer(prompt: Prompt, text: str, step: int | None) -> Answer:
+def read_answer(prompt: Prompt, text: str, step: int | None = None) -> Answer:
+    """Return what a text answers, and whether that is right."""
     writing = TASKS[prompt.task].writing
     assert writing is not None
     read = {metric: extract(text) for metric, extract in writing.extract.items()}

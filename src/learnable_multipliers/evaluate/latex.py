@@ -21,6 +21,9 @@ _UNIT = re.compile(r"(?<=[^\s({\[,])\s*" + _TEXT.pattern + r"(?:\^\{?\d\}?)?$")
 _NAME = re.compile(r"^\\?[a-zA-Z]+(?:_\{?\w\}?)?(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _RATIO = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(-?\d+)/(\d+)")
+_BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+# Beyond any answer, and within what Python turns into a number.
+_MOST_DIGITS = 1000
 _DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 
 
@@ -39,13 +42,15 @@ def normal_form(answer: str) -> str:
     # Arguments without braces are single characters.
     text = re.sub(r"\\sqrt([^{\[])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac([^{])", r"\\frac{\1}", text)
-    text = re.sub(r"(\\frac\{[^{}]*\})([^{])", r"\1{\2}", text)
+    text = re.sub(rf"(\\frac{_BRACED})([^{{])", r"\1{\2}", text)
     number = _number(text)
     return text if number is None else str(number)
 
 
 def _number(text: str) -> Fraction | None:
     """Return the value of an answer that is one number."""
+    if len(text) > _MOST_DIGITS:
+        return None
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     if _DECIMAL.fullmatch(text):

@@ -18,6 +18,7 @@ import jinja2
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.report import comparison, plots, style
+from learnable_multipliers.report.benchmarks import benchmark_rows
 from learnable_multipliers.report.records import Run, number
 
 if TYPE_CHECKING:
@@ -68,7 +69,12 @@ def render(runs: Sequence[Run], *, title: str, note: str = "") -> bytes:
         raise ValueError("a page needs at least one run: load some with Run.load(folder)")
     runs = comparison.distinct_names(runs)
     text = TEMPLATES.get_template("page.html.j2").render(
-        title=title, note=note, runs=runs, columns=_columns(runs), plots=_plots(runs)
+        title=title,
+        note=note,
+        runs=runs,
+        columns=_columns(runs),
+        benchmarks=benchmark_rows(runs),
+        plots=_plots(runs),
     )
     # A record may hold half a surrogate pair, which is no character at all.
     return text.encode("utf-8", errors="replace")
