@@ -36,8 +36,8 @@ class EvaluateConfig:
     """Folder of the evaluation sets, one folder for each; nothing is downloaded."""
     tasks: tuple[str, ...] = ()
     """Names of tasks: hellaswag, arc_challenge, arc_easy, mmlu, mmlu_cloze, mmlu_pro,
-    mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada, bbh, gsm8k, math500; or quick
-    (the default: by log-likelihood, without examples), paper (the paper's seven), all."""
+    mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada, bbh, gsm8k, math500; or
+    quick (the default: by log-likelihood, without examples), paper (the paper's seven), all."""
     num_fewshot: int | None = None
     """Examples in each prompt; none: as usual for the task (docs/evaluate.md)."""
     max_new_tokens: int = 0
