@@ -63,12 +63,11 @@ class LanguageModel(nn.Module):
             nn.init.normal_(matrix, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        seen, following = text[:, :-1], text[:, 1:]
-        x = self.tokens(seen) + self.positions.weight[: seen.shape[1]]
+        x = self.tokens(text[:, :-1]) + self.positions.weight[: text.shape[1] - 1]
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten())
 
 
 parser = argparse.ArgumentParser()
@@ -116,8 +115,7 @@ def valid_loss() -> float:
 
 torch.manual_seed(0)
 model = LanguageModel(args.width, args.length).to(device)
-# Without multipliers it would be:
-# optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+# Plain: torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
 optimizer = lrm.AdamW.from_model(
     model, args.placement, lr=args.lr, weight_decay=args.weight_decay, max_grad_norm=1.0
 )
