@@ -45,7 +45,8 @@ def _tokens(step, rank):
 def _components():
     """Import torchtitan for a CPU; return its trainer and what it reads from."""
     warnings.simplefilter("ignore")
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    if "LOCAL_RANK" not in os.environ:
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = "cpu", _devices()
@@ -102,26 +103,47 @@ def _components():
     return Tokenizer.Config(), DataLoader.Config()
 
 
-def debug_config(folder):
-    """Return torchtitan's debug config with two of its layers, on CPU and made-up tokens."""
-    tokenizer, dataloader = _components()
+def _small(config):
+    """Change a debug config to two of its layers and to what a CPU and torch 2.13 can do."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    config = llama3_debugmodel()
     model = config.model_spec.model
     model.layers = model.layers[:2]
     for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
-    config.tokenizer, config.dataloader, config.dump_folder = tokenizer, dataloader, str(folder)
     # Its other backends shard plain tensors on a mesh of several dimensions: not in torch 2.13.
     config.parallelism.spmd_backend = "partial_dtensor"
     config.debug.seed = 1
     config.activation_checkpoint = None
+    config.training.disable_cuda_graphs = True
+    config.training.mixed_precision_param = "float32"
+    return config
+
+
+def main():
+    """Do what `torchtitan.train` does on its command line, with the debug model made small."""
+    _components()
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.llama3 import config_registry
+    from torchtitan.train import main as torchtitan_main
+
+    full = config_registry.llama3_debugmodel
+    config_registry.llama3_debugmodel = lambda: _small(full())
+    # Documents are told apart by flex attention alone.
+    Decoder.get_attention_masks = lambda self, positions: None
+    torchtitan_main()
+
+
+def debug_config(folder):
+    """Return torchtitan's debug config with two of its layers, on CPU and made-up tokens."""
+    tokenizer, dataloader = _components()
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = _small(llama3_debugmodel())
+    config.tokenizer, config.dataloader, config.dump_folder = tokenizer, dataloader, str(folder)
     training = config.training
     training.local_batch_size, training.seq_len, training.steps = BATCH, LENGTH, STEPS
-    training.disable_cuda_graphs, training.max_norm = True, CLIP
-    training.mixed_precision_param = "float32"
+    training.max_norm = CLIP
     config.checkpoint.enable, config.checkpoint.interval = True, 2
     config.metrics.enable_tensorboard = True
     return config
@@ -209,3 +231,7 @@ def plain(start, rates, make, settings):
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     raw = {name: value.clone() for name, value in optimizer.raw_weights().items()}
     return {"weights": weights, "raw": raw, "multipliers": lrm.multipliers(optimizer)}, found
+
+
+if __name__ == "__main__":
+    main()
