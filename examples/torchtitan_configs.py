@@ -1,9 +1,13 @@
 """torchtitan with learnable multipliers: a module of configs, to be named by `--module`.
 
-    cd examples
+    export PYTHONPATH=path/to/examples   # in a checkout of torchtitan, with its tokenizers and text
+    torchrun --nproc_per_node 1 -m torchtitan.train \\
+        --module torchtitan_configs --config llama3_debugmodel
     torchrun --nproc_per_node 8 -m torchtitan.train --module torchtitan_configs --config llama3_8b
 
-Any config of torchtitan can be wrapped like these. Its command line still changes all the rest.
+Any config of torchtitan can be wrapped like these, and its command line changes the rest: for text
+of your own, `--hf_assets_path` is a folder with a tokenizer.json and `--dataloader.dataset_path`
+one with text files.
 """
 
 from torchtitan.models.llama3 import config_registry
@@ -13,7 +17,7 @@ from learnable_multipliers.integrations.torchtitan import with_multipliers
 
 
 def llama3_debugmodel() -> Trainer.Config:
-    """torchtitan's debug model, 10 steps in a checkout of torchtitan on one GPU."""
+    """torchtitan's debug model: ten steps on one GPU."""
     return with_multipliers(config_registry.llama3_debugmodel())
 
 

@@ -15,7 +15,10 @@ from learnable_multipliers.cli import COMMANDS, main
 ROOT = Path(__file__).parent.parent
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 # Its Python needs what its commands make: run together below.
 START = ROOT / "docs" / "start.md"
 
@@ -23,7 +26,9 @@ START = ROOT / "docs" / "start.md"
 # Lightning uses what torch is about to remove.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize(
-    "document", [path for path in DOCUMENTS if path != START], ids=lambda path: path.name
+    "document",
+    [path for path in DOCUMENTS if path != START],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_code_in_documents_runs(document, tmp_path, monkeypatch):
     text = document.read_text()
@@ -31,7 +36,7 @@ def test_code_in_documents_runs(document, tmp_path, monkeypatch):
     namespace = {}
     for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
         exec(compile(block, document.name, "exec"), namespace)
-    if document.name == "README.md":
+    if document == ROOT / "README.md":
         assert (tmp_path / "out" / "model.safetensors").is_file()
     if document.name == "placement.md":
         shown = re.search(r"^```\n(parameter.*?)^```", text, re.M | re.S)[1]
