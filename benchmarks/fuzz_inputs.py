@@ -111,7 +111,7 @@ VALID: dict[str, Valid] = {
     "simulate": _valid("simulate --steps 20 --shape 4 4", SimulateConfig, weight=6),
     "diagnose": _valid("diagnose run", DiagnoseConfig, weight=6),
     "export": _valid("export run new", ExportConfig, weight=6),
-    "export of a checkpoint": _valid(f"export {NEWEST} new --dtype bfloat16", ExportConfig),
+    "export of a checkpoint": _valid(f"export {NEWEST} new --dtype bfloat16 --gguf", ExportConfig),
     "evaluate": _valid(
         "evaluate run --eval-data sets --tasks piqa --device cpu --out new", EvaluateConfig
     ),

@@ -168,6 +168,7 @@ WRITING = {
     "export, the weights": (["export", "{run}", "{out}"], 20_000),
     "export, the tokenizer": (["export", "{run}", "{out}"], 1000),
     "export, its settings": (["export", "{run}", "{out}"], 10),
+    "export, the GGUF file": (["export", "{run}", "{out}", "--gguf"], 20_000),
     "prepare, the tokenizer": (["data", "prepare", "{run}/plan.json", "--out", "{out}"], 1000),
 }
 

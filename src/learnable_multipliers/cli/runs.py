@@ -11,6 +11,7 @@ import tyro
 
 from learnable_multipliers.cli.arguments import command, usage_error
 from learnable_multipliers.pretrain import export as exporting
+from learnable_multipliers.pretrain.model.hugging_face import ExportDtype
 from learnable_multipliers.report.page import write_page
 from learnable_multipliers.report.records import Run
 
@@ -25,8 +26,10 @@ class ExportConfig:
     """Folder of a run (its newest good checkpoint is read) or of one checkpoint."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to create."""
-    dtype: exporting.ExportDtype = "float32"
+    dtype: ExportDtype = "float32"
     """Dtype of the exported weights."""
+    gguf: bool = False
+    """Write model.gguf too, for llama.cpp; needs the package gguf."""
 
 
 @command(ExportConfig)
@@ -36,7 +39,7 @@ def export(config: ExportConfig) -> None:
     It holds config, safetensors and tokenizer. The weights include the multipliers, which are also
     written to a file of their own for analysis.
     """
-    done = exporting.export(config.run, config.out, config.dtype)
+    done = exporting.export(config.run, config.out, config.dtype, with_gguf=config.gguf)
     for note in done.notes:
         print(f"lrm export: {note}", file=sys.stderr)
     print(
@@ -44,6 +47,8 @@ def export(config: ExportConfig) -> None:
         f"{done.step:,}\n"
         f"Load it: AutoModelForCausalLM.from_pretrained({str(done.folder)!r})"
     )
+    if config.gguf:
+        print(f"In llama.cpp: {done.folder / exporting.GGUF_FILE}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
@@ -16,12 +14,13 @@ from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
+from learnable_multipliers.pretrain.gguf import file as gguf_file
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import model_config, parse_state
 
-ExportDtype = Literal["float32", "bfloat16"]
+GGUF_FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,16 @@ def load_model(checkpoint: checkpoints.Checkpoint) -> HybridLM:
     return model
 
 
-def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
+def export(
+    source: Path, out: Path, dtype: hugging_face.ExportDtype = "float32", *, with_gguf: bool = False
+) -> Exported:
     """Write a folder that `from_pretrained` loads: config, weights, tokenizer.
 
     The weights are the effective ones, with multipliers merged. The multipliers are also written to
-    multipliers.safetensors, for inspection.
+    multipliers.safetensors, for inspection, and the model to model.gguf if asked for.
     """
+    if with_gguf:
+        gguf_file.package()
     with new_folder(out) as folder:
         checkpoint, notes = load_checkpoint(source)
         model = load_model(checkpoint)
@@ -60,11 +63,17 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
             parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
             for key in ("eos_token", "tokenizer")
         )
-        tokenizer, eos = tokenizer_of(source, expected), None
+        tokenizer, loaded, eos = tokenizer_of(source, expected), None, None
+        if tokenizer is None and with_gguf:
+            raise ValueError(
+                f"no tokenizer.json was found beside {source}, and a GGUF file holds one: export "
+                "the run's folder, or without --gguf"
+            )
         if tokenizer is None:
             notes.append(f"no tokenizer.json was found beside {source}: the folder is without one")
         else:
-            eos = load_tokenizer(tokenizer, eos_token).eos_id
+            loaded = load_tokenizer(tokenizer, eos_token)
+            eos = loaded.eos_id
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
             described = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -75,8 +84,10 @@ def export(source: Path, out: Path, dtype: ExportDtype = "float32") -> Exported:
         config = hugging_face.to_config(model.config, eos_token_id=eos) | {"dtype": dtype}
         _write(folder / "config.json", config)
         _write(folder / "generation_config.json", {"bos_token_id": eos, "eos_token_id": eos})
+        if loaded is not None and with_gguf:
+            gguf_file.write(folder / GGUF_FILE, model, loaded, dtype)
         weights = {
-            name: value.to(getattr(torch, dtype)).contiguous()
+            name: hugging_face.cast(name, value, dtype).contiguous()
             for name, value in hugging_face.to_state_dict(model).items()
         }
         # Loaders look for this mark.

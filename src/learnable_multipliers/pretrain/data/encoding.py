@@ -28,15 +28,15 @@ from learnable_multipliers.pretrain.data.documents import Document, DocumentErro
 from learnable_multipliers.pretrain.data.shards import Tokens, token_dtype
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
 
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = (
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # For these the regex engines of both libraries agree; the last is Qwen's. No pattern looks behind,
 # and none has a space after anything but whitespace, so a text can be cut between a visible ASCII
 # character and a space.
-_KNOWN_SPLITS = (_GPT2_SPLIT, _LLAMA3_SPLIT, _LLAMA3_SPLIT.replace("{1,3}", ""))
+_KNOWN_SPLITS = (GPT2_SPLIT, LLAMA3_SPLIT, LLAMA3_SPLIT.replace("{1,3}", ""))
 _BORDER = re.compile(r"(?<=[!-~])(?= )")
 # Characters. tiktoken's regex engine fails on a million blanks in a row, so what has no border for
 # so long goes through `tokenizers`.
@@ -59,10 +59,10 @@ class DocumentEncoder:
         self._is_nfc = settings["normalizer"] is not None
         added = [one["content"] for one in settings["added_tokens"] if not one["special"]]
         self._added = {*added, *(unicodedata.normalize("NFC", token) for token in added)}
-        split, ranks = _known_split(settings), _token_ranks(settings["model"])
+        split, ranks = known_split(settings), _token_ranks(settings["model"])
         self.uses_tiktoken = split is not None and ranks is not None
         if split is not None and ranks is not None:
-            vocabulary, byte_of = settings["model"]["vocab"], _bytes_by_character()
+            vocabulary, byte_of = settings["model"]["vocab"], bytes_by_character()
             self._ids = np.zeros(max(ranks.values()) + 1, self._dtype)
             for token, rank in ranks.items():
                 self._ids[rank] = vocabulary[token]
@@ -145,13 +145,13 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _known_split(settings: dict[str, Any]) -> str | None:
+def known_split(settings: dict[str, Any]) -> str | None:
     """Return the pattern that splits text into words, if nothing else is done to the text."""
     if settings["normalizer"] not in (None, {"type": "NFC"}):
         return None
     match settings["pre_tokenizer"]:
         case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": False}:
-            return _GPT2_SPLIT
+            return GPT2_SPLIT
         case {
             "type": "Sequence",
             "pretokenizers": [
@@ -171,7 +171,7 @@ def _token_ranks(model: dict[str, Any]) -> dict[str, int] | None:
     others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model["type"] != "BPE" or any(model[name] for name in others):
         return None
-    byte_of = _bytes_by_character()
+    byte_of = bytes_by_character()
     if not byte_of.keys() <= model["vocab"].keys():
         return None
     merges = {(first, second): rank for rank, (first, second) in enumerate(model["merges"])}
@@ -207,7 +207,7 @@ def _merge(token: str, merges: dict[tuple[str, str], int]) -> tuple[int, int]:
     return len(symbols), last
 
 
-def _bytes_by_character() -> dict[str, int]:
+def bytes_by_character() -> dict[str, int]:
     """Return the byte of each character of the byte-level alphabet.
 
     A printable Latin-1 character is its own byte; the others follow from 256 on, in order.

@@ -9,13 +9,16 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 # What is called otherwise in a Llama; the rest of the names are the same.
 _LLAMA_NAMES = {
@@ -195,6 +198,18 @@ def to_state_dict(model: HybridLM) -> dict[str, Tensor]:
                 )
             state[name] = state[name] * factor
     return {_their_name(name, config): value for name, value in state.items()}
+
+
+def cast(name: str, value: Tensor, dtype: ExportDtype) -> Tensor:
+    """Return a weight in the dtype of a file; refuse one that does not fit."""
+    kind: torch.dtype = getattr(torch, dtype)
+    narrow = value.to(kind)
+    if not narrow.isfinite().all() and value.isfinite().all():
+        raise ValueError(
+            f"{name} has values up to {value.abs().max().item():.3g}, and {dtype} ends at "
+            f"{torch.finfo(kind).max:.3g}: export in bfloat16 or float32"
+        )
+    return narrow
 
 
 def from_state_dict(model: HybridLM, state: Mapping[str, Tensor]) -> None:
