@@ -1,7 +1,15 @@
 """Compare models in llama.cpp, from GGUF files, with ours: token ids, logits, continuations.
 
-    python benchmarks/llama_cpp_agreement.py runs/hybrid runs/llama --code-points \
-        --out results/llama-cpp-agreement.json
+    python benchmarks/llama_cpp_agreement.py runs/hybrid runs/llama runs/factors \
+        --texts README.md LICENSE --code-points --out results/llama-cpp-agreement.json
+
+The runs there are of 100 steps, with `--data.path data/python --schedule.tokens 204800
+--schedule.warmup-tokens 20480 --schedule.decay-tokens 71680` and
+- hybrid: `lrm train tiny --model.vocab-size 4160`
+- llama: `lrm train tiny-llama --model.vocab-size 4160 --model.head-dim 48`
+- factors: `lrm train tiny --model.vocab-size 0 --model.tie-embeddings --model.ssm-norm
+  --model.ssm-groups 3 --model.head-dim 48 --model.rope-theta 1e11 --optimizer.multiplier-init one`
+  and every `--model.mup-*` factor between 0.4 and 2.5.
 
 Every run is exported in each dtype to a temporary folder. Ours computes in float32 from the run's
 own checkpoint, all positions at once; llama.cpp reads a text at once and then continues it token by
@@ -106,8 +114,11 @@ def compare(run: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
             with closing(opened(file, room, cache)) as engine:
                 ids = [engine.tokenize(t.encode(), add_bos=False, special=False) for t in texts]
                 found = [engine_logits(engine, tokens) for tokens in inputs]
-                begun = [engine_continued(engine, prompt) for prompt in prompts]
+                begun, on_the_way = zip(
+                    *(engine_continued(engine, prompt) for prompt in prompts), strict=True
+                )
                 backs = [detokenized(engine, tokens) for tokens in encoded]
+            whole = [[*prompt, *more][:-1] for prompt, more in zip(prompts, begun, strict=True)]
             row = {
                 "model": run.name,
                 "architecture": "falcon-h1" if model.config.has_ssm else "llama",
@@ -121,6 +132,10 @@ def compare(run: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
                 "largest_difference": largest(found, expected),
                 "root_mean_square": root_mean_square(found, expected),
                 "by_rounded_weights": largest(by_weights, expected),
+                "largest_difference_continued": largest(
+                    on_the_way, [logits(model, ids)[-CONTINUED:] for ids in whole]
+                ),
+                "distinct_tokens_continued": [len(set(more)) for more in begun],
                 "same_continuations": sum(a == b for a, b in zip(begun, wanted, strict=True)),
                 "same_tokens": [common(a, b) for a, b in zip(begun, wanted, strict=True)],
             }
@@ -132,7 +147,8 @@ def compare(run: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
                 f"{row['largest_logit']:.1f} within {row['largest_difference']:.1e} at "
                 f"{row['positions']} positions (rounding the weights alone "
                 f"{row['by_rounded_weights']:.1e}), continuations of {CONTINUED} "
-                f"{row['same_continuations']}/{len(texts)}",
+                f"{row['same_continuations']}/{len(texts)}, "
+                f"within {row['largest_difference_continued']:.1e}",
                 flush=True,
             )
     return rows
@@ -176,15 +192,18 @@ def engine_logits(engine: llama_cpp.Llama, ids: Sequence[int]) -> np.ndarray:
     return engine.scores[: len(ids)].copy()
 
 
-def engine_continued(engine: llama_cpp.Llama, prompt: Sequence[int]) -> list[int]:
-    """Return what llama.cpp continues a prompt with, token by token."""
+def engine_continued(
+    engine: llama_cpp.Llama, prompt: Sequence[int]
+) -> tuple[list[int], np.ndarray]:
+    """Return what llama.cpp continues a prompt with, token by token, and the logits of each."""
     engine.reset()
     engine.eval(prompt)
     found: list[int] = []
     for _ in range(CONTINUED):
+        if found:
+            engine.eval(found[-1:])
         found.append(int(engine.scores[engine.n_tokens - 1].argmax()))
-        engine.eval(found[-1:])
-    return found
+    return found, engine.scores[len(prompt) - 1 : engine.n_tokens].copy()
 
 
 def detokenized(engine: llama_cpp.Llama, ids: Sequence[int]) -> str:
@@ -284,7 +303,7 @@ def revealing_tokenizer(name: str) -> TextTokenizer:
 
 def around(c: str) -> str:
     """Return a text that shows what kind of character one is."""
-    return f"a{c}a1{c}1!{c}! {c}\n{c}\r{c}  {c}a  {c}1'{c}'s{c} '{c}a  {c}"
+    return f"a{c}a1{c}1!{c}! {c}\n{c}\r{c}  {c}a  {c}1'{c}'s{c}a'{c}a  {c}"
 
 
 def ranges(points: Sequence[int]) -> list[tuple[int, int]]:

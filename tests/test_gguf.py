@@ -353,6 +353,13 @@ def test_added_tokens_are_found_in_text_unless_they_are_special(tokenizer):
     assert words.types[300:] == (USER_DEFINED, CONTROL, CONTROL, UNUSED)
 
 
+def test_an_end_of_document_among_the_words_of_a_model_is_special_all_the_same(tokenizer):
+    described = json.loads(tokenizer.tokenizer.to_str())
+    plain = Tokenizer.from_str(json.dumps(described | {"added_tokens": []}))
+    words = vocabulary(TextTokenizer(plain, tokenizer.eos_token), 300)
+    assert [index for index, kind in enumerate(words.types) if kind == CONTROL] == [words.eos]
+
+
 def test_llama_3_splits_under_its_own_name(tokenizer):
     def change(other):
         split_like_llama(other)

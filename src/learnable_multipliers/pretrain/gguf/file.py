@@ -46,7 +46,7 @@ def write(path: Path, model: HybridLM, tokenizer: TextTokenizer, dtype: ExportDt
     writer.add_token_merges(words.merges)
     writer.add_bos_token_id(words.eos)
     writer.add_eos_token_id(words.eos)
-    # As in training, where a text has nothing in front of it that it did not bring along.
+    # Encoding adds no token to a text here either.
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     dtypes: dict[str, ExportDtype] = {
