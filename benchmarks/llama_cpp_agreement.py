@@ -9,7 +9,10 @@ The runs there are of 100 steps, with `--data.path data/python --schedule.tokens
 - llama: `lrm train tiny-llama --model.vocab-size 4160 --model.head-dim 48`
 - factors: `lrm train tiny --model.vocab-size 0 --model.tie-embeddings --model.ssm-norm
   --model.ssm-groups 3 --model.head-dim 48 --model.rope-theta 1e11 --optimizer.multiplier-init one`
-  and every `--model.mup-*` factor between 0.4 and 2.5.
+  with `--model.mup-embedding 2.5 --model.mup-head 0.4 --model.mup-attention-in 0.8
+  --model.mup-key 1.7 --model.mup-attention-out 0.6 --model.mup-gate 1.3 --model.mup-down 0.7
+  --model.mup-ssm-in 1.25 --model.mup-z 0.8 --model.mup-x 0.5 --model.mup-B 1.4 --model.mup-C 0.7
+  --model.mup-dt 0.9 --model.mup-ssm-out 1.6`.
 
 Every run is exported in each dtype to a temporary folder. Ours computes in float32 from the run's
 own checkpoint, all positions at once; llama.cpp reads a text at once and then continues it token by
