@@ -153,6 +153,9 @@ CONFIGS = {
     "our llama": OURS,
     "our tied llama": replace(OURS, tie_embeddings=True, num_kv_heads=4),
     "our hybrid": HYBRID,
+    "our mamba in groups": replace(
+        HYBRID, num_heads=0, intermediate_size=0, ssm_size=24, ssm_groups=2, ssm_norm=True
+    ),
     "our mamba": replace(HYBRID, num_heads=0, intermediate_size=0, num_layers=3, ssm_norm=True),
 }
 _HF = {
@@ -209,6 +212,7 @@ CASES = [
     ("our tied llama", "full"),
     ("our hybrid", "full"),
     ("our mamba", "symmetry-aware"),
+    ("our mamba in groups", "full"),
     ("llama", "symmetry-aware"),
     ("qwen3", None),
     ("gemma2", "symmetry-aware"),

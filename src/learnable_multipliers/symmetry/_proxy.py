@@ -69,6 +69,7 @@ _STAGES = {"depths": 1, "num_heads": 3}
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _SIDES = ("encoder_attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_SSM_GROUPS = ("mamba_n_groups", "ssm_groups")
 
 
 def find_symmetries(
@@ -218,6 +219,12 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
         many, few = getattr(config, heads), getattr(config, grouped)
         kv_heads = 3 if few == many else 1 if few == 1 else 2
         sizes |= {grouped: kv_heads, heads: kv_heads if few == many else 3 * kv_heads}
+    shared = _first_present(config, _SSM_GROUPS)
+    if shared and getattr(config, shared) > 1:
+        # Heads of the state-space mixer in groups, as those of attention.
+        sizes[shared] = 2
+        for name in {"mamba_n_heads", "mamba_d_ssm", "ssm_size"} & sizes.keys():
+            sizes[name] *= 2
     for name in filter(partial(_present, config), _SIDES):
         sizes[name] = 3
     if isinstance(getattr(config, "depths", None), list | tuple):
