@@ -36,7 +36,7 @@ from learnable_multipliers.evaluate.items import evenly
 from learnable_multipliers.evaluate.models import load_encoder, load_models
 from learnable_multipliers.evaluate.prompts import MATH_EXAMPLES
 from learnable_multipliers.evaluate.requests import RequestSet, build_set
-from learnable_multipliers.evaluate.results import Result, summarize_written
+from learnable_multipliers.evaluate.results import Answer, Result, summarize_written
 from learnable_multipliers.evaluate.scoring import score
 from learnable_multipliers.evaluate.tasks import TASKS
 
@@ -251,7 +251,7 @@ class Scribe(LM):
 
 
 def theirs(lm: Any, task: Line) -> tuple[Line, list[Line]]:
-    """Return lm-eval's metrics, and its record of each item once."""
+    """Return lm-eval's metrics, and its record of each item with the answers that it read."""
     found: Any = lm_eval.simple_evaluate(
         lm,
         tasks=[task],
@@ -261,8 +261,26 @@ def theirs(lm: Any, task: Line) -> tuple[Line, list[Line]]:
         log_samples=True,
         verbosity="ERROR",
     )
-    samples = {sample["doc_id"]: sample for sample in found["samples"]["local"]}
+    samples: dict[int, Line] = {}
+    for sample in found["samples"]["local"]:
+        kept = samples.setdefault(sample["doc_id"], sample | {"read": {}})
+        kept["read"][sample["filter"]] = sample["filtered_resps"][0]
     return found["results"]["local"], [samples[index] for index in sorted(samples)]
+
+
+def equal_answers(name: str, answers: list[Answer], samples: list[Line]) -> int:
+    """Return the number of items in which both sides read the same answers, or none."""
+
+    def plain(answer: str) -> str | None:
+        if name == "gsm8k":
+            # What lm-eval leaves out when it compares numbers.
+            answer = answer.replace(",", "").replace("$", "").removesuffix(".")
+        return None if answer == "[invalid]" else answer
+
+    return sum(
+        list(answer.read.values()) == [plain(read) for read in sample["read"].values()]
+        for answer, sample in zip(answers, samples, strict=True)
+    )
 
 
 def joined(rows: list[tuple[int, Line]], metric: str) -> list[float] | None:
@@ -340,6 +358,9 @@ def agreement(name: str, options: argparse.Namespace, lm: Any) -> Line:
         record |= likelihoods(name, loaded.model, built, samples, longest, pairs)
         return record | compared(found.results[task.name], rows)
     texts = [answer.text for answer in found.answers[task.name]]
+    if name != "math500":
+        # Of MATH, lm-eval keeps no answer apart from the text.
+        record["equal_answers"] = equal_answers(name, found.answers[task.name], samples)
     made_up = [read_answer(p, text) for p, text in zip(built.prompts, marked, strict=True)]
     return record | {
         "equal_prompts": sum(

@@ -146,6 +146,7 @@ def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
         ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
         ("run --eval-data sets --limit -1", 2, "--num-fewshot are at least 0, --last and"),
+        ("run --eval-data sets --max-new-tokens 9", 2, "is for tasks that are answered in writing"),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
         ("run --requests a --eval-data sets", 2, "--requests are complete"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),

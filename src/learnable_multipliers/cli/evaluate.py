@@ -93,6 +93,11 @@ def _check(config: EvaluateConfig) -> None:
             "lrm evaluate: --limit, --max-length, --max-new-tokens and --num-fewshot are at least "
             "0, --last and --batch-tokens at least 1"
         )
+    if config.max_new_tokens and not any(t.writing for t in named(config.tasks or ("quick",))):
+        usage_error(
+            "lrm evaluate: --max-new-tokens is for tasks that are answered in writing: name some "
+            "with --tasks"
+        )
     built = config.eval_data or config.limit or config.requests_only or config.max_new_tokens
     if config.requests is not None and (built or config.num_fewshot is not None):
         usage_error(
