@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from timing import without_host
+from timing import milliseconds, without_host
 from torch import Tensor
 
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, orthogonalize
@@ -192,8 +191,8 @@ def errors(form: Form, device: str, rows: int, cols: int) -> dict[str, float]:
     return found
 
 
-def milliseconds(form: Form) -> float:
-    """Return the time of one orthogonalization of all hidden matrices, captured in a graph."""
+def time_of(form: Form) -> float:
+    """Return the milliseconds of orthogonalizing all hidden matrices, captured in a graph."""
     batches = [
         torch.randn(count, *shape, device="cuda", dtype=torch.bfloat16) * 1e-4
         for shape, count in SHAPES.items()
@@ -203,16 +202,7 @@ def milliseconds(form: Form) -> float:
         for batch in batches:
             form(batch)
 
-    replay = without_host(step)
-    times = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return milliseconds(without_host(step), repeats=20)
 
 
 def main() -> None:
@@ -229,7 +219,7 @@ def main() -> None:
             continue
         rows[name] = {"errors": errors(form, device, *sizes)}
         if not options.check:
-            rows[name]["ms"] = milliseconds(form)
+            rows[name]["ms"] = time_of(form)
         shown = "  ".join(f"{kind} {error:.4f}" for kind, error in rows[name]["errors"].items())
         took = "" if options.check else f"{rows[name]['ms']:7.2f} ms   "
         print(f"{name:32} {took}{shown}", flush=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from llama import Llama, Size
-from timing import without_host
+from timing import milliseconds, without_host
 from torch import nn
 
 import learnable_multipliers as lrm
@@ -67,21 +67,6 @@ def machine() -> dict[str, str]:
 
 
 # -- timing ---------------------------------------------------------------------------------------
-
-
-def milliseconds(step: Callable[[], Any], repeats: int, warmup: int = 5) -> float:
-    """Return the median time of a step, by device events."""
-    for _ in range(warmup):
-        step()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def twice(step: Callable[[], Any], repeats: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -20,3 +21,18 @@ def without_host(step: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def milliseconds(step: Callable[[], Any], repeats: int, warmup: int = 5) -> float:
+    """Return the median time of a step, by device events."""
+    for _ in range(warmup):
+        step()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
