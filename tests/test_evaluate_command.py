@@ -147,6 +147,11 @@ def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
         ("run --eval-data sets --limit -1", 2, "--num-fewshot are at least 0, --last and"),
         ("run --eval-data sets --max-new-tokens 9", 2, "is for tasks that are answered in writing"),
+        (
+            "run --eval-data sets --tasks piqa --against no",
+            1,
+            "no is neither a run, nor a checkpoint",
+        ),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
         ("run --requests a --eval-data sets", 2, "--requests are complete"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),

@@ -78,6 +78,9 @@ def evaluate(config: EvaluateConfig) -> None:
         count = len(built.requests) + len(built.prompts)
         print(f"{config.requests_only}: {count:,} requests")
         return
+    if config.against is not None and not results.read_results(config.against):
+        # Raises for what is no model, before the first one is scored for hours.
+        models.is_hugging_face(config.against)
     first = _results_of(config, config.model)
     _print(first)
     if config.against is not None:
