@@ -39,8 +39,8 @@ docs: venv
 	@echo "Open build/docs/index.html"
 
 # Tests of Triton kernels run on the CPU, in the interpreter, in a process of their own.
-KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py ssd_kernels.py convolution.py rotation.py \
-	gate.py head_loss.py)
+KERNEL_TESTS := $(addprefix tests/test_,triton_kernels.py newton_schulz_kernels.py ssd_kernels.py \
+	convolution.py rotation.py gate.py head_loss.py)
 
 # One more than the two cores of CI: tests of several ranks wait for each other.
 WORKERS ?= 3
@@ -81,7 +81,7 @@ dist: venv
 TORCH ?= 2.9.1
 MATRIX := build/torch-$(TORCH)
 LIBRARY_TESTS := $(patsubst %,tests/test_%.py,adamw contract copies diagnosis equilibrium gauge groups \
-	initialize loading multiplier muon packed_multipliers parallel plain_diagnosis plan \
+	initialize loading multiplier muon newton_schulz packed_multipliers parallel plain_diagnosis plan \
 	public_api reparametrize simulation symmetry weight_norm wrapper)
 matrix:
 	$(PYTHON) -m venv $(MATRIX)

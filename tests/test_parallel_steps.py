@@ -167,9 +167,9 @@ def orthogonalized(layout):
     made = make("muon", model, plan, **group)
     found, inner = [], batches.orthogonalize
 
-    def counted(batch, coefficients):
+    def counted(batch, *settings):
         found.extend([tuple(batch.shape[1:])] * len(batch))
-        return inner(batch, coefficients)
+        return inner(batch, *settings)
 
     batches.orthogonalize = counted
     try:

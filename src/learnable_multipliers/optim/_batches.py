@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Block, Matrix
+from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._newton_schulz import result_dtype
 from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
 
 AdjustLr = Literal["match_rms_adamw", "original"]
@@ -86,31 +88,41 @@ class Batches:
             shape: torch.empty(count, *shape, dtype=self._dtype, device=self._device)
             for shape, count in self._counts.items()
         }
-        own = [
-            torch.empty(matrix.shape, dtype=self._dtype, device=self._device) if apart else None
-            for matrix, apart in zip(self._matrices, self._apart, strict=True)
-        ]
-        return self._views(self._batches, own)
+        return self._views(self._batches, self._room_apart(self._dtype))
 
-    def orthogonalize(self, updates: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
-        """Return every update in its orthogonalized form."""
+    def orthogonalize(
+        self, updates: list[Tensor], coefficients: Coefficients, backend: Backend
+    ) -> list[Tensor]:
+        """Return every update in its orthogonalized form, in `result_dtype`."""
         apart = [at for at, is_apart in enumerate(self._apart) if is_apart]
         for at in apart:
             parts = _part_views(self._matrices[at], updates[at], self._split)
             for part, place in zip(parts, self._places[at], strict=True):
                 room = self._batches[place.shape][place.at]
                 room.copy_(part.reshape(room.shape))
-        done = {shape: orthogonalize(x, coefficients) for shape, x in self._batches.items()}
+        done = {
+            shape: orthogonalize(batch, coefficients, backend)
+            for shape, batch in self._batches.items()
+        }
         del self._batches
+        own = self._room_apart(result_dtype(self._dtype))
         for at in apart:
-            matrix = self._matrices[at]
-            parts = _part_views(matrix, updates[at], self._split)
+            matrix, room = self._matrices[at], own[at]
+            assert room is not None
+            parts = _part_views(matrix, room, self._split)
             for block, part, place in zip(matrix.blocks, parts, self._places[at], strict=True):
                 rows = num_rows(matrix, block, self._split)
                 factor = lr_factor(self._rule, rows, matrix.num_in)
                 found = done[place.shape][place.at]
                 part.copy_((found * factor).view(part.shape))
-        return self._views(done, updates)
+        return self._views(done, own)
+
+    def _room_apart(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """Return a tensor for each matrix that has its update in no batch; None for others."""
+        return [
+            torch.empty(matrix.shape, dtype=dtype, device=self._device) if apart else None
+            for matrix, apart in zip(self._matrices, self._apart, strict=True)
+        ]
 
     def _views(
         self, batches: dict[tuple[int, int], Tensor], own: Sequence[Tensor | None]
@@ -121,7 +133,7 @@ class Batches:
         for at, (matrix, places) in enumerate(zip(self._matrices, self._places, strict=True)):
             shape, at_batch = places[0]
             room = own[at]
-            if self._apart[at] and room is not None:
+            if room is not None:
                 views.append(room)
             elif shape == matrix.shape:
                 views.append(units[shape][at_batch.start])
@@ -144,7 +156,10 @@ def num_parts(matrix: Matrix, split: Split) -> list[int]:
 
 
 def update_dtype(raw: Tensor) -> torch.dtype:
-    """Newton-Schulz runs in bfloat16 on a GPU; a CPU is faster in float32."""
+    """Return the dtype of what is to be orthogonalized: 2 bytes on a GPU; a CPU has float32.
+
+    bfloat16, because gradients may be too small for float16 before they are divided by their norm.
+    """
     if raw.dtype == torch.float64:
         return torch.float64
     return torch.bfloat16 if raw.device.type == "cuda" else torch.float32

@@ -1,7 +1,7 @@
 """Muon on distributed matrices: each is orthogonalized once, whole, on the rank that owns it.
 
 Every rank sends its parts of the updates to their owners and gets its parts of the results back:
-two all-to-all exchanges a step, in the dtype of Newton-Schulz.
+two all-to-all exchanges a step, 2 bytes a number on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
+from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._newton_schulz import result_dtype
 from learnable_multipliers.optim._batches import (
     AdjustLr,
     Batches,
@@ -98,7 +100,9 @@ class SharedBatches:
         """Return room for this rank's part of each update."""
         return [torch.empty_like(raw, dtype=self._dtype) for raw in self._raws]
 
-    def orthogonalize(self, updates: list[Tensor], coefficients: Coefficients) -> list[Tensor]:
+    def orthogonalize(
+        self, updates: list[Tensor], coefficients: Coefficients, backend: Backend
+    ) -> list[Tensor]:
         """Return this rank's part of every update in its orthogonalized form."""
         whole = self._batches.fresh()
 
@@ -114,9 +118,11 @@ class SharedBatches:
                 return update
             return update[of.expert - self._first_expert[of.parameter]]
 
-        self._exchange(self._to_owners, part, self._from_sources, room)
-        whole = self._batches.orthogonalize(whole, coefficients)
-        self._exchange(self._to_holders, room, self._from_owners, part)
+        self._exchange(self._to_owners, part, self._from_sources, room, self._dtype)
+        whole = self._batches.orthogonalize(whole, coefficients, backend)
+        dtype = result_dtype(self._dtype)
+        updates = [torch.empty_like(update, dtype=dtype) for update in updates]
+        self._exchange(self._to_holders, room, self._from_owners, part, dtype)
         return updates
 
     def _exchange(
@@ -125,10 +131,11 @@ class SharedBatches:
         source: Any,
         arriving: list[list[_Piece]],
         target: Any,
+        dtype: torch.dtype,
     ) -> None:
         """Exchange pieces between ranks: read from `source(piece)`, written to `target(piece)`."""
         parts = [source(piece).reshape(-1) for pieces in leaving for piece in pieces]
-        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+        nothing = torch.empty(0, dtype=dtype, device=self._device)
         sent = torch.cat([nothing, *parts])
         sizes = [[piece.size for piece in pieces] for pieces in arriving]
         found = sent.new_empty(sum(map(sum, sizes)))

@@ -157,7 +157,7 @@ class Muon(MultiplierOptimizer):
         updates = hidden.batches.fresh()
         momentum = _shared_momentum(hidden.states)
         bound.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
-        updates = hidden.batches.orthogonalize(updates, self.coefficients)
+        updates = hidden.batches.orthogonalize(updates, self.coefficients, self.backend)
         bound.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
 
     def _average_squares(

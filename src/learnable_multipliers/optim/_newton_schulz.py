@@ -1,14 +1,27 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix, by matrix products alone."""
+"""Newton-Schulz: the nearest semi-orthogonal matrix, by matrix products alone.
+
+Each iteration multiplies X by a polynomial of its Gram matrix R = X X^T. Two forms give the same
+numbers but for rounding. The standard one multiplies X every time. The Gram form multiplies the
+polynomials first, Q_k = P_k Q_(k-1) and R_k = P_k R_(k-1) P_k, and X by Q at the end: all of its
+products are as small as the shorter side, so it is for matrices that are not square.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from learnable_multipliers.kernels._backend import Backend
+from learnable_multipliers.kernels._newton_schulz import divided_by_norm, symmetric_product
+
 Polynomial = tuple[float, float, float]
 """(a, b, c) of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+Product = Callable[..., Tensor]
+"""As `symmetric_product`."""
 
 Coefficients = Literal["quintic", "polar-express"]
 COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
@@ -25,31 +38,55 @@ COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
 }
 MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
 """What the Frobenius norm is multiplied by before a matrix is divided by it."""
+_GRAM_ASPECT = 1.5
+"""From this ratio of the sides on, the Gram form has fewer multiplications."""
+_RESTART = 2
+"""Iterations after which the Gram form computes X and R anew: rounding moves R away from X X^T."""
 
 
-def orthogonalize(batch: Tensor, coefficients: Coefficients, eps: float = 1e-7) -> Tensor:
-    """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols), in the batch's dtype."""
-    wide = batch.shape[-2] <= batch.shape[-1]
-    x = batch
-    for step, (a, b, c) in enumerate(COEFFICIENTS[coefficients]):
-        # The smaller of the two Gram matrices; a tall matrix takes the polynomial from the right.
-        gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
-        scale = None
-        if step == 0:
-            # The Frobenius norm bounds the largest singular value. Its square is the trace of the
-            # Gram matrix, and dividing there costs less than dividing x.
-            square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=_wide_dtype(gram))
-            norm = (square.sqrt() * MARGIN[coefficients]).clamp(min=eps)[:, None, None]
-            scale = (1 / norm).to(gram.dtype)
-            gram = gram * (1 / norm**2).to(gram.dtype)
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        # The linear term goes onto the diagonal: one product less to add and a copy saved.
-        gram.diagonal(dim1=-2, dim2=-1).add_(a)
-        if scale is not None:
-            gram *= scale
-        x = torch.bmm(gram, x) if wide else torch.bmm(x, gram)
+def orthogonalize(
+    batch: Tensor, coefficients: Coefficients, backend: Backend = "auto", eps: float = 1e-7
+) -> Tensor:
+    """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols).
+
+    On a GPU bfloat16 matrices are orthogonalized, and come back, in float16: `result_dtype`.
+    """
+    short, long = sorted(batch.shape[-2:])
+    form = gram_form if long >= _GRAM_ASPECT * short else standard_form
+    # The Frobenius norm bounds the largest singular value.
+    x = divided_by_norm(batch, MARGIN[coefficients], eps, backend)
+    return form(x, COEFFICIENTS[coefficients], partial(symmetric_product, backend=backend))
+
+
+def standard_form(x: Tensor, polynomials: tuple[Polynomial, ...], product: Product) -> Tensor:
+    """Multiply X by one polynomial after the other."""
+    wide = x.shape[-2] <= x.shape[-1]
+    for a, b, c in polynomials:
+        gram = _gram(x, product)
+        # The linear term goes onto the diagonal: one product less to add.
+        poly = product(gram, gram, add=gram, alpha=c, beta=b, diagonal=a)
+        # A tall matrix takes the polynomial of its smaller Gram matrix from the right.
+        x = torch.bmm(poly, x) if wide else torch.bmm(x, poly)
     return x
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def gram_form(x: Tensor, polynomials: tuple[Polynomial, ...], product: Product) -> Tensor:
+    """Multiply the polynomials first, and X by them."""
+    wide = x.shape[-2] <= x.shape[-1]
+    parts = polynomials[:_RESTART], polynomials[_RESTART:]
+    for part in parts:
+        gram, joined = _gram(x, product), None
+        for step, (a, b, c) in enumerate(part):
+            poly = product(gram, gram, add=gram, alpha=c, beta=b, diagonal=a)
+            # Polynomials of one matrix commute, so that all of these are symmetric.
+            joined = poly if joined is None else product(poly, joined)
+            if step + 1 < len(part):
+                gram = product(product(poly, gram), poly)
+        if joined is not None:
+            x = torch.bmm(joined, x) if wide else torch.bmm(x, joined)
+    return x
+
+
+def _gram(x: Tensor, product: Product) -> Tensor:
+    """Return the smaller of the two Gram matrices."""
+    return product(x, x) if x.shape[-2] <= x.shape[-1] else product(x.mT, x.mT)
