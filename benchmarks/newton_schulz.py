@@ -2,17 +2,12 @@
 
     python benchmarks/newton_schulz.py --out results/newton-schulz-h200.json
 
-The forms differ in precision and in what is multiplied:
+Forms differ in what is multiplied (X every time, or polynomials of its Gram matrix first), in
+precision, and in whether a kernel computes one triangle of symmetric products. Peers are torch's
+(one matrix at a time in torch.optim.Muon, here in batches) and what Muon had before: bfloat16.
 
-- bfloat16 as Muon has it now, and as torch.optim.Muon has it;
-- float16 on matrices divided by their norm first: as fast on a GPU, three more bits;
-- gram: the polynomials are multiplied as polynomials of the Gram matrix, and X once at the end
-  (again after `RESTART` of them: rounding makes the two forget each other). It saves products of
-  the long side, so it is for matrices that are not square;
-- symmetric: all products but those with X are symmetric, and a kernel computes one half of them.
-
-On a CPU (--check) it compares numbers on small matrices, with Triton's interpreter where
-TRITON_INTERPRET=1 is set, and times nothing.
+Errors are relative distances in Frobenius norm from the same polynomials in float64, for matrices
+of several spectra, and, with --gradients, for gradients of a model that is training.
 """
 
 from __future__ import annotations
@@ -25,86 +20,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from timing import milliseconds, without_host
 from torch import Tensor
 
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, orthogonalize
+from learnable_multipliers.kernels._newton_schulz import divided_by_norm, symmetric_product
+from learnable_multipliers.kernels._newton_schulz_kernels import Launch
+from learnable_multipliers.kernels._newton_schulz_kernels import symmetric_product as kernel_product
+from learnable_multipliers.optim._newton_schulz import (
+    COEFFICIENTS,
+    gram_form,
+    orthogonalize,
+    standard_form,
+)
+from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 
 Form = Callable[[Tensor], Tensor]
-Product = Callable[..., Tensor]
 
 POLYNOMIALS = COEFFICIENTS["quintic"]
-RESTART = 2
-"""Polynomials before X is multiplied once in between."""
-SHAPES = {(1024, 1024): 96, (1024, 3584): 72}
-"""Of the hidden matrices of `benchmarks/llama.py`, as many of each; tall ones are turned round."""
-
-
-# -- products --------------------------------------------------------------------------------------
-
-
-def product(a: Tensor, b: Tensor, *, add: Tensor | None = None, alpha=1.0, beta=0.0, diagonal=0.0):
-    """Return alpha a b^T + beta add + diagonal I, which is symmetric here."""
-    if add is None:
-        found = torch.bmm(a, b.mT)
-    else:
-        found = torch.baddbmm(add, a, b.mT, beta=beta, alpha=alpha)
-    if diagonal:
-        found.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return found
-
-
-@triton.jit
-def symmetric_kernel(
-    a_ptr, b_ptr, add_ptr, out_ptr, size, inner, alpha, beta, diagonal,
-    ADD: tl.constexpr, BLOCK: tl.constexpr, BLOCK_INNER: tl.constexpr,
-):  # fmt: skip
-    """Compute the tiles on and below the diagonal, and mirror them."""
-    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # Tile t is (i, j), j <= i, counted row by row: t = i (i + 1) / 2 + j.
-    i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
-    j = tile - i * (i + 1) // 2
-    rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-    ks = tl.arange(0, BLOCK_INNER)
-    p_a = a_ptr + batch * size * inner + rows[:, None] * inner + ks[None, :]
-    p_b = b_ptr + batch * size * inner + cols[:, None] * inner + ks[None, :]
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in range(0, inner, BLOCK_INNER):
-        inside = k + ks[None, :] < inner
-        b_a = tl.load(p_a + k, mask=(rows[:, None] < size) & inside, other=0.0)
-        b_b = tl.load(p_b + k, mask=(cols[:, None] < size) & inside, other=0.0)
-        total = tl.dot(b_a, tl.trans(b_b), total)
-    total *= alpha
-    place = batch * size * size + rows[:, None] * size + cols[None, :]
-    valid = (rows[:, None] < size) & (cols[None, :] < size)
-    if ADD:
-        total += beta * tl.load(add_ptr + place, mask=valid, other=0.0).to(tl.float32)
-    total += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
-    b_out = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, b_out, mask=valid)
-    if i != j:
-        mirrored = batch * size * size + cols[:, None] * size + rows[None, :]
-        valid = (cols[:, None] < size) & (rows[None, :] < size)
-        tl.store(out_ptr + mirrored, tl.trans(b_out), mask=valid)
-
-
-def symmetric_product(
-    a: Tensor, b: Tensor, *, add: Tensor | None = None, alpha=1.0, beta=0.0, diagonal=0.0, **tiles
-):
-    """Return the same as `product`, by half the multiplications."""
-    tiles = {"BLOCK": 128, "BLOCK_INNER": 64, "num_warps": 8, "num_stages": 3} | tiles
-    count, size, inner = a.shape
-    out = torch.empty(count, size, size, dtype=a.dtype, device=a.device)
-    side = triton.cdiv(size, tiles["BLOCK"])
-    symmetric_kernel[(side * (side + 1) // 2, count)](
-        a.contiguous(), b.contiguous(), a if add is None else add, out, size, inner,
-        alpha, beta, diagonal, ADD=add is not None, **tiles,
-    )  # fmt: skip
-    return out
+BATCHES = {
+    # The hidden matrices of `benchmarks/llama.py`, as many of each.
+    "432m": {(1024, 1024): 96, (1024, 3584): 24, (3584, 1024): 48},
+    # Those of 20m-llama, and of a wide model.
+    "20m": {(320, 320): 32, (320, 1024): 8, (1024, 320): 16},
+    "wide": {(2048, 2048): 16, (2048, 8192): 4, (8192, 2048): 8},
+    "heads": {(64, 1024): 72 * 16},
+}
+LAUNCHES = [
+    Launch(128, 64, 8, 3),
+    Launch(128, 64, 8, 4),
+    Launch(128, 64, 4, 3),
+    Launch(128, 64, 4, 4),
+    Launch(128, 128, 8, 2),
+    Launch(256, 64, 8, 2),
+    Launch(64, 64, 4, 4),
+]
 
 
 # -- forms -----------------------------------------------------------------------------------------
@@ -112,58 +64,49 @@ def symmetric_product(
 
 def as_torch(x: Tensor) -> Tensor:
     """Return what torch.optim.Muon computes, a batch at a time."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for a, b, c in POLYNOMIALS:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x.mT if tall else x
 
 
-def divided(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return matrices over their Frobenius norm, in another precision."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
-    return torch.mul(x, 1 / norm.clamp(min=1e-7)).to(dtype)
-
-
-def standard(x: Tensor, dtype: torch.dtype, multiply: Product = product) -> Tensor:
-    """Apply the polynomials to X one after the other."""
-    x = divided(x, dtype)
-    for a, b, c in POLYNOMIALS:
-        gram = multiply(x, x)
-        x = torch.bmm(multiply(gram, gram, add=gram, alpha=c, beta=b, diagonal=a), x)
-    return x
-
-
-def gram_form(x: Tensor, dtype: torch.dtype, multiply: Product = product) -> Tensor:
-    """Multiply the polynomials first: X_k = Q_k X with Q_k a polynomial of R = X X^T."""
-    x, last = divided(x, dtype), len(POLYNOMIALS) - 1
-    gram, joined = multiply(x, x), None
+def as_before(x: Tensor) -> Tensor:
+    """Return what Muon computed before: bfloat16, divided at the Gram matrix."""
+    wide = x.shape[-2] <= x.shape[-1]
     for step, (a, b, c) in enumerate(POLYNOMIALS):
-        if step == RESTART and joined is not None:
-            x = torch.bmm(joined, x)
-            gram, joined = multiply(x, x), None
-        poly = multiply(gram, gram, add=gram, alpha=c, beta=b, diagonal=a)
-        joined = poly if joined is None else multiply(poly, joined)
-        if step != last and step + 1 != RESTART:
-            # All of them are polynomials of one matrix, so they commute and stay symmetric.
-            gram = multiply(multiply(poly, gram), poly)
-    assert joined is not None
-    return torch.bmm(joined, x)
+        gram = torch.bmm(x, x.mT) if wide else torch.bmm(x.mT, x)
+        scale = None
+        if step == 0:
+            square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
+            norm = square.sqrt().clamp(min=1e-7)[:, None, None]
+            scale = (1 / norm).to(gram.dtype)
+            gram = gram * (1 / norm**2).to(gram.dtype)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram.diagonal(dim1=-2, dim2=-1).add_(a)
+        if scale is not None:
+            gram *= scale
+        x = torch.bmm(gram, x) if wide else torch.bmm(x, gram)
+    return x
 
 
-def forms(kernel: Product) -> dict[str, Form]:
-    """Return every form by name; all of them take and give wide matrices."""
-    half = torch.float16
-    return {
-        "ours, bfloat16": partial(orthogonalize, coefficients="quintic"),
-        "torch's, bfloat16": as_torch,
-        "standard, float16": partial(standard, dtype=half),
-        "gram, float16": partial(gram_form, dtype=half),
-        "gram, bfloat16": partial(gram_form, dtype=torch.bfloat16),
-        "standard, float16, symmetric": partial(standard, dtype=half, multiply=kernel),
-        "gram, float16, symmetric": partial(gram_form, dtype=half, multiply=kernel),
-    }
+def form(x: Tensor, by: Any, backend: Any) -> Tensor:
+    """Return a form of the library, whatever it would choose for this shape."""
+    x = divided_by_norm(x, 1.0, 1e-7, backend)
+    return by(x, POLYNOMIALS, partial(symmetric_product, backend=backend))
+
+
+FORMS: dict[str, Form] = {
+    "torch's, bfloat16": as_torch,
+    "before, bfloat16": as_before,
+    "standard, float16": partial(form, by=standard_form, backend="torch"),
+    "standard, float16, kernel": partial(form, by=standard_form, backend="auto"),
+    "gram, float16": partial(form, by=gram_form, backend="torch"),
+    "gram, float16, kernel": partial(form, by=gram_form, backend="auto"),
+    "ours": partial(orthogonalize, coefficients="quintic"),
+}
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -180,53 +123,105 @@ def spectra(count: int, rows: int, cols: int) -> dict[str, Tensor]:
     return {name: 1e-4 * x for name, x in {"noise": noise, **made}.items()}
 
 
-def errors(form: Form, device: str, rows: int, cols: int) -> dict[str, float]:
-    """Return the distance from the same polynomials in float64, relative, for each spectrum."""
+def gradients(steps: int) -> dict[str, Tensor]:
+    """Return gradients of hidden matrices of a small Llama on noise with structure."""
     torch.manual_seed(0)
-    found = {}
-    for name, x in spectra(2, rows, cols).items():
-        expected = standard(x, torch.float64)
-        result = form(x.to(device, torch.bfloat16)).cpu().double()
-        found[name] = ((result - expected).norm() / expected.norm()).item()
+    model = build(PRESETS["20m-llama"], 0, "cuda")
+    optimizer, _ = make_optimizer(model, OptimizerConfig(kind="muon", placement="full", lr=4e-3))
+    # Each token follows from the one before in half of the places: something to learn.
+    follows = torch.randperm(1024, device="cuda")
+    for step in range(steps):
+        tokens = torch.randint(1024, (16, 513), device="cuda")
+        known = torch.rand(tokens.shape, device="cuda") < 0.5
+        for at in range(1, 513):
+            tokens[:, at] = torch.where(known[:, at], follows[tokens[:, at - 1]], tokens[:, at])
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.loss(tokens).total
+        loss.backward()
+        if step + 1 < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    layer = model.model.layers[4]
+    found = {
+        "query": layer.self_attn.q_proj,
+        "gate": layer.feed_forward.gate_proj,
+        "down": layer.feed_forward.down_proj,
+    }
+    return {
+        f"{name} of step {steps}": matrix.weight.grad[None].double().cpu()
+        for name, matrix in found.items()
+    }
+
+
+def exact(x: Tensor) -> Tensor:
+    """Return the polynomials applied to singular values in float64."""
+    left, values, right = torch.linalg.svd(x.double(), full_matrices=False)
+    values = values / values.norm(dim=-1, keepdim=True)
+    for a, b, c in POLYNOMIALS:
+        values = a * values + b * values**3 + c * values**5
+    return (left * values[..., None, :]) @ right
+
+
+def error(of: Form, x: Tensor, expected: Tensor) -> float:
+    """Return how far a form is from the exact result, relative."""
+    found = of(x.to("cuda", torch.bfloat16)).cpu().double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def time_of(of: Form, batches: dict[tuple[int, int], int]) -> float:
+    """Return the milliseconds of orthogonalizing matrices, captured in a graph."""
+    made = [
+        torch.randn(count, *shape, device="cuda", dtype=torch.bfloat16) * 1e-4
+        for shape, count in batches.items()
+    ]
+    return milliseconds(without_host(lambda: [of(x) for x in made]), repeats=20)
+
+
+def products() -> dict[str, dict[str, float]]:
+    """Return the milliseconds of one Gram product, by torch and by the kernel's launches."""
+    shapes = [(72, 1024, 3584), (96, 1024, 1024), (64, 512, 2048), (64, 768, 768), (16, 2048, 2048)]
+    found: dict[str, dict[str, float]] = {}
+    for count, size, inner in shapes:
+        x = torch.randn(count, size, inner, device="cuda", dtype=torch.float16) / inner**0.5
+        row = {"torch": milliseconds(without_host(partial(torch.bmm, x, x.mT)), 20)}
+        for launch in LAUNCHES:
+            for kind, y in {"": x, ", transposed": x.mT.contiguous().mT}.items():
+                call = partial(kernel_product, y, y, None, 1.0, 0.0, 0.0, launch)
+                row[f"{launch}{kind}"] = milliseconds(without_host(call), 20)
+        found[f"{count} of {size} x {inner}"] = row
     return found
 
 
-def time_of(form: Form) -> float:
-    """Return the milliseconds of orthogonalizing all hidden matrices, captured in a graph."""
-    batches = [
-        torch.randn(count, *shape, device="cuda", dtype=torch.bfloat16) * 1e-4
-        for shape, count in SHAPES.items()
-    ]
-
-    def step() -> None:
-        for batch in batches:
-            form(batch)
-
-    return milliseconds(without_host(step), repeats=20)
-
-
 def main() -> None:
-    """Compare, time on a GPU, print a table, write JSON."""
+    """Compare, time, print tables, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="numbers alone, on small matrices")
+    parser.add_argument("--gradients", type=int, default=0, help="steps to train for gradients")
+    parser.add_argument("--launches", action="store_true", help="also time tiles of the kernel")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device, sizes = ("cpu", (96, 160)) if options.check else ("cuda", (1024, 3584))
-    tiles = {"BLOCK": 32, "BLOCK_INNER": 32} if options.check else {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, form in forms(partial(symmetric_product, **tiles)).items():
-        if options.check and "symmetric" in name and not triton.knobs.runtime.interpret:
-            continue
-        rows[name] = {"errors": errors(form, device, *sizes)}
-        if not options.check:
-            rows[name]["ms"] = time_of(form)
-        shown = "  ".join(f"{kind} {error:.4f}" for kind, error in rows[name]["errors"].items())
-        took = "" if options.check else f"{rows[name]['ms']:7.2f} ms   "
-        print(f"{name:32} {took}{shown}", flush=True)
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    inputs = spectra(2, 1024, 3584)
+    if options.gradients:
+        inputs |= gradients(options.gradients)
+    expected = {name: exact(x) for name, x in inputs.items()}
+    result["forms"] = {}
+    for name, of in FORMS.items():
+        row = {
+            "errors": {key: round(error(of, x, expected[key]), 5) for key, x in inputs.items()},
+            "ms": {key: round(time_of(of, batches), 4) for key, batches in BATCHES.items()},
+        }
+        result["forms"][name] = row
+        took = "  ".join(f"{key} {ms:7.3f}" for key, ms in row["ms"].items())
+        print(f"{name:28} ms: {took}", flush=True)
+        print(f"{'':28} errors: {row['errors']}", flush=True)
+    if options.launches:
+        result["products"] = products()
+        for shape, row in result["products"].items():
+            for name, ms in row.items():
+                print(f"{shape:24} {name:44} {ms:7.4f} ms {ms / row['torch']:6.3f}", flush=True)
     if options.out:
-        device_name = torch.cuda.get_device_name() if not options.check else "cpu"
-        found = {"device": device_name, "torch": torch.__version__, "forms": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
