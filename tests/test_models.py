@@ -132,6 +132,9 @@ def test_presets_have_their_sizes():
         with torch.device("meta"):
             sizes[name] = HybridLM(config).num_parameters
     assert sizes["falcon-h1-0.5b"] == 521_411_104
+    # The sizes in their names, as published.
+    assert sizes["falcon-h1-1.5b"] == pytest.approx(1.55e9, rel=0.005)
+    assert sizes["falcon-h1-3b"] == pytest.approx(3.15e9, rel=0.005)
     assert sizes["90m"] == pytest.approx(90e6, rel=0.05)
     assert sizes["20m"] == pytest.approx(20e6, rel=0.1)
     assert sizes["20m-llama"] == pytest.approx(sizes["20m"], rel=0.05)

@@ -24,7 +24,7 @@ SIZED = replace(HYBRID, vocab_size=64)
 # By the setting that the kernels do not serve.
 MODELS = {
     "": SIZED,
-    "ssm_state_size": replace(SIZED, ssm_state_size=256),
+    "ssm_state_size": replace(SIZED, ssm_state_size=512),
     "ssm_head_dim": replace(SIZED, ssm_head_dim=8),
     "ssm_conv_size": replace(SIZED, ssm_conv_size=3),
     "head_dim": replace(SIZED, head_dim=48),

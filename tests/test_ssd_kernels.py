@@ -39,6 +39,8 @@ SMALL = {
     "a group per head": (1, 33, 2, 32, 2, 16, 16),
     "many heads": (1, 32, 10, 16, 1, 16, 16),
     "wide state": (1, 64, 2, 16, 1, 128, 32),
+    "widest state": (1, 40, 2, 16, 1, 256, 16),
+    "widest of both": (1, 40, 2, 128, 2, 256, 32),
     "wide head": (1, 64, 2, 128, 1, 16, 32),
     "long chunk": (1, 200, 1, 32, 1, 16, 128),
 }
@@ -50,6 +52,9 @@ LARGE = {
     "half chunks": (2, 512, 24, 64, 1, 64, 64),
     "square": (1, 256, 4, 128, 2, 128, 128),
     "short chunks": (1, 100, 4, 16, 1, 32, 16),
+    "1.5B": (2, 1000, 48, 64, 1, 256, 128),
+    "3B": (1, 1000, 32, 128, 1, 256, 128),
+    "34B": (1, 512, 32, 128, 2, 256, 128),
 }
 
 
@@ -150,8 +155,8 @@ def test_shapes_out_of_reach_are_named():
     tensors = inputs((1, 16, 2, 24, 1, 16, 16))
     with pytest.raises(ValueError, match="head_dim is 24, not one of 16, 32, 64, 128"):
         ssd(*tensors, 16, backend="triton")
-    with pytest.raises(ValueError, match="state is 256, not one of 16, 32, 64, 128"):
-        ssd(*inputs((1, 16, 2, 16, 1, 256, 16)), 16, backend="triton")
+    with pytest.raises(ValueError, match="state is 512, not one of 16, 32, 64, 128, 256"):
+        ssd(*inputs((1, 16, 2, 16, 1, 512, 16)), 16, backend="triton")
 
 
 @pytest.mark.parametrize(

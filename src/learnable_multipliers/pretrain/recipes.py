@@ -59,16 +59,20 @@ def _90m() -> TrainConfig:
     )
 
 
-def _half_billion(shape: str) -> TrainConfig:
+def _paper(shape: str, micro_batch_sequences: int = 16) -> TrainConfig:
     """Return the paper's run: 25 GT at a constant rate, 5 GT of decay by 8.
 
-    Rate and batch are those of a public script of the model's makers for this shape; the paper
-    sweeps the rate and does not give the ramp.
+    Rate and batch are those of a public script of the model's makers for 0.5B, and their forward
+    multipliers keep the rate the same for all sizes; the paper sweeps it and does not give the ramp.
     """
     return TrainConfig(
         out=Path("runs") / shape,
         model=PRESETS[shape],
-        data=DataConfig(sequence_length=2048, batch_sequences=512, micro_batch_sequences=16),
+        data=DataConfig(
+            sequence_length=2048,
+            batch_sequences=512,
+            micro_batch_sequences=micro_batch_sequences,
+        ),
         schedule=ScheduleConfig(
             tokens=30_000_000_000,
             warmup_tokens=100_000_000,
@@ -91,7 +95,9 @@ RECIPES: dict[str, tuple[str, TrainConfig]] = {
     "90m": ("hybrid of the shape of Falcon-H1-Tiny-90M, 4G tokens", _90m()),
     "falcon-h1-0.5b": (
         "Falcon-H1-0.5B with the paper's recipe, 30G tokens",
-        _half_billion("falcon-h1-0.5b"),
+        _paper("falcon-h1-0.5b"),
     ),
-    "llama-0.5b": ("Llama of the same size with the same recipe", _half_billion("llama-0.5b")),
+    "llama-0.5b": ("Llama of the same size with the same recipe", _paper("llama-0.5b")),
+    "falcon-h1-1.5b": ("Falcon-H1-1.5B with that recipe", _paper("falcon-h1-1.5b", 8)),
+    "falcon-h1-3b": ("Falcon-H1-3B with that recipe", _paper("falcon-h1-3b", 4)),
 }

@@ -65,22 +65,40 @@ _90M = ModelConfig(
     ssm_state_size=64,
     tie_embeddings=True,
 )
-# Falcon-H1-0.5B with its published forward multipliers: 521,411,104 parameters.
-_FALCON_H1 = with_falcon_h1_multipliers(
-    ModelConfig(
-        vocab_size=32784,
-        hidden_size=1024,
-        num_layers=36,
-        max_length=16384,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        rope_theta=1e11,
-        intermediate_size=2048,
-        ssm_size=1536,
-        ssm_head_dim=64,
-        ssm_state_size=128,
-    )
+# Falcon-H1-0.5B: 521,411,104 parameters. All sizes have the forward multipliers of their shape.
+_FALCON_H1 = ModelConfig(
+    vocab_size=32784,
+    hidden_size=1024,
+    num_layers=36,
+    max_length=16384,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e11,
+    intermediate_size=2048,
+    ssm_size=1536,
+    ssm_head_dim=64,
+    ssm_state_size=128,
+)
+_FALCON_H1_1_5B = replace(
+    _FALCON_H1,
+    vocab_size=65537,
+    hidden_size=2048,
+    num_layers=24,
+    max_length=131072,
+    head_dim=128,
+    intermediate_size=4608,
+    ssm_size=3072,
+    ssm_state_size=256,
+)
+_FALCON_H1_3B = replace(
+    _FALCON_H1_1_5B,
+    hidden_size=2560,
+    num_layers=32,
+    num_heads=10,
+    intermediate_size=6144,
+    ssm_size=4096,
+    ssm_head_dim=128,
 )
 # Wide and shallow like the small Llamas: less attention and fewer norms for the same parameters.
 _LLAMA = ModelConfig(
@@ -101,6 +119,8 @@ PRESETS: dict[str, ModelConfig] = {
     "20m": _20M,
     "20m-llama": replace(_20M, ssm_size=0, num_kv_heads=5, intermediate_size=1024),
     "90m": _90M,
-    "falcon-h1-0.5b": _FALCON_H1,
+    "falcon-h1-0.5b": with_falcon_h1_multipliers(_FALCON_H1),
+    "falcon-h1-1.5b": with_falcon_h1_multipliers(_FALCON_H1_1_5B),
+    "falcon-h1-3b": with_falcon_h1_multipliers(_FALCON_H1_3B),
     "llama-0.5b": _LLAMA,
 }

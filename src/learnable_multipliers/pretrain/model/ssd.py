@@ -26,8 +26,10 @@ else:
     launch = None
 
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-KERNEL_SIZES = (16, 32, 64, 128)
-"""What the kernels take as features of a head, states, and steps of a chunk."""
+KERNEL_HEAD_DIMS = (16, 32, 64, 128)
+KERNEL_STATES = (16, 32, 64, 128, 256)
+KERNEL_CHUNKS = (16, 32, 64, 128)
+"""Steps of a chunk that the kernels have."""
 
 
 def ssd(
@@ -154,9 +156,9 @@ def _check(
 def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
     """Return the longest chunk that the kernels have and was asked for, or their shortest."""
     # Off the tensor cores, longer chunks than this overflow the registers.
-    longest = 64 if dtype == torch.float32 else KERNEL_SIZES[-1]
-    sizes = [size for size in KERNEL_SIZES if size <= min(chunk_size, longest)]
-    return max(sizes, default=KERNEL_SIZES[0])
+    longest = 64 if dtype == torch.float32 else KERNEL_CHUNKS[-1]
+    sizes = [size for size in KERNEL_CHUNKS if size <= min(chunk_size, longest)]
+    return max(sizes, default=KERNEL_CHUNKS[0])
 
 
 def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
@@ -170,7 +172,10 @@ def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
         return "dt is float64, and the kernels work in float32"
     if x.numel() == 0:
         return "x is empty"
-    for name, number in {"head_dim": x.shape[-1], "state": B.shape[-1]}.items():
-        if number not in KERNEL_SIZES:
-            return f"{name} is {number}, not one of {', '.join(map(str, KERNEL_SIZES))}"
+    for name, number, sizes in (
+        ("head_dim", x.shape[-1], KERNEL_HEAD_DIMS),
+        ("state", B.shape[-1], KERNEL_STATES),
+    ):
+        if number not in sizes:
+            return f"{name} is {number}, not one of {', '.join(map(str, sizes))}"
     return None

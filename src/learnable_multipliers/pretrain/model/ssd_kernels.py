@@ -157,6 +157,7 @@ def rows_kernel(
     HEAD_DIM: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -167,6 +168,7 @@ def rows_kernel(
     """
     row_blocks: tl.constexpr = CHUNK // BLOCK_ROWS
     splits: tl.constexpr = PER_GROUP // NUM_HEADS
+    dim_blocks: tl.constexpr = HEAD_DIM // BLOCK_DIM
     pid = tl.program_id(0)
     rows = (pid % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     split = (pid // row_blocks) % splits
@@ -175,7 +177,6 @@ def rows_kernel(
     start = (tl.program_id(1) * CHUNK).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     cols = tl.arange(0, CHUNK)
-    dims = tl.arange(0, HEAD_DIM)
     cells = tl.arange(0, STATE)
     rows_inside = start + rows < length
     cols_inside = start + cols < length
@@ -192,8 +193,9 @@ def rows_kernel(
     outputs += (batch * length + start) * heads * HEAD_DIM
     states += (batch * num_chunks + tl.program_id(1)) * heads * (STATE * HEAD_DIM)
     first = group * PER_GROUP + split * NUM_HEADS
-    for index in range(0, NUM_HEADS):
-        head = first + index
+    for index in range(0, NUM_HEADS * dim_blocks):
+        head = first + index // dim_blocks
+        dims = (index % dim_blocks) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         row = (batch * heads + head) * num_chunks * CHUNK + start
         value = values + head * values_head
         b_state = tl.load(
@@ -255,6 +257,7 @@ def scores_kernel(
     HEAD_DIM: tl.constexpr,
     STATE: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     PER_GROUP: tl.constexpr,
 ):
@@ -278,7 +281,6 @@ def scores_kernel(
     rows = tl.arange(0, CHUNK)
     cols = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     dims = tl.arange(0, HEAD_DIM)
-    cells = tl.arange(0, STATE)
     rows_inside = start + rows < length
     cols_inside = start + cols < length
     x += batch * x_batch + start * x_time
@@ -287,9 +289,12 @@ def scores_kernel(
     C += batch * c_batch + start * c_time + group * c_group
     mixed += col_block * (tl.num_programs(2).to(tl.int64) * heads * num_chunks * CHUNK)
     skips += col_block * (tl.num_programs(2).to(tl.int64) * heads * num_chunks)
-    b_B = _load(B, cols, b_time, cells, cols_inside)
-    b_C = _load(C, rows, c_time, cells, rows_inside)
-    b_scores = tl.dot(b_C, tl.trans(b_B), input_precision="ieee")
+    b_scores = tl.zeros((CHUNK, BLOCK_COLS), tl.float32)
+    for block in tl.static_range(STATE // BLOCK_STATE):
+        cells = block * BLOCK_STATE + tl.arange(0, BLOCK_STATE)
+        b_B = _load(B, cols, b_time, cells, cols_inside)
+        b_C = _load(C, rows, c_time, cells, rows_inside)
+        b_scores = tl.dot(b_C, tl.trans(b_B), b_scores, input_precision="ieee")
     b_scores = tl.where(rows[:, None] >= cols[None, :], b_scores, 0.0)
     b_grads = tl.zeros((CHUNK, BLOCK_COLS), tl.float32)
     for index in range(0, NUM_HEADS):
@@ -308,14 +313,19 @@ def scores_kernel(
         b_tile = b_tile * b_scores
         tl.store(direct + row + cols, tl.sum(b_tile, 0))
         tl.store(mixed + row + rows, tl.sum(b_tile * b_step[None, :], 1))
-    b_grads = tl.where(rows[:, None] >= cols[None, :], b_grads, 0.0).to(b_B.dtype)
+    b_grads = tl.where(rows[:, None] >= cols[None, :], b_grads, 0.0).to(B.dtype.element_ty)
     size = tl.num_programs(2).to(tl.int64) * length * groups * STATE
     here = ((batch * length + start) * groups + group) * STATE
-    b_sum = tl.dot(b_grads, b_B, input_precision="ieee")
+    b_partials += split * size + here
     c_partials += (split * col_blocks + col_block) * size + here
-    _store(c_partials, rows, groups * STATE, cells, rows_inside, b_sum)
-    b_sum = tl.dot(tl.trans(b_grads), b_C, input_precision="ieee")
-    _store(b_partials + split * size + here, cols, groups * STATE, cells, cols_inside, b_sum)
+    for block in tl.static_range(STATE // BLOCK_STATE):
+        cells = block * BLOCK_STATE + tl.arange(0, BLOCK_STATE)
+        b_B = _load(B, cols, b_time, cells, cols_inside)
+        b_sum = tl.dot(b_grads, b_B, input_precision="ieee")
+        _store(c_partials, rows, groups * STATE, cells, rows_inside, b_sum)
+        b_C = _load(C, rows, c_time, cells, rows_inside)
+        b_sum = tl.dot(tl.trans(b_grads), b_C, input_precision="ieee")
+        _store(b_partials, cols, groups * STATE, cells, cols_inside, b_sum)
 
 
 @triton.jit

@@ -32,8 +32,8 @@ _STATES = {
     4: {"BLOCK_DIM": 32, "BLOCK_STATE": 32, "num_warps": 4, "num_stages": 1},
 }
 _ROWS = {
-    2: {"BLOCK_ROWS": 64, "NUM_HEADS": 12, "num_warps": 4, "num_stages": 2},
-    4: {"BLOCK_ROWS": 32, "NUM_HEADS": 6, "num_warps": 8, "num_stages": 1},
+    2: {"BLOCK_ROWS": 64, "BLOCK_DIM": 64, "NUM_HEADS": 12, "num_warps": 4, "num_stages": 2},
+    4: {"BLOCK_ROWS": 32, "BLOCK_DIM": 64, "NUM_HEADS": 6, "num_warps": 8, "num_stages": 1},
 }
 SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "states": _STATES,
@@ -41,8 +41,8 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "outputs": _ROWS,
     "inputs": copy.deepcopy(_ROWS),
     "scores": {
-        2: {"BLOCK_COLS": 64, "NUM_HEADS": 24, "num_warps": 4, "num_stages": 2},
-        4: {"BLOCK_COLS": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
+        2: {"BLOCK_COLS": 64, "BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 2},
+        4: {"BLOCK_COLS": 32, "BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
     "queries": {
         2: {"BLOCK_STATE": 64, "NUM_HEADS": 12, "num_warps": 8, "num_stages": 2, "maxnreg": 128},

@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig, ch
 from learnable_multipliers.pretrain.model.attention import kernels_take
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
-from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
+from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
@@ -141,13 +141,13 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
             "pip install triton",
         )
         return
-    sizes = ", ".join(map(str, KERNEL_SIZES))
-    for name in ("ssm_head_dim", "ssm_state_size") if model.has_ssm else ():
-        if getattr(model, name) not in KERNEL_SIZES:
+    served = {"ssm_head_dim": KERNEL_HEAD_DIMS, "ssm_state_size": KERNEL_STATES}
+    for name, sizes in served.items() if model.has_ssm else ():
+        if getattr(model, name) not in sizes:
             yield SlowPath(
                 f"model.{name} is {getattr(model, name)}, which the kernels of the scan do not "
                 "take: PyTorch scans, 2.5 to 3.3 times slower and with much more memory",
-                f"choose one of {sizes} if the shape is yours to choose",
+                f"choose one of {', '.join(map(str, sizes))} if the shape is yours to choose",
             )
     if model.has_ssm and model.ssm_conv_size != KERNEL_TAPS:
         yield SlowPath(

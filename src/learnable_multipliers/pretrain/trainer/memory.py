@@ -26,7 +26,7 @@ from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.loss import CHUNK_BYTES
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
-from learnable_multipliers.pretrain.model.ssd import KERNEL_SIZES
+from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
 from learnable_multipliers.pretrain.trainer.device import Device
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
@@ -166,8 +166,8 @@ class _Kept:
         self.width = device.dtype.itemsize
         self.casts = self.width < _FLOAT
         self.cuda = device.device.type == "cuda"
-        sizes = {model.ssm_head_dim, model.ssm_state_size}
-        self.kernels = self.has_kernels and sizes.issubset(KERNEL_SIZES)
+        is_served = model.ssm_head_dim in KERNEL_HEAD_DIMS and model.ssm_state_size in KERNEL_STATES
+        self.kernels = self.has_kernels and is_served
         self.heads = model.num_heads * model.head_dim
         self.kv_heads = model.num_kv_heads * model.head_dim if model.has_attention else 0
 
