@@ -6,15 +6,14 @@ two repetitions; every ratio is within the run, against a named peer:
     python benchmarks/optimizers.py --out results/optimizers.json
 
 Peers: torch.nn.utils.clip_grad_norm_ + torch.optim.AdamW(fused=True); for bfloat16 parameters the
-same on float32 masters with the casts both ways; torch.optim.Muon on the hidden matrices.
+same on float32 masters with the casts both ways; torch.optim.Muon on the hidden matrices, and
+other Muons that are installed or lie in the folders of `--peers`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import importlib
 import json
 import statistics
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from llama import Llama, Size
 from timing import milliseconds, without_host
@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60, help="alternated pairs of training steps")
     parser.add_argument("--repeats", type=int, default=20, help="timed optimizer steps")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peers", nargs="*", type=Path, default=[], help="folders of packages")
     options = parser.parse_args()
+    peers.add_folders(options.peers)
     results: dict[str, Any] = {"machine": machine(), "size": options.size}
     size = SIZES[options.size]
     for part in options.only:
@@ -208,7 +210,7 @@ def muon(size: Size, options: Any) -> dict[str, Any]:
         "matrices": len(matrices),
         "torch.optim.Muon": {"eager_ms": twice(peer, max(3, options.repeats // 4))},
     }
-    for label, other in other_muons(matrices).items():
+    for label, other in peers.muons(matrices).items():
         found[label] = {"eager_ms": twice(other, max(3, options.repeats // 4))}
     del theirs, matrices, peer
     freed()
@@ -236,16 +238,6 @@ def muon(size: Size, options: Any) -> dict[str, Any]:
             for _ in range(2 * options.repeats)
         ]
         found[f"extra_of_multipliers_{way}_ms"] = round(statistics.median(extra), 4)
-    return found
-
-
-def other_muons(matrices: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
-    """Return steps of other public implementations, where they are installed."""
-    found: dict[str, Callable[[], Any]] = {}
-    for module, name in (("muon", "SingleDeviceMuon"), ("pytorch_optimizer", "Muon")):
-        with contextlib.suppress(ImportError):
-            optimizer = getattr(importlib.import_module(module), name)
-            found[f"{module}.{name}"] = optimizer(matrices, lr=1e-3).step
     return found
 
 

@@ -5,9 +5,12 @@ One run, one table, batch 8 of 2048 steps, 24 heads of 64, a state of 128:
     python benchmarks/ssd.py --out results/ssd.json
     python benchmarks/ssd.py --tune --out results/ssd_tuned.json
 
+    python benchmarks/ssd.py --heads 48 --state 256 --peers MAMBA EINOPS --out results/ssd-256.json
+
 Times are medians in milliseconds: `eager` as called from Python, `graph` replayed from a CUDA
-graph, which leaves the host out. The peer is the chunked scan in PyTorch under torch.compile.
-What fails is printed and left out; the rest is measured all the same.
+graph, which leaves the host out. Peers are the chunked scan in PyTorch under torch.compile, and
+mamba-ssm's Triton kernels where `--peers` names the folder they were unpacked into (they need
+einops). What fails is printed and left out; the rest is measured all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import triton
 from timing import without_host
@@ -39,13 +43,13 @@ CANDIDATES: dict[str, list[dict[str, tuple[int, ...]]]] = {
         {"maxnreg": (0, 128, 168)},
     ],
     "outputs": [
-        {"BLOCK_ROWS": (64, 128), "num_warps": (4, 8)},
+        {"BLOCK_ROWS": (64, 128), "BLOCK_DIM": (32, 64, 128), "num_warps": (4, 8)},
         {"NUM_HEADS": (2, 3, 4, 6, 8, 12, 24)},
         {"num_stages": (1, 2, 3)},
         {"maxnreg": (0, 128, 168)},
     ],
     "scores": [
-        {"BLOCK_COLS": (32, 64, 128), "num_warps": (4, 8)},
+        {"BLOCK_COLS": (32, 64, 128), "BLOCK_STATE": (32, 64, 128), "num_warps": (4, 8)},
         {"NUM_HEADS": (6, 8, 12, 24)},
         {"num_stages": (1, 2, 3)},
         {"maxnreg": (0, 128, 168)},
@@ -77,8 +81,10 @@ def main() -> None:
     )
     parser.add_argument("--tune-seconds", type=float, default=300, help="stop tuning after this")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peers", nargs="*", type=Path, default=[], help="folders of packages")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     options = parser.parse_args()
+    peers.add_folders(options.peers)
     results: dict[str, Any] = {"machine": machine(), "options": vars(options) | {"out": None}}
     parts = dict.fromkeys(options.only)
     if options.tune is not None:
@@ -188,6 +194,12 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
         for chunk in sorted({options.chunk, 64, 128}, reverse=True)
     }
     scans["torch compiled"] = lambda *t: compiled(*t, options.chunk)
+    if options.peers:
+        theirs = peers.mamba_scan()
+        for chunk in (64, 128, 256):
+            scans[f"mamba-ssm, chunks of {chunk}"] = (
+                lambda x, dt, A, B, C, D, c=chunk: theirs(x, dt, A, B, C, c, D=D)  # noqa: N803
+            )
     results = {}
     for name, scan in scans.items():
 

@@ -62,8 +62,8 @@ def _90m() -> TrainConfig:
 def _paper(shape: str, micro_batch_sequences: int = 16) -> TrainConfig:
     """Return the paper's run: 25 GT at a constant rate, 5 GT of decay by 8.
 
-    Rate and batch are those of a public script of the model's makers for 0.5B, and their forward
-    multipliers keep the rate the same for all sizes; the paper sweeps it and does not give the ramp.
+    Rate and batch are those of a public script of the model's makers for 0.5B; with their forward
+    multipliers the rate is the same for all sizes. The paper sweeps it and does not give the ramp.
     """
     return TrainConfig(
         out=Path("runs") / shape,
