@@ -42,6 +42,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s")
     parser.add_argument("--no-graph", action="store_true", help="launch kernels one by one")
+    parser.add_argument(
+        "--recompute", action="store_true", help="measure each preset with recomputed layers too"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave Hugging Face out")
     parser.add_argument("--peers", nargs="*", type=Path, default=[], help="folders of packages")
     parser.add_argument("--profile", type=Path, help="write a table of kernels here")
@@ -49,8 +52,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for preset in options.presets:
-        rows.append(ours(preset, options))
-        show(rows[-1])
+        for recompute in (False, True) if options.recompute else (False,):
+            rows.append(ours(preset, options, recompute=recompute))
+            show(rows[-1])
     if not options.no_peer:
         rows += hugging_faces("falcon-h1-0.5b", options)
         first = next(row for row in rows if row["model"] == "falcon-h1-0.5b")
@@ -68,13 +72,15 @@ def show(row: dict[str, Any]) -> None:
     print({key: value for key, value in row.items() if key != "times_ms"}, flush=True)
 
 
-def ours(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+def ours(preset: str, options: argparse.Namespace, *, recompute: bool) -> dict[str, Any]:
     """Measure one of the presets."""
     fresh()
     start = time.perf_counter()
     model = build(PRESETS[preset], 0, "cuda")
     optimizer, _ = make_optimizer(model, OptimizerConfig(kind="adamw", placement="full", lr=1e-4))
     model.compile_layers_()
+    if recompute:
+        model.recompute_layers_()
     graph = "off" if options.no_graph else "auto"
     passes = TrainStep(model, choose_device(RuntimeConfig(cuda_graph=graph)), z_loss=1e-4)
     tokens = random_tokens(options.sequences, PRESETS[preset].vocab_size)
@@ -87,11 +93,12 @@ def ours(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    row = {"model": preset, "what": "ours, AdamW with full multipliers, compiled by layer"}
+    which = "layers recomputed" if recompute else "ours"
+    row = {"model": preset, "what": f"{which}, AdamW with full multipliers, compiled by layer"}
     row |= timed(step, options, options.sequences, model.num_parameters)
     if options.profile:
         options.profile.parent.mkdir(parents=True, exist_ok=True)
-        profile(step, options.profile.with_suffix(f".{preset}.txt"))
+        profile(step, options.profile.with_suffix(f".{preset}{'-recompute' * recompute}.txt"))
     return row | {"first_step_s": round(first, 1)}
 
 

@@ -264,6 +264,9 @@ class RuntimeConfig:
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture forward and backward as a CUDA graph and replay it, so that the GPU never waits for
     Python; auto is on for CUDA. Turn it off to debug."""
+    recompute: Literal["none", "layers"] = "none"
+    """What backward computes again instead of keeping it (activation checkpointing): with layers,
+    all of a layer but its input. Saves memory for up to a third more computation."""
     num_threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
     peak_tflops: float = 0.0

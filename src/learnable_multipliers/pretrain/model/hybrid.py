@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
 from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
@@ -104,6 +105,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.mup_embedding = config.mup_embedding
+        self.recomputes_layers = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.final_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
@@ -116,7 +118,11 @@ class Backbone(nn.Module):
         by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
         h = scaled(self.embed_tokens(tokens), self.mup_embedding)
         for layer in self.layers:
-            h = layer(h, by)
+            if self.recomputes_layers:
+                # Nothing in a layer is random.
+                h = checkpoint(layer, h, by, use_reentrant=False, preserve_rng_state=False)
+            else:
+                h = layer(h, by)
         return self.final_layernorm(h)
 
 
@@ -153,6 +159,13 @@ class HybridLM(nn.Module):
         for layer in self.model.layers:
             layer.compile()
         self.head_loss = torch.compile(self.head_loss)
+
+    def recompute_layers_(self) -> None:
+        """Keep the inputs of layers for the backward pass, which computes the rest again.
+
+        A compiled layer is computed again by the same code.
+        """
+        self.model.recomputes_layers = True
 
     @property
     def num_parameters(self) -> int:

@@ -16,13 +16,11 @@ from typing import Literal
 import torch
 
 from learnable_multipliers._formats import size
+from learnable_multipliers.pretrain.trainer import memory
 from learnable_multipliers.pretrain.trainer.device import Device
 
 Verdict = Literal["ok", "warning", "failed"]
-LESS_MEMORY = (
-    "give --data.micro-batch-sequences a smaller number; lrm train RECIPE --dry-run shows what "
-    "needs how much"
-)
+LESS_MEMORY = f"{memory.LESS_MEMORY}; lrm train RECIPE --dry-run shows what needs how much"
 # Training needs the first; reports and logs need the second.
 _NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
 _SHOWING = ("jinja2", "matplotlib", "tensorboard")

@@ -232,6 +232,8 @@ class ShortRun:
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
+        if config.runtime.recompute == "layers":
+            self.model.recompute_layers_()
         self._train_step = TrainStep(self.model, device, config.z_loss)
         self.sequences = micro_batch(config, dp_degree)
         self._tokens = data.batch(0, self.sequences, device.device)

@@ -39,6 +39,8 @@ _ACTIVATIONS = "activations of a micro-batch"
 _ERROR = 0.25
 """How far above the memory of a device an estimate must lie to be believed."""
 _MEMINFO = Path("/proc/meminfo")
+LESS_MEMORY = "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
+"""What to do where memory is short."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,21 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     sequences = micro_batch(config, axes.dp_degree)
     in_chunks = axes.tensor == 1 and _has_kernels(device)
     tokens = sequences * config.data.sequence_length
-    rows[_ACTIVATIONS] = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
+    loss = 0
     if in_chunks:
-        # Freed before most gradients are there, like the rest of the activations.
-        rows[_ACTIVATIONS] += _head_bytes(sharded.model, tokens, device)
+        loss = _head_bytes(sharded.model, tokens, device)
     elif not device.compiled:
         # The backward pass of the loss computes several tensors of their size in float32.
-        logits = tokens * sharded.model.vocab_size
-        rows["gradients of the logits"] = 4 * _FLOAT * logits
+        loss = 4 * _FLOAT * tokens * sharded.model.vocab_size
+    if config.runtime.recompute == "layers":
+        found = recomputed_bytes(sharded.model, tokens, device, loss, in_chunks=in_chunks)
+        rows[_ACTIVATIONS] = found
+    else:
+        found = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
+        # Freed before most gradients are there, like the rest of the activations.
+        rows[_ACTIVATIONS] = found + (loss if in_chunks else 0)
+        if loss and not in_chunks:
+            rows["gradients of the logits"] = loss
     if device.device.type == "cuda":
         rows["workspace of CUDA libraries"] = _LIBRARIES
     return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
@@ -97,8 +106,8 @@ def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None
     if total is not None and needed > total * (1 + _ERROR):
         raise ValueError(
             f"this run needs about {size(needed)} of memory (estimated from shapes), and "
-            f"{device.name} has {size(total)}: give --data.micro-batch-sequences a smaller number, "
-            "or choose a smaller model; --dry-run shows what takes how much"
+            f"{device.name} has {size(total)}: {LESS_MEMORY}, or choose a smaller model; --dry-run "
+            "shows what takes how much"
         )
 
 
@@ -154,7 +163,27 @@ def activation_bytes(
     """
     kept = _Kept(model, device, in_chunks)
     per_token = model.num_layers * kept.layer() + kept.head()
-    return num_tokens * per_token + kept.cast_weights()
+    weights = model.num_layers * kept.layer_weights() + kept.head_weight()
+    return num_tokens * per_token + weights
+
+
+def recomputed_bytes(
+    model: ModelConfig, num_tokens: int, device: Device, loss: int, *, in_chunks: bool = False
+) -> int:
+    """Return the most bytes held of one micro-batch whose layers are computed again.
+
+    All inputs of layers, and either what the head keeps, in the forward pass, or what one layer
+    keeps, in the backward pass, and a fifth of it for the gradients of its activations.
+
+    Args:
+        loss: Bytes that the loss takes beside what the head keeps.
+        in_chunks: Kernels compute the loss, and keep no logits.
+    """
+    kept = _Kept(model, device, in_chunks)
+    inputs = num_tokens * _FLOAT * model.num_layers * model.hidden_size
+    layer = num_tokens * kept.layer() + kept.layer_weights()
+    head = num_tokens * kept.head() + kept.head_weight() + loss
+    return inputs + max(layer + layer // 5, head)
 
 
 class _Kept:
@@ -195,8 +224,8 @@ class _Kept:
         # float32 logits and the mask of the targets.
         return residual + (_FLOAT + 1) * model.vocab_size
 
-    def cast_weights(self) -> int:
-        """Return the bytes of weights in the precision of products, and of joined weights."""
+    def layer_weights(self) -> int:
+        """Return the bytes of a layer's weights in the precision of products, and joined ones."""
         model = self.model
         inputs = self.heads + 2 * self.kv_heads
         inputs += sum(model.ssm_block_sizes) if model.has_ssm else 0
@@ -208,8 +237,12 @@ class _Kept:
             joined += outputs
         if self.casts:
             joined += model.intermediate_size
-        head = model.vocab_size if self.casts else 0
-        return self.width * model.hidden_size * (model.num_layers * joined + head)
+        return self.width * model.hidden_size * joined
+
+    def head_weight(self) -> int:
+        """Return the bytes of the head's weight in the precision of products."""
+        model = self.model
+        return self.width * model.hidden_size * model.vocab_size if self.casts else 0
 
     def _norm(self) -> int:
         """Return what a norm keeps: its input and output, on a CPU also what is between.

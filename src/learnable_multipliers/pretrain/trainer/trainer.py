@@ -120,6 +120,8 @@ class Trainer:
                 self._warn(path.in_words)
         if self.device.compiled:
             self.model.compile_layers_()
+        if config.runtime.recompute == "layers":
+            self.model.recompute_layers_()
         self._train_step = TrainStep(self.model, self.device, config.z_loss, parallel)
         self._restart_clock()
 
