@@ -45,6 +45,9 @@ def main() -> None:
     parser.add_argument(
         "--recompute", action="store_true", help="measure each preset with recomputed layers too"
     )
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="measure with matrices stored in bfloat16 too"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave Hugging Face out")
     parser.add_argument("--peers", nargs="*", type=Path, default=[], help="folders of packages")
     parser.add_argument("--profile", type=Path, help="write a table of kernels here")
@@ -52,13 +55,15 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for preset in options.presets:
-        for recompute in (False, True) if options.recompute else (False,):
-            rows.append(ours(preset, options, recompute=recompute))
+        ways = [""] + ["recompute"] * options.recompute + ["bfloat16"] * options.bfloat16
+        for way in ways:
+            rows.append(ours(preset, options, way))
             show(rows[-1])
     if not options.no_peer:
         rows += hugging_faces("falcon-h1-0.5b", options)
         first = next(row for row in rows if row["model"] == "falcon-h1-0.5b")
-        best = max(row.get("tokens_per_second", 0) for row in rows[len(options.presets) :])
+        theirs = [row for row in rows if row["what"].startswith("transformers")]
+        best = max(row.get("tokens_per_second", 0) for row in theirs)
         if best:
             print(f"ours / the best of Hugging Face's: {first['tokens_per_second'] / best:.2f}x")
     if options.out:
@@ -72,14 +77,16 @@ def show(row: dict[str, Any]) -> None:
     print({key: value for key, value in row.items() if key != "times_ms"}, flush=True)
 
 
-def ours(preset: str, options: argparse.Namespace, *, recompute: bool) -> dict[str, Any]:
-    """Measure one of the presets."""
+def ours(preset: str, options: argparse.Namespace, way: str) -> dict[str, Any]:
+    """Measure one of the presets; `way` is what differs from the default."""
     fresh()
     start = time.perf_counter()
     model = build(PRESETS[preset], 0, "cuda")
+    if way == "bfloat16":
+        model.store_matrices_(torch.bfloat16, torch.bfloat16)
     optimizer, _ = make_optimizer(model, OptimizerConfig(kind="adamw", placement="full", lr=1e-4))
     model.compile_layers_()
-    if recompute:
+    if way == "recompute":
         model.recompute_layers_()
     graph = "off" if options.no_graph else "auto"
     passes = TrainStep(model, choose_device(RuntimeConfig(cuda_graph=graph)), z_loss=1e-4)
@@ -93,12 +100,12 @@ def ours(preset: str, options: argparse.Namespace, *, recompute: bool) -> dict[s
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    which = "layers recomputed" if recompute else "ours"
+    which = {"": "ours", "recompute": "layers recomputed", "bfloat16": "matrices in bfloat16"}[way]
     row = {"model": preset, "what": f"{which}, AdamW with full multipliers, compiled by layer"}
     row |= timed(step, options, options.sequences, model.num_parameters)
     if options.profile:
         options.profile.parent.mkdir(parents=True, exist_ok=True)
-        profile(step, options.profile.with_suffix(f".{preset}{'-recompute' * recompute}.txt"))
+        profile(step, options.profile.with_suffix(f".{preset}{way and '-' + way}.txt"))
     return row | {"first_step_s": round(first, 1)}
 
 

@@ -170,7 +170,7 @@ def test_without_triton_a_gpu_is_slow(monkeypatch):
 
 def test_too_little_memory_is_found_before_it_is_tried(data, tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(doctor, "build", lambda *_: pytest.fail("nothing is built"))
+    monkeypatch.setattr(doctor, "build_model", lambda *_: pytest.fail("nothing is built"))
     found = checked(small_run(data, tmp_path / "run"))
     assert bad(found) == {
         "memory": "failed",
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_made_is_told_once(data, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("cannot be made")
 
-    monkeypatch.setattr(doctor, "build", broken)
+    monkeypatch.setattr(doctor, "build_model", broken)
     assert bad(checked(small_run(data, tmp_path / "run"))) == {
         "step with lr 0": "failed",
         "speed": "warning",

@@ -23,7 +23,7 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     read_trainer_checkpoint,
 )
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.model.hybrid import build
+from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import (
@@ -130,7 +130,7 @@ def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
     state = state_of(checkpoint)
     config: TrainConfig = parse_state(checkpoint, TrainConfig, state.config, "config")
     check_model(config.model, checkpoint)
-    model = build(config.model, config.seed)
+    model = build_model(config)
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose_optimizer(optimizer)
     restore_(model, optimizer, checkpoint)

@@ -258,7 +258,11 @@ class RuntimeConfig:
     device: str = "auto"
     """cuda, mps or cpu; auto takes the first there is."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the matrix products; auto is bfloat16 on a GPU. Weights are float32."""
+    """Precision of the matrix products; auto is bfloat16 on a GPU."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision that the matrices of the layers are stored in; the optimizer keeps float32 raw
+    weights. bfloat16 needs no casts and less memory, and trains as float32 does, from a start that
+    is rounded; for one process."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, layer by layer; auto is on for CUDA."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
@@ -356,6 +360,10 @@ class TrainConfig:
             raise ValueError(
                 "optimizer.variant=muown learns magnitudes of rows itself: set "
                 "optimizer.placement=none and leave optimizer.rules out"
+            )
+        if self.runtime.param_dtype != "float32":
+            raise ValueError(
+                "optimizer.variant trains the model's own weights: set runtime.param_dtype=float32"
             )
         if max(self.parallel.shard, self.parallel.tensor) > 1:
             raise ValueError(

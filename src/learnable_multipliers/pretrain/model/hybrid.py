@@ -160,6 +160,24 @@ class HybridLM(nn.Module):
             layer.compile()
         self.head_loss = torch.compile(self.head_loss)
 
+    def store_matrices_(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """Store the matrices of the layers, and their gradients, in another precision.
+
+        Embedding and head stay as they are, and so does the residual stream.
+        """
+        for module in self.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.to(dtype)
+                if grad_dtype == dtype:
+                    continue
+                if not hasattr(module.weight, "grad_dtype"):
+                    raise ValueError(
+                        f"torch {torch.__version__} cannot keep {grad_dtype} gradients of {dtype} "
+                        "weights, which adding up micro-batches needs: use torch 2.10 or newer, "
+                        "runtime.param_dtype=float32, or data.micro_batch_sequences=0"
+                    )
+                module.weight.grad_dtype = grad_dtype
+
     def recompute_layers_(self) -> None:
         """Keep the inputs of layers for the backward pass, which computes the rest again.
 

@@ -23,7 +23,7 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
-from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import checks
 from learnable_multipliers.pretrain.preflight.checks import (
     CheckError,
@@ -34,6 +34,7 @@ from learnable_multipliers.pretrain.preflight.checks import (
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
+from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
@@ -228,7 +229,7 @@ class ShortRun:
 
     def __init__(self, config: TrainConfig, device: Device, data: TrainingData, dp_degree: int = 1):
         self.config, self.device, self.dp_degree = config, device, dp_degree
-        self.model = build(config.model, config.seed, device.device)
+        self.model = build_model(config, device.device)
         self.optimizer, self.plan = make_optimizer(self.model, config.optimizer)
         if device.compiled:
             self.model.compile_layers_()
@@ -325,7 +326,7 @@ def check_save_and_load(run: ShortRun) -> str:
         loaded = checkpoints.load(path)
         seconds = time.perf_counter() - began
         # On the host: a device may have no room for two.
-        model = build(config.model, config.seed + 1)
+        model = build_model(replace(config, seed=config.seed + 1))
         optimizer, _ = make_optimizer(model, config.optimizer)
         # State is created on first use, and bound to the model again after loading.
         optimizer.raw_weights()

@@ -84,7 +84,8 @@ def sample_text(
     """Return what the model writes after the prompt of the config; None if it has diverged."""
     prompt = torch.tensor(data.encode(config.log.prompt) or [data.eos], device=device.device)
     context = min(256, config.data.sequence_length)
-    tokens = generate(model, prompt, config.log.sample_tokens, context, config.seed)
+    with device.autocast():
+        tokens = generate(model, prompt, config.log.sample_tokens, context, config.seed)
     if tokens is None:
         return None
     written = tokens[len(prompt) :].tolist()

@@ -28,6 +28,7 @@ from learnable_multipliers.pretrain.model.loss import CHUNK_BYTES
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
 from learnable_multipliers.pretrain.trainer.device import Device
+from learnable_multipliers.pretrain.trainer.model import store_matrices_
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
@@ -74,6 +75,7 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
         shape = replace(shape, **{name: 1.0 for name, _ in plan.folds})
         sharded = replace(config, model=rank_shape(shape, axes.tensor))
         model = HybridLM(sharded.model)
+        store_matrices_(model, config)
     rows = state_bytes(sharded, model, plan, axes.shard)
     rows |= _communication(model, axes)
     sequences = micro_batch(config, axes.dp_degree)
@@ -133,21 +135,24 @@ def state_bytes(
     kinds = ("weights", "gradients", "raw weights", "moments", "multipliers and their moments")
     sizes: dict[str, int] = dict.fromkeys(kinds, 0)
     for name, parameter in model.named_parameters():
-        each = _FLOAT * _largest_shard(parameter, shards)
-        sizes["weights"] += each
+        number = _largest_shard(parameter, shards)
+        each = _FLOAT * number
+        sizes["weights"] += parameter.element_size() * number
         if not parameter.requires_grad:
             continue
         matrix = matrices[name]
-        sizes["gradients"] += each
+        grad_dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        sizes["gradients"] += grad_dtype.itemsize * number
         # Muon keeps one moment of a hidden matrix and an average over it, AdamW two moments; both
         # count steps.
         one = config.optimizer.kind == "muon" and is_hidden(matrix)
         sizes["moments"] += each + 2 * _FLOAT if one else 2 * each + _FLOAT
+        if parameter.dtype != torch.float32 or (matrix is not None and matrix.carries):
+            sizes["raw weights"] += each
         if matrix is not None and matrix.carries:
             # Their shapes alone: the machine may have no room for them.
             with torch.device("meta"):
                 carried = sum(value.numel() for value in initial_values(matrix).values())
-            sizes["raw weights"] += each
             # As if every rank held all of them: column multipliers are whole, and they are small.
             sizes["multipliers and their moments"] += 3 * _FLOAT * carried
     return sizes

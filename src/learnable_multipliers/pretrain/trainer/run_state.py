@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
-from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
+from learnable_multipliers.pretrain.config import RuntimeConfig, ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
@@ -80,6 +80,10 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
             raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
             expected = {name: _kind(p) for name, p in HybridLM(config).named_parameters()}
+        for name, (shape, dtype) in found.items():
+            # Matrices may be stored in less.
+            if dtype == torch.bfloat16 and expected.get(name) == (shape, torch.float32):
+                found[name] = expected[name]
         odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -134,6 +138,13 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
     now, may_change = to_dict(config), _MAY_CHANGE
     if _same_steps(config, before, taken):
         may_change = may_change | {"schedule"}
+    # What the release that began it did not have was as it is by default.
+    before = {
+        section: {**values, **before.get(section, {})}
+        if isinstance(values, dict) and isinstance(before.get(section, {}), dict)
+        else before.get(section)
+        for section, values in {**dict.fromkeys(before), **to_dict(TrainConfig())}.items()
+    }
     changed = [
         f"{where}: {old} -> {new}"
         for section in sorted({*now, *before} - may_change)
@@ -157,7 +168,8 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
 # Settings that may differ between a run and its continuation: they do not change what is trained.
 _MAY_CHANGE = {
     *("out", "name", "resume", "dry_run"),
-    *("log", "checkpoint", "spikes", "parallel", "runtime"),
+    *("log", "checkpoint", "spikes", "parallel"),
+    *(f"runtime.{one.name}" for one in fields(RuntimeConfig) if one.name != "param_dtype"),
     # A smaller micro-batch saves memory and changes rounding only.
     *("data.path", "data.micro_batch_sequences"),
 }

@@ -98,7 +98,9 @@ class TrainStep:
         self._tokens = tokens.clone()
         if self._accumulates:
             for parameter in self._trained:
-                parameter.grad = torch.zeros_like(parameter)
+                # As wide as what is added to it, which may be wider than the weight.
+                dtype = getattr(parameter, "grad_dtype", None)
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self._graph = torch.cuda.CUDAGraph()

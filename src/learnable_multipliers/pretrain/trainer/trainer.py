@@ -24,7 +24,6 @@ from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.metrics.log import Observer
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
 from learnable_multipliers.pretrain.metrics.signals import Signals
-from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.rules import read_rules
 from learnable_multipliers.pretrain.serialization import to_dict
@@ -33,6 +32,7 @@ from learnable_multipliers.pretrain.trainer.device import choose_device, slow_pa
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
+from learnable_multipliers.pretrain.trainer.model import build_model, check_param_dtype
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
@@ -72,6 +72,7 @@ class Trainer:
             config.schedule, config.data.batch_sequences, config.data.sequence_length
         )
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
+        check_param_dtype(config, self.device, self.world.size)
         check_fits(config, self.device, self.world.axes)
         self._folder = self.world.run_on_all(lambda: RunFolder(config, self.world, observer))
         self._data_check = self.data.check(reads=self.world.is_first_on_node)
@@ -83,7 +84,7 @@ class Trainer:
             raise
 
     def _set_up(self, config: TrainConfig) -> None:
-        self.model = build(config.model, config.seed, self.device.device)
+        self.model = build_model(config, self.device.device)
         # Before the model is parallelized: here every rank holds all of it.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
