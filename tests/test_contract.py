@@ -194,6 +194,10 @@ BAD = {
     "lr": ({"lr": math.nan}, "lr must be a number of at least 0, got nan"),
     "infinite lr": ({"lr": torch.tensor(math.inf)}, "lr must be a number of at least 0"),
     "decay": ({"weight_decay": math.nan}, "weight_decay must be a number of at least 0, got nan"),
+    "lr and decay": (
+        {"lr": 20.0, "weight_decay": 0.1},
+        "lr times weight_decay is 2: a step would decay a weight to nothing",
+    ),
     "scale": ({"multiplier_lr_scale": math.inf}, "multiplier_lr_scale must be a number"),
     "multipliers' decay": ({"multiplier_weight_decay": -1.0}, "multiplier_weight_decay must be"),
 }
@@ -219,6 +223,15 @@ def test_settings_that_give_nan_at_the_first_step_are_refused(cls, case):
         train(model, optimizer, 1)
     assert all(torch.equal(p, before[0][name]) for name, p in model.named_parameters())
     assert optimizer.state_dict()["state"][0]["step"] == before[1]
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_rate_read_as_text_and_a_whole_model_are_told_what_to_be(cls):
+    with pytest.raises(TypeError, match="lr must be a number, got the text '1e-3'"):
+        cls.from_model(net(), lr="1e-3")
+    name = cls.__name__
+    with pytest.raises(TypeError, match=rf"{name} was given a model: use lrm.{name}.from_model"):
+        cls(net(), lr=1e-3)
 
 
 def test_settings_of_clipping_momentum_and_wrapped_multipliers_are_checked_too():

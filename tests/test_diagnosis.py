@@ -355,12 +355,18 @@ def test_without_rates_the_present_rate_counts():
     # Nor of multipliers, whose decay has hardly begun.
     row = lrm.diagnose(optimizer, start=start)["up_proj.weight", "row"]
     assert (row.predicted, row.verdict) == (None, "open")
-    assert lrm.diagnose(optimizer)["norm.weight"].note.startswith("no decay or no rate")
+    note = lrm.diagnose(optimizer)["norm.weight"].note
+    assert note == "no decay, so no equilibrium: give lrs and start"
     # With rates and no start, what has forgotten its start is predicted, and multipliers are.
     found = lrm.diagnose(optimizer, lrs=lrs)
     assert found["up_proj.weight"].predicted > 0
     assert found["up_proj.weight", "row"].predicted > 0
-    assert found["norm.weight"].note == "its start is not forgotten: give start"
+    assert found["norm.weight"].note.startswith("its start is not forgotten: give start")
+    # After a schedule that ends at 0.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    found = lrm.diagnose(optimizer)["up_proj.weight"]
+    assert found.note == "the rate is 0 now, so no equilibrium: give lrs and start"
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])

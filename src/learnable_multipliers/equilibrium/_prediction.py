@@ -285,7 +285,8 @@ def steady_expectation(tensor: Trained, base_lr: float) -> tuple[Expectation | N
     walk, lr_scale, weight_decay = tensor.walk
     lr = lr_scale * base_lr
     if lr * weight_decay == 0:
-        return None, "no decay or no rate, so no equilibrium: give lrs"
+        missing = "no decay" if lr else "the rate is 0 now"
+        return None, f"{missing}, so no equilibrium: give lrs and start"
     kept = abs(1 - lr * weight_decay) ** tensor.steps
     expected = Expectation(walk.equilibrium(lr, weight_decay) * math.sqrt(1 - kept**2), kept)
     early = "too early for the equilibrium at the present rate: give lrs"

@@ -172,7 +172,7 @@ def read_tensor(
         if start_rms is None and expected.settling >= SETTLED:
             start_rms = 0.0
         if start_rms is None:
-            note = "its start is not forgotten: give start"
+            note = "its start is not forgotten: give start, a diagnosis from before the first step"
         else:
             predicted, error = expected.rms(start_rms), expected.log_error(start_rms, size)
     roles = dict.fromkeys(block.role for block in matrix.blocks) if matrix else [tensor.kind]

@@ -88,6 +88,12 @@ class MultiplierOptimizer(Optimizer):
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
+        if isinstance(params, nn.Module):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} was given a model: use lrm.{name}.from_model(model), which plans its "
+                "multipliers"
+            )
         given = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
         defaults = {**defaults, **{n: v for n, v in _DEFAULTS.items() if n in defaults}, **given}
         self._plan = None

@@ -185,9 +185,17 @@ def check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
 def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
     """Raise a ValueError for settings that give NaN, or nonsense, at the first step."""
     for name in _SIZES:
-        value = group.get(name, 0.0)
+        value = group.get(name)
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be a number, got the text {value!r}")
         if isinstance(value, int | float | Tensor) and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value}")
+    lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
+    if lr * group.get("lr_scale", 1.0) * decay >= 1:
+        raise ValueError(
+            f"lr times weight_decay is {lr * group.get('lr_scale', 1.0) * decay:g}: a step would "
+            "decay a weight to nothing or beyond; lower one of them"
+        )
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} must lie in [0, 1), got {beta}")
