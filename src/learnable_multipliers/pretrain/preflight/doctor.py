@@ -21,7 +21,7 @@ from learnable_multipliers._formats import count, duration, size
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import checks
@@ -32,6 +32,7 @@ from learnable_multipliers.pretrain.preflight.checks import (
     skipped,
 )
 from learnable_multipliers.pretrain.preflight.resume_check import compare
+from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.model import build_model
@@ -136,9 +137,13 @@ class _Preflight:
 
     def check_device(self) -> str:
         self.device = device = choose_device(self.config.runtime)
+        cold_start = set_compile_cache(cache_folder()) if device.compiles else None
         precision = str(device.dtype).removeprefix("torch.")
         threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
-        return f"{device.name} in {precision}{threads}"
+        text = f"{device.name} in {precision}{threads}"
+        if cold_start is not None:
+            raise CheckError(f"{text}; {cold_start.text}", cold_start.advice, "warning")
+        return text
 
     def check_folder(self) -> str:
         text = checks.check_folder(self.config.out)

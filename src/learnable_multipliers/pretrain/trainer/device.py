@@ -42,6 +42,11 @@ class Device:
     peak_tflops: float | None
     """None where it is not known: no MFU then."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled: the layers, or Triton's kernels."""
+        return self.compiled or self.device.type == "cuda"
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context that forward passes run in."""
         if self.dtype == torch.float32:
@@ -113,7 +118,7 @@ def choose_device(config: RuntimeConfig) -> Device:
 
 
 class SlowPath(NamedTuple):
-    """A part of a run that no kernel or CUDA graph serves."""
+    """A part of a run that is slower than it could be."""
 
     text: str
     """Which setting is the cause, and what it costs."""

@@ -19,7 +19,7 @@ from learnable_multipliers.optim._write_guard import WeightChangedError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import VALID
-from learnable_multipliers.pretrain.data.training_data import TrainingData
+from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
 from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.metrics.log import Observer
 from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
@@ -28,6 +28,7 @@ from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.rules import read_rules
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
+from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
@@ -63,6 +64,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
         self.device = choose_device(config.runtime)
+        self._cold_start = set_compile_cache(cache_folder()) if self.device.compiles else None
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolved(config, self.data)
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
@@ -119,6 +121,8 @@ class Trainer:
         if not self._ended:
             for path in slow_paths(config, self.device):
                 self._warn(path.in_words)
+            if self._cold_start is not None:
+                self._warn(self._cold_start.in_words)
         if self.device.compiled:
             self.model.compile_layers_()
         if config.runtime.recompute == "layers":
