@@ -2,6 +2,7 @@ import builtins
 import gzip
 import json
 import lzma
+import random
 import sys
 import sysconfig
 from pathlib import Path
@@ -12,7 +13,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from learnable_multipliers.pretrain.data import documents, threads
 from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
+from learnable_multipliers.pretrain.data.threads import Threads
 
 TEXTS = ["first\r\nline\n", "na\u00efve \u4f60\u597d \U0001f600\n", "  tabs\t and \x00 nul", "last"]
 PACK = {
@@ -37,6 +40,43 @@ def write(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return str(path)
+
+
+def read(corpus, count, into):
+    """Extend a list by the documents, as one thread or several read them."""
+    if count is None:
+        into.extend(corpus)
+        return
+    with Threads(count) as some:
+        for text in corpus.map(str, some):
+            into.append(text)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(documents, "_CHUNK", 50)
+    monkeypatch.setattr(documents, "_RUN_BYTES", 300)
+    monkeypatch.setattr(threads, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(threads, "_AHEAD_BYTES", 200)
+
+
+@pytest.mark.parametrize("count", [None, 1, 2, 5])
+@pytest.mark.parametrize("packed", PACK)
+def test_threads_read_what_was_written(tmp_path, small_parts, packed, count):
+    texts = [text * (n % 30) for n in range(50) for text in TEXTS]
+    data = {
+        "a.jsonl": json_lines(texts).replace(b"}\n", b"}\r\n\n")[:-3],
+        "b.parquet": parquet(texts),
+        "c.txt": "<|>".join(texts).encode(),
+        "d.json": json_lines(texts[::-1]),
+    }
+    sources = [write(tmp_path / (n + packed), PACK[packed](data[n])) for n in data]
+    folder = tmp_path / "folder"
+    for number, text in enumerate(texts):
+        write(folder / f"{number:03d}.txt{packed}", PACK[packed](text.encode()))
+    found = []
+    read(Corpus([*sources, str(folder)], separator="<|>"), count, found)
+    assert found == texts + texts + texts + texts[::-1] + texts
 
 
 @pytest.mark.parametrize("packed", PACK)
@@ -123,9 +163,41 @@ def test_default_corpus_is_the_standard_library_without_tests():
         ("a.jsonl.zst", b"", r"a\.jsonl\.zst: damaged"),
     ],
 )
-def test_unusable_text_is_an_error_that_names_file_and_place(tmp_path, name, data, message):
-    with pytest.raises(DocumentError, match=message):
-        list(Corpus([write(tmp_path / name, data)]))
+def test_unusable_text_is_an_error_that_names_file_and_place(
+    tmp_path, small_parts, name, data, message
+):
+    source = write(tmp_path / name, data)
+    good = write(tmp_path / "good.jsonl", json_lines(TEXTS * 9))
+    with pytest.raises(DocumentError, match=message) as caught:
+        list(Corpus([source]))
+    if not data and name == "a.jsonl":
+        return
+    before = []
+    for count in (None, 1, 2, 5):
+        found = []
+        with pytest.raises(DocumentError) as again:
+            read(Corpus([good, source, str(tmp_path / "good.jsonl")]), count, found)
+        assert str(again.value) == str(caught.value)
+        # What comes before the error is read first, be it in the same file.
+        before.append(found)
+    assert before[0][: len(TEXTS) * 9] == TEXTS * 9
+    assert before == before[:1] * 4
+
+
+@pytest.mark.parametrize("packed", [".gz", ".xz", ".zst"])
+def test_what_lies_before_the_damage_is_read(tmp_path, packed):
+    generator = random.Random(0)
+    texts = [generator.randbytes(500).hex() for _ in range(2000)]
+    data = PACK[packed](json_lines(texts))
+    source = write(tmp_path / f"a.jsonl{packed}", data[: len(data) * 3 // 4])
+    before = []
+    for count in (None, 1, 2, 5):
+        found = []
+        with pytest.raises(DocumentError, match="damaged or cut short"):
+            read(Corpus([source]), count, found)
+        before.append(found)
+    assert 1000 < len(before[0]) < 2000
+    assert before == [texts[: len(before[0])]] * 4
 
 
 def test_missing_and_empty_sources_are_errors(tmp_path):

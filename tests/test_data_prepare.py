@@ -5,6 +5,7 @@ import lzma
 import os
 import random
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from learnable_multipliers.pretrain.data import encoding
+from learnable_multipliers.pretrain.data import documents
+from learnable_multipliers.pretrain.data import threads as threads_module
 from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import Manifest, ShardWriter, TokenDataset
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
+KINDS = ["txt", "gz", "xz", "zst", "jsonl", "parquet", "directory"]
 TEXTS = [
     f"Document {n}.\r\n\tna\u00efve \u4f60\u597d <|endoftext|> it's {'x' * n}\n" for n in range(40)
 ]
@@ -49,8 +52,8 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def write_sources(folder, kind):
-    joined = "".join(TEXTS).encode()
+def write_sources(folder, kind, texts=TEXTS):
+    joined = "".join(texts).encode()
     one = [joined.decode()]
     match kind:
         case "txt":
@@ -62,18 +65,18 @@ def write_sources(folder, kind):
         case "zst":
             (folder / "a.txt.zst").write_bytes(zstandard.compress(joined))
         case "jsonl":
-            return json_lines(folder / "a.jsonl", TEXTS), TEXTS
+            return json_lines(folder / "a.jsonl", texts), texts
         case "parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "a.parquet")
-            return str(folder / "a.parquet"), TEXTS
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+            return str(folder / "a.parquet"), texts
         case "directory":
-            for number, text in enumerate(TEXTS):
+            for number, text in enumerate(texts):
                 (folder / f"{number:03d}.md").write_bytes(text.encode())
-            return str(folder), TEXTS
+            return str(folder), texts
     return str(next(folder.iterdir())), one
 
 
-@pytest.mark.parametrize("kind", ["txt", "gz", "xz", "zst", "jsonl", "parquet", "directory"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_text_comes_back_from_the_shards_of_every_format(tmp_path, kind):
     (tmp_path / "in").mkdir()
     source, texts = write_sources(tmp_path / "in", kind)
@@ -256,26 +259,94 @@ def test_tokenizer_is_trained_on_no_more_than_is_encoded(tmp_path):
     assert "xy" not in vocabulary
 
 
-def test_shards_do_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
-    # Many batches of unequal work, so that three threads finish out of order.
-    monkeypatch.setattr(encoding, "_BATCH_BYTES", 5000)
-    texts = [text * (1 + 37 * n % 50) for n, text in enumerate(TEXTS)]
-    source = json_lines(tmp_path / "a.jsonl", texts)
-    for threads in (1, 3):
-        config = PrepareConfig(
-            sources=(source,),
-            out=tmp_path / f"out{threads}",
-            vocab_size=300,
-            valid_fraction=0.2,
-            num_threads=threads,
-            shard_tokens=3000,
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Make many batches of small text, so that several threads finish out of order."""
+    monkeypatch.setattr(documents, "_CHUNK", 2000)
+    monkeypatch.setattr(documents, "_RUN_BYTES", 10_000)
+    monkeypatch.setattr(threads_module, "_BATCH_BYTES", 5000)
+    monkeypatch.setattr(threads_module, "_AHEAD_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("how", ["train", "tiktoken", "tokenizers", "held out", "max bytes"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_datasets_do_not_depend_on_the_number_of_threads(tmp_path, small_batches, kind, how):
+    # Of unequal work, with an empty one and copies.
+    texts = [text * (37 * n % 50) for n, text in enumerate(TEXTS)] + TEXTS
+    (tmp_path / "in").mkdir()
+    source, _ = write_sources(tmp_path / "in", kind, texts)
+    config = PrepareConfig(
+        sources=(source,),
+        out=tmp_path / "out",
+        text_separator="Document",
+        valid_fraction=0.2,
+        shard_tokens=3000,
+        overwrite=True,
+        num_threads=1,
+    )
+    if how == "held out":
+        held_out = json_lines(tmp_path / "b.jsonl", [*texts[5:8], "another"])
+        test = json_lines(tmp_path / "c.jsonl", ["another", *texts[20:50], "a third"])
+        config = replace(config, valid_sources=(held_out,), test_sources=(f"more={test}",))
+    if how == "max bytes":
+        config = replace(config, max_bytes=20_000)
+    if how in ("tiktoken", "tokenizers"):
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=how == "tokenizers")
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, show_progress=False
         )
+        inner.train_from_iterator(texts, trainer)
+        inner.save(str(tmp_path / "given.json"))
+        config = replace(config, tokenizer=tmp_path / "given.json", add_eos=True)
+    made, steps = [], []
+    for count in (1, 2, 5):
+        steps.append([])
+        prepare(replace(config, num_threads=count), steps[-1].append)
+        made.append(files_of(tmp_path / "out"))
+    assert made == made[:1] * 3
+    assert steps == steps[:1] * 3
+    assert len(made[0]) > 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            b'{"body": 1}',
+            ", line 151: no field 'text' (found ['body']); name another one with --text-field",
+        ),
+        (
+            b'{"text": "\xff',
+            ": not UTF-8 at byte {} (0xff, invalid start byte); convert the file or leave it out",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_whatever_the_number_of_threads(
+    tmp_path, small_batches, count, held_out, line, message
+):
+    lines = [json.dumps({"text": text * 20}).encode() for text in TEXTS * 5]
+    message = message.format(len(b"\n".join(lines[:150])) + 1 + line.find(b"\xff"))
+    lines[150], lines[160] = line, b"no JSON"
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines))
+    good = json_lines(tmp_path / "good.jsonl", TEXTS)
+    bad = str(tmp_path / "bad.jsonl")
+    config = PrepareConfig(
+        sources=(good,) if held_out else (good, bad),
+        valid_sources=(bad,) if held_out else (),
+        out=tmp_path / "out",
+        num_threads=count,
+    )
+    with pytest.raises(DocumentError) as caught:
         prepare(config)
-    first, second = files_of(tmp_path / "out1"), files_of(tmp_path / "out3")
-    assert first == second
-    assert len(first) > 4
-    everything = read_back(tmp_path / "out3", "train") + read_back(tmp_path / "out3", "valid")
-    assert sorted(everything) == sorted(texts)
+    assert str(caught.value) == bad + message
+    assert not (tmp_path / "out").exists()
+    # Text behind the limit is read ahead, perhaps, but nobody is told about it.
+    if not held_out:
+        prepare(replace(config, max_bytes=20_000, vocab_size=300))
 
 
 def test_max_bytes_ends_with_the_document_that_reaches_it(tmp_path):
@@ -501,7 +572,7 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
         calls.append(arguments)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(encoding, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(threads_module, "_BATCH_BYTES", 500)
     given = tmp_path / "given.json"
     shutil.copyfile(dataset_folder / "tokenizer.json", given)
     match moment:
@@ -539,15 +610,24 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
     assert files_of(dataset_folder) == before
 
 
-def test_interrupt_leaves_nothing(tmp_path):
-    source = json_lines(tmp_path / "a.jsonl", TEXTS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("stage", ["tokenizer", "encode"])
+def test_interrupt_leaves_nothing(tmp_path, small_batches, stage, error):
+    source = json_lines(tmp_path / "a.jsonl", TEXTS * 50)
+    before = threading.active_count()
+    running = []
 
     def interrupt(progress):
-        if progress.tokens:
-            raise KeyboardInterrupt
+        if progress.stage == stage and progress.documents == 70:
+            running.append(threading.active_count())
+            raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        prepare(PrepareConfig(sources=(source,), out=tmp_path / "out"), interrupt)
+    config = PrepareConfig(sources=(source,), out=tmp_path / "out", num_threads=3, vocab_size=300)
+    with pytest.raises(error):
+        prepare(config, interrupt)
+    # A reader and three more.
+    assert running == [before + 4]
+    assert threading.active_count() == before
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
 
 

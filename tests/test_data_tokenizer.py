@@ -62,6 +62,14 @@ PARTS = (
     + ["<|endoftext|>", "<|im_start|>", "\U0001f600", "\U0001f468\u200d\U0001f469", "\ufffd"]
     + ["\U0001f1e9\U0001f1ea", "\u01c5", "\u0e01\u0e33", "\u0b95\u0bcd", "\U0001d7d9", "\uac00"]
 )
+# What stands between documents that are encoded together, and what could make more of it.
+BORDERS = [
+    encoding._BORDER_TOKEN,
+    encoding._BORDER_TOKEN[:-1],
+    encoding._BORDER_TOKEN[1:],
+    "<",
+    ">",
+]
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -136,6 +144,18 @@ def test_tiktoken_gives_the_ids_of_tokenizers(layout, layout_encoder, parts, pie
         found = layout_encoder(text).tolist()
     assert found == [*layout.encode(text), layout.eos_id]
     assert layout.eos_id not in found[:-1]
+
+
+@settings(max_examples=200)
+@given(
+    texts=st.lists(st.lists(st.sampled_from([*PARTS, *BORDERS]), max_size=9).map("".join)),
+    piece=st.sampled_from([7, 40, 1 << 18]),
+)
+def test_documents_encoded_together_are_those_encoded_alone(layout, layout_encoder, texts, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "_PIECE", piece)
+        found = [tokens.tolist() for tokens in layout_encoder.encode_all(texts)]
+    assert found == [[*layout.encode(text), layout.eos_id] for text in texts]
 
 
 @settings(max_examples=200)

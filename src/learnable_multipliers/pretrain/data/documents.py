@@ -18,10 +18,14 @@ import platform
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+
+from learnable_multipliers.pretrain.data.threads import Threads, batches_of
 
 _HUGGING_FACE = "hf:"
 _COMPRESSED = (".gz", ".xz", ".zst")
@@ -39,6 +43,8 @@ _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
 _CHUNK = 1 << 20
+# On disk, of the files that one reader reads.
+_RUN_BYTES = 1 << 24
 _LARGEST = 1 << 30
 """Bytes of the longest document, decompressed."""
 
@@ -53,6 +59,17 @@ class Document(NamedTuple):
     text: str
     split: str
     num_bytes: int
+
+
+class Part(NamedTuple):
+    """Some bytes of a source, read but not parsed."""
+
+    num_bytes: int
+    texts: Callable[[], Iterator[str]]
+    """Parses them."""
+
+
+Result = TypeVar("Result")
 
 
 class Corpus:
@@ -80,11 +97,27 @@ class Corpus:
             raise DocumentError(self._nothing("no file to read"))
 
     def __iter__(self) -> Iterator[str]:
+        return self._some(text for part in self._parts(self._sources) for text in part.texts())
+
+    def map(self, function: Callable[[str], Result], threads: Threads) -> Iterator[Result]:
+        """Yield function(text) of the documents in order; threads read, parse and compute."""
+        files = [source for source in self._sources if isinstance(source, Path)]
+        if len(files) == len(self._sources):
+            batches = threads.read(map(self._parts, _runs(files)))
+        else:
+            # Of downloads nothing is fetched ahead, and one that hangs can be interrupted here.
+            batches = batches_of(self._parts(self._sources))
+
+        def parse(parts: list[Part]) -> Iterator[Result]:
+            return (function(text) for part in parts for text in part.texts())
+
+        return self._some(threads.map(parse, batches))
+
+    def _some(self, found: Iterator[Result]) -> Iterator[Result]:
         empty = True
-        for source in self._sources:
-            for text in self._read(source):
-                empty = False
-                yield text
+        for one in found:
+            empty = False
+            yield one
         if empty:
             raise DocumentError(self._nothing("no document"))
 
@@ -114,10 +147,12 @@ class Corpus:
         self.skipped["hidden"] += hidden
         return hidden
 
-    def _read(self, source: Path | str) -> Iterator[str]:
-        if isinstance(source, str):
-            return _read_hugging_face(source, self.text_field)
-        return _read_file(source, self.text_field, self.separator)
+    def _parts(self, sources: Iterable[Path | str]) -> Iterator[Part]:
+        for source in sources:
+            if isinstance(source, str):
+                yield from _read_hugging_face(source, self.text_field)
+            else:
+                yield from _read_file(source, self.text_field, self.separator)
 
     def _nothing(self, what: str) -> str:
         text = f"{what} in {', '.join(self.names)}"
@@ -149,6 +184,21 @@ def _standard_library() -> Iterator[Path]:
             yield path
 
 
+def _runs(files: Iterable[Path]) -> Iterator[list[Path]]:
+    """Put files together until they have some size, so that small ones share a reader."""
+    run: list[Path] = []
+    num_bytes = 0
+    for file in files:
+        run.append(file)
+        # A file that is gone is an error where it is opened.
+        with suppress(OSError):
+            num_bytes += file.stat().st_size
+        if num_bytes >= _RUN_BYTES:
+            yield run
+            run, num_bytes = [], 0
+    yield run
+
+
 def _suffix(path: Path) -> str:
     """Return the suffix that tells the format, in lower case: ".jsonl" for "a.JSONL.gz"."""
     name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
@@ -158,8 +208,8 @@ def _suffix(path: Path) -> str:
 # -- readers of one source ---------------------------------------------------------------------
 
 
-def _read_file(path: Path, text_field: str, separator: str | None) -> Iterator[str]:
-    """Yield the documents of one file; a suffix that is not known is read as plain text."""
+def _read_file(path: Path, text_field: str, separator: str | None) -> Iterator[Part]:
+    """Yield the parts of one file; a suffix that is not known is read as plain text."""
     suffix = _suffix(path)
     with _errors_with_place(path):
         # A .json file named by the user is taken for JSON Lines, as the large corpora use it.
@@ -169,37 +219,64 @@ def _read_file(path: Path, text_field: str, separator: str | None) -> Iterator[s
             yield from _read_parquet(path, text_field)
         else:
             with _open(path) as file:
-                text = _decode(_bounded(file.read(_LARGEST + 1), str(path)), path, offset=0)
-            yield from text.split(separator) if separator else (text,)
+                data = _bounded(file.read(_LARGEST + 1), str(path))
+            yield Part(len(data), partial(_plain_texts, data, path, separator))
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
-    offset = 0
+def _plain_texts(data: bytes, path: Path, separator: str | None) -> Iterator[str]:
+    text = _decode(data, path, offset=0)
+    yield from text.split(separator) if separator else (text,)
+
+
+def _read_json_lines(path: Path, text_field: str) -> Iterator[Part]:
+    first, offset = 1, 0
     with _open(path) as file:
-        lines = iter(lambda: file.readline(_LARGEST + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}, line {number}"
-            text = _decode(_bounded(line, place), path, offset)
-            offset += len(line)
-            if not text.strip():
-                continue
-            try:
-                record = json.loads(text)
-            except RecursionError as error:
-                raise DocumentError(f"{place}: nested too deeply; remove the record") from error
-            except ValueError as error:
-                raise DocumentError(
-                    f"{place}: not JSON ({error}); JSON Lines needs one object per line"
-                ) from error
-            yield _text_of(record, place, text_field)
+        for data in _whole_lines(file):
+            yield Part(len(data), partial(_json_texts, data, path, first, offset, text_field))
+            first += data.count(b"\n")
+            offset += len(data)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes of a file, cut behind lines; those before damage come first."""
+    begun: list[bytes] = []
+    num_bytes = 0
+    # More than the longest line is an error already.
+    while num_bytes <= _LARGEST and (chunk := cast(BufferedIOBase, file).read1(_CHUNK)):
+        stop = chunk.rfind(b"\n") + 1
+        if stop:
+            yield b"".join((*begun, chunk[:stop]))
+            begun, num_bytes = [], 0
+        begun.append(chunk[stop:])
+        num_bytes += len(begun[-1])
+    if num_bytes:
+        yield b"".join(begun)
+
+
+def _json_texts(data: bytes, path: Path, first: int, offset: int, text_field: str) -> Iterator[str]:
+    """Yield the texts of some lines, which begin with line `first` at an offset in the file."""
+    for number, line in enumerate(io.BytesIO(data), start=first):
+        place = f"{path}, line {number}"
+        text = _decode(_bounded(line, place), path, offset)
+        offset += len(line)
+        if not text.strip():
+            continue
+        try:
+            record = json.loads(text)
+        except RecursionError as error:
+            raise DocumentError(f"{place}: nested too deeply; remove the record") from error
+        except ValueError as error:
+            raise DocumentError(
+                f"{place}: not JSON ({error}); JSON Lines needs one object per line"
+            ) from error
+        yield _text_of(record, place, text_field)
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[Part]:
     # Slow to import, and few corpora need it.
-    import pyarrow as arrow
     from pyarrow import parquet
 
-    try:
+    with _arrow_errors(path):
         if path.suffix.lower() in _COMPRESSED:
             with _open(path) as stream:
                 source = io.BytesIO(_bounded(stream.read(_LARGEST + 1), str(path)))
@@ -209,16 +286,29 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
             columns = file.schema_arrow.names
             # A missing column would be read as no column at all.
             chosen = [text_field] if text_field in columns else columns
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=chosen):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield _text_of(record, f"{path}, row {row}", text_field)
+            first = 1
+            for rows in file.iter_batches(batch_size=1024, columns=chosen):
+                yield Part(rows.nbytes, partial(_row_texts, rows, path, first, text_field))
+                first += rows.num_rows
+
+
+def _row_texts(rows: Any, path: Path, first: int, text_field: str) -> Iterator[str]:
+    with _arrow_errors(path):
+        for number, record in enumerate(rows.to_pylist(), start=first):
+            yield _text_of(record, f"{path}, row {number}", text_field)
+
+
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    import pyarrow as arrow
+
+    try:
+        yield
     except arrow.ArrowException as error:
         raise DocumentError(f"{path}: not a readable parquet file ({error})") from error
 
 
-def _read_hugging_face(source: str, text_field: str) -> Iterator[str]:
+def _read_hugging_face(source: str, text_field: str) -> Iterator[Part]:
     name, _, split = source.removeprefix(_HUGGING_FACE).partition(":")
     name, _, config = name.partition("@")
     if not name:
@@ -231,7 +321,8 @@ def _read_hugging_face(source: str, text_field: str) -> Iterator[str]:
         # Streaming: nothing is stored, and a limit on the text ends the download too.
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         for number, row in enumerate(rows):
-            yield _text_of(row, f"{source}, row {number}", text_field)
+            text = _text_of(row, f"{source}, row {number}", text_field)
+            yield Part(len(text), partial(iter, (text,)))
     except DocumentError:
         raise
     # Whatever the library and its transports raise: they share no base class.

@@ -1,4 +1,4 @@
-"""Documents to tokens on several threads: `tiktoken` where it gives the same ids as `tokenizers`.
+"""Documents to tokens: `tiktoken` where it gives the same ids as `tokenizers`.
 
 Both merge greedily. `tokenizers` takes the adjacent pair that comes first in its list of merges;
 `tiktoken` takes the pair whose joined bytes have the lowest rank, and looks up whole words first.
@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import unicodedata
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +23,7 @@ from tokenizers import pre_tokenizers
 
 from learnable_multipliers.pretrain.data.documents import Document, DocumentError
 from learnable_multipliers.pretrain.data.shards import Tokens, token_dtype
+from learnable_multipliers.pretrain.data.threads import Threads, batches_of
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
 
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -38,14 +36,15 @@ LLAMA3_SPLIT = (
 # character and a space.
 _KNOWN_SPLITS = (GPT2_SPLIT, LLAMA3_SPLIT, LLAMA3_SPLIT.replace("{1,3}", ""))
 _BORDER = re.compile(r"(?<=[!-~])(?= )")
+# Between short documents, so that one call encodes many. Nothing it begins with ends it, so it is
+# not found across the end of a document either.
+_BORDER_TOKEN = "<|border|>"
 # Characters. tiktoken's regex engine fails on a million blanks in a row, so what has no border for
 # so long goes through `tokenizers`.
 _PIECE = 1 << 18
 _LONGEST_PIECE = 1 << 19
 _LONGEST_TEXT = 1 << 26
 """Characters that `tokenizers` encodes at once: it aborts where memory runs out."""
-# Text handed to a thread at once.
-_BATCH_BYTES = 1 << 19
 
 
 class DocumentEncoder:
@@ -63,12 +62,17 @@ class DocumentEncoder:
         self.uses_tiktoken = split is not None and ranks is not None
         if split is not None and ranks is not None:
             vocabulary, byte_of = settings["model"]["vocab"], bytes_by_character()
-            self._ids = np.zeros(max(ranks.values()) + 1, self._dtype)
+            self._border_rank = max(ranks.values()) + 1
+            self._ids = np.zeros(self._border_rank + 1, self._dtype)
+            self._ids[self._border_rank] = tokenizer.eos_id
             for token, rank in ranks.items():
                 self._ids[rank] = vocabulary[token]
             in_bytes = {bytes(map(byte_of.__getitem__, token)): r for token, r in ranks.items()}
             self._tiktoken = tiktoken.Encoding(
-                "tokenizer.json", pat_str=split, mergeable_ranks=in_bytes, special_tokens={}
+                "tokenizer.json",
+                pat_str=split,
+                mergeable_ranks=in_bytes,
+                special_tokens={_BORDER_TOKEN: self._border_rank},
             )
 
     def __call__(self, text: str) -> Tokens:
@@ -76,6 +80,36 @@ class DocumentEncoder:
         pieces = _pieces(text) if self.uses_tiktoken and self._is_plain(text) else ()
         parts = [self._fast(one) for one in pieces] or [self._slow(text)]
         return np.concatenate([*parts, self._eos])
+
+    def encode_all(self, texts: Iterable[str]) -> Iterator[Tokens]:
+        """Yield the tokens of each document; short ones are encoded many at once."""
+        short: list[str] = []
+        num_characters = 0
+        for text in texts:
+            joins = self.uses_tiktoken and _BORDER_TOKEN not in text and self._is_plain(text)
+            if not joins or num_characters + len(text) > _PIECE:
+                yield from self._joined(short)
+                short, num_characters = [], 0
+            if joins and len(text) <= _PIECE:
+                short.append(text)
+                num_characters += len(text)
+            else:
+                yield self(text)
+        yield from self._joined(short)
+
+    def _joined(self, texts: list[str]) -> Iterator[Tokens]:
+        if not texts:
+            return
+        ranks = self._tiktoken.encode_to_numpy(
+            _BORDER_TOKEN.join([*texts, ""]),
+            allowed_special={_BORDER_TOKEN},
+            disallowed_special=(),
+        )
+        ids = self._ids[ranks]
+        start = 0
+        for end in np.flatnonzero(ranks == self._border_rank).tolist():
+            yield ids[start : end + 1]
+            start = end + 1
 
     def _is_plain(self, text: str) -> bool:
         """Return whether neither normalization nor tokens added to the model change the text."""
@@ -86,7 +120,8 @@ class DocumentEncoder:
     def _fast(self, text: str) -> Tokens:
         if len(text) > _LONGEST_PIECE:
             return self._slow(text)
-        return self._ids[np.array(self._tiktoken.encode_ordinary(text), np.intp)]
+        # Unlike `encode_ordinary`, this makes no list, for which it would hold Python's lock.
+        return self._ids[self._tiktoken.encode_to_numpy(text, disallowed_special=())]
 
     def _slow(self, text: str) -> Tokens:
         if len(text) > _LONGEST_TEXT:
@@ -101,39 +136,15 @@ class DocumentEncoder:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: TextTokenizer, num_threads: int | None = None
+    documents: Iterable[Document], tokenizer: TextTokenizer, threads: Threads
 ) -> Iterator[tuple[Document, Tokens]]:
-    """Yield every document and its tokens in order; a thread (None: one a core) takes a batch."""
-    num_threads = num_threads or _num_cores()
+    """Yield every document and its tokens, in order."""
     encoder = DocumentEncoder(tokenizer)
 
-    def encode(batch: list[Document]) -> list[tuple[Document, Tokens]]:
-        return [(document, encoder(document.text)) for document in batch]
+    def encode(batch: list[Document]) -> Iterator[tuple[Document, Tokens]]:
+        return zip(batch, encoder.encode_all(one.text for one in batch), strict=True)
 
-    waiting: deque[Future[list[tuple[Document, Tokens]]]] = deque()
-    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-    try:
-        for batch in _batches(documents):
-            waiting.append(threads.submit(encode, batch))
-            # Bounded: a corpus larger than memory is read only as fast as it is encoded.
-            if len(waiting) > 2 * num_threads:
-                yield from waiting.popleft().result()
-        for future in waiting:
-            yield from future.result()
-    finally:
-        threads.shutdown(cancel_futures=True)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    waiting = 0
-    for document in documents:
-        batch.append(document)
-        waiting += document.num_bytes
-        if waiting >= _BATCH_BYTES:
-            yield batch
-            batch, waiting = [], 0
-    yield batch
+    yield from threads.map(encode, batches_of(documents))
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -215,9 +226,3 @@ def bytes_by_character() -> dict[str, int]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     order = sorted(range(256), key=lambda byte: (chr(byte) not in alphabet, byte))
     return dict(zip(alphabet, order, strict=True))
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

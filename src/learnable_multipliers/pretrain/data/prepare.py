@@ -30,8 +30,10 @@ from learnable_multipliers.pretrain.data.shards import (
     Manifest,
     Shard,
     ShardWriter,
+    Tokens,
     token_dtype,
 )
+from learnable_multipliers.pretrain.data.threads import Threads
 from learnable_multipliers.pretrain.data.tokenizer import (
     TextSample,
     TextTokenizer,
@@ -81,7 +83,7 @@ class PrepareConfig:
     max_bytes: int | None = None
     """Stop after the document that reaches this many bytes of text; none: read everything."""
     num_threads: int | None = None
-    """Threads that tokenize; none: one for each core. The result does not depend on it."""
+    """Threads that parse and tokenize; none: one a core. The result does not depend on it."""
     overwrite: bool = False
     """Replace a dataset at `out`, once the new one is complete."""
 
@@ -138,8 +140,11 @@ Report = Callable[[Progress], None]
 def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called for each document, read or encoded."""
     report = report or (lambda progress: None)
-    with new_folder(config.out, overwrite=config.overwrite) as folder:
-        splitter = _Splitter(config)
+    with (
+        new_folder(config.out, overwrite=config.overwrite) as folder,
+        Threads(config.num_threads) as threads,
+    ):
+        splitter = _Splitter(config, threads)
         if config.tokenizer is not None:
             tokenizer = load_tokenizer(config.tokenizer, config.eos_token, add_eos=config.add_eos)
         else:
@@ -151,7 +156,8 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
             (folder / TOKENIZER_FILE).write_bytes(text.encode())
         else:
             shutil.copyfile(config.tokenizer, folder / TOKENIZER_FILE)
-        splits = _write_shards(config, splitter, tokenizer, folder, report)
+        encoded = encode_documents(splitter.documents(), tokenizer, threads)
+        splits = _write_shards(config, encoded, tokenizer, folder, report)
         splitter.check(splits)
         manifest = Manifest(
             dtype=token_dtype(tokenizer.vocab_size).str,
@@ -184,7 +190,7 @@ def _training_sample(config: PrepareConfig, splitter: _Splitter, report: Report)
 
 def _write_shards(
     config: PrepareConfig,
-    splitter: _Splitter,
+    encoded: Iterator[tuple[Document, Tokens]],
     tokenizer: TextTokenizer,
     folder: Path,
     report: Report,
@@ -193,7 +199,6 @@ def _write_shards(
     writers = {split: ShardWriter(folder, split, config.shard_tokens) for split in splits}
     num_bytes = num_tokens = 0
     report(Progress("encode", 0, 0, 0))
-    encoded = encode_documents(splitter.documents(), tokenizer, config.num_threads)
     try:
         for number, (document, tokens) in enumerate(encoded, start=1):
             if tokenizer.eos_id in tokens[:-1]:
@@ -216,6 +221,12 @@ def _write_shards(
                 writer.close()
 
 
+class _HashedText(NamedTuple):
+    text: str
+    num_bytes: int
+    digest: bytes
+
+
 class _Splitter:
     """Gives every document of a corpus its split, by a keyed hash of its text and nothing else.
 
@@ -223,7 +234,7 @@ class _Splitter:
     corpus that are in one of those as well are dropped.
     """
 
-    def __init__(self, config: PrepareConfig) -> None:
+    def __init__(self, config: PrepareConfig, threads: Threads) -> None:
         def corpus(sources: tuple[str, ...]) -> Corpus:
             return Corpus(sources, text_field=config.text_field, separator=config.text_separator)
 
@@ -233,12 +244,13 @@ class _Splitter:
         held_out |= named_sources(config.test_sources)
         self._held_out = {split: corpus(sources) for split, sources in held_out.items()}
         self._seed, self._max_bytes = config.seed, config.max_bytes
+        self._threads = threads
         self._num_empty = self._num_dropped = 0
         self._held_out_digests = {
-            self._digest(text.encode())
+            one.digest
             for corpus in self._held_out.values()
-            for text in corpus
-            if text
+            for one in corpus.map(self._hashed, threads)
+            if one.text
         }
 
     def documents(self) -> Iterator[Document]:
@@ -246,12 +258,12 @@ class _Splitter:
         yield from self.corpus_documents()
         seen: dict[bytes, str] = {}
         for split, corpus in self._held_out.items():
-            for text in corpus:
+            for text, num_bytes, digest in corpus.map(self._hashed, self._threads):
                 if not text:
                     self._num_empty += 1
                 # A document in two held-out texts belongs to the first.
-                elif seen.setdefault(self._digest(data := text.encode()), split) == split:
-                    yield Document(text, split, len(data))
+                elif seen.setdefault(digest, split) == split:
+                    yield Document(text, split, num_bytes)
                 else:
                     self._num_dropped += 1
 
@@ -262,9 +274,7 @@ class _Splitter:
         """
         self._num_empty = self._num_dropped = 0
         total = 0
-        for text in self._corpus:
-            data = text.encode()
-            digest = self._digest(data)
+        for text, num_bytes, digest in self._corpus.map(self._hashed, self._threads):
             if not text:
                 self._num_empty += 1
             elif digest in self._held_out_digests:
@@ -272,14 +282,15 @@ class _Splitter:
             else:
                 # 53 bits: exact as a float.
                 place = (int.from_bytes(digest[:8], "little") >> 11) / (1 << 53)
-                yield Document(text, VALID if place < self._fraction else TRAIN, len(data))
-                total += len(data)
+                yield Document(text, VALID if place < self._fraction else TRAIN, num_bytes)
+                total += num_bytes
             if self._max_bytes is not None and total >= self._max_bytes:
                 break
 
-    def _digest(self, data: bytes) -> bytes:
+    def _hashed(self, text: str) -> _HashedText:
         key = (self._seed & ((1 << 64) - 1)).to_bytes(8, "little")
-        return hashlib.blake2b(data, digest_size=16, key=key).digest()
+        data = text.encode()
+        return _HashedText(text, len(data), hashlib.blake2b(data, digest_size=16, key=key).digest())
 
     def check(self, splits: dict[str, list[Shard]]) -> None:
         """Raise if a split that was asked for came out empty."""

@@ -1,0 +1,186 @@
+"""Threads that read and work ahead of whoever asks, and hand the results over in order.
+
+Decompression, hashing and tokenization release Python's lock, so threads use all cores. Processes
+would each import torch first, and text and tokens would be copied from one to another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from threading import Condition, Thread
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+
+# Text that a thread is given at once.
+_BATCH_BYTES = 1 << 19
+# Text that a reader holds ready, and how many of them read at the same time.
+_AHEAD_BYTES = 1 << 26
+_READERS = 4
+
+
+class Sized(Protocol):
+    """What can be worked on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text."""
+        ...
+
+
+Item = TypeVar("Item", bound=Sized)
+Result = TypeVar("Result")
+
+
+class Batch(NamedTuple, Generic[Item]):
+    """Items that follow each other, and the error that came after them."""
+
+    items: list[Item]
+    num_bytes: int
+    error: Exception | None = None
+
+
+class Threads:
+    """`count` threads to work (None: one a core) and some more to read; they end with the context.
+
+    Errors come where their item would: whatever is before it comes first.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        self._count = count or _num_cores()
+        self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="lrm-work")
+        self._readers: set[_Reader] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def map(
+        self, function: Callable[[list[Item]], Iterable[Result]], batches: Iterable[Batch[Item]]
+    ) -> Iterator[Result]:
+        """Yield the results of each batch, in order; a thread takes one at a time."""
+
+        def work(batch: Batch[Item]) -> tuple[list[Result], Exception | None]:
+            found: list[Result] = []
+            try:
+                for one in function(batch.items):
+                    found.append(one)
+            except Exception as error:
+                return found, error
+            return found, batch.error
+
+        waiting: deque[Future[tuple[list[Result], Exception | None]]] = deque()
+        try:
+            for batch in batches:
+                waiting.append(self._pool.submit(work, batch))
+                # Bounded: a corpus larger than memory is read only as fast as it is encoded.
+                if len(waiting) > 2 * self._count:
+                    yield from _results(waiting.popleft())
+            while waiting:
+                yield from _results(waiting.popleft())
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def read(self, sources: Iterable[Iterator[Item]]) -> Iterator[Batch[Item]]:
+        """Yield the batches of one source after the other; those to come are read meanwhile."""
+        to_come = iter(sources)
+        readers: deque[_Reader[Item]] = deque()
+        try:
+            while True:
+                for source in islice(to_come, _READERS - len(readers)):
+                    readers.append(_Reader(source))
+                    self._readers.add(readers[-1])
+                if not readers:
+                    return
+                yield from readers[0]
+                self._close(readers.popleft())
+        finally:
+            for reader in readers:
+                self._close(reader)
+
+    def _close(self, reader: _Reader) -> None:
+        reader.close()
+        self._readers.discard(reader)
+
+
+class _Reader(Generic[Item]):
+    """A thread that reads one source, a bounded number of bytes ahead."""
+
+    def __init__(self, source: Iterator[Item]) -> None:
+        self._batches = batches_of(source)
+        self._ready: deque[Batch[Item]] = deque()
+        self._num_bytes = 0
+        self._is_closed = self._is_done = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._read, name="lrm-read", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch[Item]]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._is_done)
+                if not self._ready:
+                    return
+                batch = self._ready.popleft()
+                self._num_bytes -= batch.num_bytes
+                self._changed.notify()
+            yield batch
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is reading."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _read(self) -> None:
+        for batch in self._batches:
+            with self._changed:
+                self._ready.append(batch)
+                self._num_bytes += batch.num_bytes
+                self._changed.notify()
+                self._changed.wait_for(lambda: self._is_closed or self._num_bytes < _AHEAD_BYTES)
+                if self._is_closed:
+                    break
+        # Now, not when it is collected: it has a file open.
+        self._batches.close()
+        with self._changed:
+            self._is_done = True
+            self._changed.notify()
+
+
+def batches_of(items: Iterable[Item]) -> Generator[Batch[Item], None, None]:
+    """Put items together until they have some size."""
+    batch: list[Item] = []
+    num_bytes = 0
+    try:
+        for item in items:
+            batch.append(item)
+            num_bytes += item.num_bytes
+            if num_bytes >= _BATCH_BYTES:
+                yield Batch(batch, num_bytes)
+                batch, num_bytes = [], 0
+    except Exception as error:
+        yield Batch(batch, num_bytes, error)
+    else:
+        yield Batch(batch, num_bytes)
+
+
+def _results(future: Future[tuple[list[Result], Exception | None]]) -> Iterator[Result]:
+    found, error = future.result()
+    yield from found
+    if error is not None:
+        raise error
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
