@@ -20,6 +20,13 @@ def test_changelog_and_citation_name_this_version():
     assert newest[1] == cited[1] == lrm.__version__
 
 
+def test_folders_that_the_documents_write_to_are_ignored():
+    ignored = (ROOT / ".gitignore").read_text().split()
+    # At the root alone: the package has folders of such names.
+    assert {"/data/", "/demo/", "/experiments/", "/out/", "/runs/"} <= {*ignored}
+    assert "data/" not in ignored
+
+
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_package_and_no_other(tmp_path):
     build = pytest.importorskip("build")
