@@ -214,6 +214,16 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         assert told[1].strip("'") == shown, path
 
 
+def test_a_switch_is_described_by_what_it_is_about(ask):
+    text = in_one_line(ask("train", "tiny", "--help")[1])
+    told = re.findall(r"--log\.no-[\w-]+ (.*?) \(default: True\)", text)
+    # Such words read right behind --log.drift and behind --log.no-drift.
+    assert [about.split(",")[0] for about in told] == [
+        "Scale symmetries of the model",
+        "Scalars for TensorBoard",
+    ]
+
+
 def test_whole_numbers_are_read_as_people_write_them():
     words = "tiny --schedule.tokens 1.5e6 --data.batch-sequences 1_024 --seed 9007199254740993e0"
     config = configure(words.split())

@@ -202,8 +202,8 @@ class LogConfig:
     weights_every: int = 100
     """Steps between statistics of norms and multipliers; there is always one at either end."""
     drift: bool = True
-    """Find the model's scale symmetries at the start, in seconds to half a minute the first time,
-    and watch how far multipliers drift along them."""
+    """Scale symmetries of the model, found at the start in seconds to half a minute the first time,
+    and how far multipliers drift along them."""
     drift_bound: float = 10.0
     """Factor of drift from which on there is a warning."""
     signals_every: int = 0
@@ -220,7 +220,7 @@ class LogConfig:
     prompt: str = "The"
     """What a sample goes on from."""
     tensorboard: bool = True
-    """Write scalars for TensorBoard, where it is installed."""
+    """Scalars for TensorBoard, where it is installed."""
     wandb: str = ""
     """Weights & Biases project to log to as well."""
     trackio: str = ""
