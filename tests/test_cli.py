@@ -224,6 +224,14 @@ def test_a_switch_is_described_by_what_it_is_about(ask):
     ]
 
 
+def test_the_usage_of_a_preparation_names_the_options_that_it_lists(ask):
+    text = in_one_line(ask("data", "prepare", "--help")[1])
+    usage, _, listed = text.partition("options")
+    assert "lrm data prepare --sources SOURCES --out DATA: tokenize" in usage
+    assert "Sources may also come first, without --sources." in usage
+    assert "--sources [STR [STR ...]]" in listed
+
+
 def test_whole_numbers_are_read_as_people_write_them():
     words = "tiny --schedule.tokens 1.5e6 --data.batch-sequences 1_024 --seed 9007199254740993e0"
     config = configure(words.split())

@@ -29,9 +29,10 @@ def data_prepare(arguments: Sequence[str]) -> None:
         PrepareConfig,
         "data prepare",
         arguments,
-        description="lrm data prepare SOURCES --out DATA: tokenize text files (plain, JSON Lines, "
-        "parquet; also .xz, .gz, .zst), folders of them, or a Hugging Face dataset into shards to "
-        "train on. Without sources: the source code of Python's standard library.",
+        description="lrm data prepare --sources SOURCES --out DATA: tokenize text files (plain, "
+        "JSON Lines, parquet; also .xz, .gz, .zst), folders of them, or a Hugging Face dataset "
+        "into shards to train on. Without sources: the source code of Python's standard library. "
+        "Sources may also come first, without --sources.",
     )
     start = time.perf_counter()
     progress = _Progress()
