@@ -254,6 +254,16 @@ def test_embedding_without_multipliers_is_a_named_variant():
         assert not any(entry.carries for entry in plan.entries if "embedding" in entry.role)
 
 
+def test_a_reason_has_the_pattern_of_the_rule_as_it_was_written():
+    plan = lrm.plan(build("llama"), "full", [Rule(r"layers\.0\.mlp", "row")])
+    assert plan["model.layers.0.mlp.up_proj.weight"].reason == r"by rule 'layers\.0\.mlp'"
+    with pytest.raises(ValueError, match="^" + re.escape(r"rule 'layers\.9' matches no parameter")):
+        lrm.plan(build("llama"), "full", [Rule(r"layers\.9", "row")])
+    # A pattern over several lines does not break the table.
+    plan = lrm.plan(build("llama"), "full", [Rule("(?x) up # all\n _proj", "row")])
+    assert plan["model.layers.0.mlp.up_proj.weight"].reason == r"by rule '(?x) up # all\n _proj'"
+
+
 def test_frozen_matrix_carries_nothing():
     model = build("llama")
     model.lm_head.requires_grad_(False)

@@ -19,7 +19,7 @@ from learnable_multipliers._placement import (
     derived_choices,
 )
 from learnable_multipliers._plan import Plan, PlanEntry
-from learnable_multipliers._rules import Rule, Train, unmatched
+from learnable_multipliers._rules import Rule, Train, quoted, unmatched
 from learnable_multipliers.roles import QKV, UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
@@ -193,14 +193,14 @@ class _Planner:
             if index in self.found_vectors:
                 vector = self.found_vectors[index]
                 raise ValueError(
-                    f"rule {rule.pattern!r} finds {vector.name!r} of shape {vector.shape}, which "
-                    "is not a matrix: multipliers need one (a vector is a scale already)"
+                    f"rule {quoted(rule.pattern)} finds {vector.name!r} of shape {vector.shape}, "
+                    "which is not a matrix: multipliers need one (a vector is a scale already)"
                 )
             if index in self.found_frozen:
                 raise ValueError(
-                    f"rule {rule.pattern!r} finds {self.found_frozen[index]!r}, which is frozen: "
-                    "unfreeze it before planning, learn multipliers over the fixed weight with "
-                    'train="multipliers", or let the rule match nothing with optional=True'
+                    f"rule {quoted(rule.pattern)} finds {self.found_frozen[index]!r}, which is "
+                    "frozen: unfreeze it before planning, learn multipliers over the fixed weight "
+                    'with train="multipliers", or let the rule match nothing with optional=True'
                 )
             raise unmatched(rule, [parameter.name for parameter in parameters])
         if self.undecided:
@@ -289,8 +289,8 @@ class _Planner:
         if rule.head_dim is not None:
             if not any(part.role in QKV for part in parameter.parts):
                 raise ValueError(
-                    f"rule {rule.pattern!r} sets the heads of {parameter.name}, which holds no "
-                    "query, key or value; if it does, say so with role or split"
+                    f"rule {quoted(rule.pattern)} sets the heads of {parameter.name}, which holds "
+                    "no query, key or value; if it does, say so with role or split"
                 )
             parts = tuple(
                 replace(part, head_dim=rule.head_dim) if part.role in QKV else part
@@ -315,7 +315,7 @@ class _Planner:
             return _Decision(part, Choice("none", "frozen"))
         self.used.add(index)
         if rule is not None and rule.kind is not None:
-            choice = Choice(rule.kind, f"by rule {rule.pattern!r}")
+            choice = Choice(rule.kind, f"by rule {quoted(rule.pattern)}")
         elif derived is not None:
             choice = derived
         elif (choice := choose(self.placement, parameter, part)) is None:
@@ -330,9 +330,9 @@ class _Planner:
         decision = _Decision(part, choice, rule)
         if self.folds if rule is None or rule.init is None else rule.init == "fold":
             self.to_fold.add((parameter.name, part.role))
-        elif decision.init != 1.0 and choice.kind == "none":
+        elif rule is not None and decision.init != 1.0 and choice.kind == "none":
             raise ValueError(
-                f"rule {rule and rule.pattern!r} starts {parameter.name} ({part.role}) at "
+                f"rule {quoted(rule.pattern)} starts {parameter.name} ({part.role}) at "
                 f"{decision.init:g}, but it carries no multiplier; give the rule a kind"
             )
         return decision

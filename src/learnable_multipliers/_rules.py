@@ -64,7 +64,9 @@ class Rule:
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{self.pattern!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"{quoted(self.pattern)} is not a regular expression: {error}"
+            ) from error
         for role in (self.only, self.role, *(self.split or ())):
             if role is not None:
                 check_role(role)
@@ -96,23 +98,29 @@ class Rule:
         return re.search(self.pattern, name) is not None
 
 
+def quoted(pattern: str) -> str:
+    """Return a pattern in quotes, its backslashes as the user wrote them."""
+    # A line break in it would break the table of a plan.
+    return f"'{pattern}'" if pattern.isprintable() else repr(pattern)
+
+
 def unmatched(rule: Rule, names: Sequence[str]) -> ValueError:
     """Return the error for a rule that matched nothing, with the closest names."""
     found = [name for name in names if rule.finds(name)]
     if found and rule.only is not None:
         return ValueError(
-            f"rule {rule.pattern!r} finds {found[0]!r}, but nothing of role {rule.only!r} that an "
-            "earlier rule has not decided"
+            f"rule {quoted(rule.pattern)} finds {found[0]!r}, but nothing of role {rule.only!r} "
+            "that an earlier rule has not decided"
         )
     if found:
         return ValueError(
-            f"rule {rule.pattern!r} decides nothing: earlier rules match all it finds, such as "
-            f"{found[0]!r}; put it before them"
+            f"rule {quoted(rule.pattern)} decides nothing: earlier rules match all it finds, such "
+            f"as {found[0]!r}; put it before them"
         )
     plain = re.sub(r"[^\w.]", "", rule.pattern.replace("\\.", "."))
     close = difflib.get_close_matches(plain, names, n=3, cutoff=0.0)
     return ValueError(
-        f"rule {rule.pattern!r} matches no parameter; closest names: {', '.join(close)}"
+        f"rule {quoted(rule.pattern)} matches no parameter; closest names: {', '.join(close)}"
     )
 
 
