@@ -424,7 +424,7 @@ def test_a_dry_run_shows_and_writes_nothing(ask, data):
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["TrainStep.gradients", "build"])
+@pytest.mark.parametrize("where", ["TrainStep.gradients", "build_model"])
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
