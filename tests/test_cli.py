@@ -265,7 +265,10 @@ def test_whole_numbers_are_read_as_people_write_them():
         ("train tiny --optimizer.kind sgd", "('adamw', 'muon')"),
         ("train tiny --optimizer.lr fast", "--optimizer.lr"),
         ("train tiny --optimizer.betas 0.9", "Expected 2 values"),
-        ("train tiny --schedule.tokens 100", "shorten them or lengthen"),
+        (
+            "train tiny --schedule.tokens 100",
+            "--schedule.warmup-tokens 5 --schedule.decay-tokens 20,",
+        ),
         ("verify-resume 20-m", "Did you mean lrm verify-resume 20m?"),
         ("verify-resume --resume", "Unrecognized options: --resume"),
         ("plan", "MODEL"),

@@ -1,6 +1,7 @@
 """The schedule of a run, against numbers worked out by hand and the laws it keeps."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -226,6 +227,27 @@ def test_schedules_begin_alike_up_to_where_they_part():
 def test_impossible_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"tokens": 60_000}, {"warmup": 3000, "decay": 12_000}),
+        ({"tokens": 51_000, "decay_tokens": 9}, {"warmup": 2550}),
+        ({"minimum_tokens": 700_000}, {"decay": 204_800, "minimum": 204_800}),
+        ({"tokens": 1}, {"warmup": 0, "decay": 0}),
+    ],
+)
+def test_parts_longer_than_the_run_come_with_options_that_work(change, options):
+    tiny = {"tokens": 1_024_000, "warmup_tokens": 51_200, "decay_tokens": 348_160} | change
+    with pytest.raises(ValueError, match="are longer than the run") as refused:
+        ScheduleConfig(**tiny)
+    message = str(refused.value)
+    for name in ("warmup_tokens", "decay_tokens", "tokens"):
+        assert f"{name} ({tiny[name]})" in message
+    found = {name: int(n) for name, n in re.findall(r"--schedule\.(\w+)-tokens (\d+)", message)}
+    assert found == options
+    ScheduleConfig(**(tiny | {f"{name}_tokens": number for name, number in found.items()}))
 
 
 @pytest.mark.parametrize("full", [1, 2, 7])

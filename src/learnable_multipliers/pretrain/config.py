@@ -144,9 +144,10 @@ class ScheduleConfig:
         _check_at_least(0, "schedule.", self, *lengths)
         if self.warmup_tokens > self.decay_start:
             raise ValueError(
-                f"warmup ({self.warmup_tokens}), decay ({self.decay_tokens}) and the stay at the "
-                f"minimum ({self.minimum_tokens}) are longer than the run ({self.tokens} tokens): "
-                "shorten them or lengthen the run"
+                f"warmup_tokens ({self.warmup_tokens}), decay_tokens ({self.decay_tokens}) and "
+                f"minimum_tokens ({self.minimum_tokens}) are longer than the run, tokens "
+                f"({self.tokens}): shorten them, for instance {self._shortened()}, or lengthen "
+                "the run"
             )
         if self.rampup_tokens > self.tokens:
             raise ValueError(
@@ -161,6 +162,20 @@ class ScheduleConfig:
     def decay_start(self) -> int:
         """Tokens seen when the decay begins."""
         return self.tokens - self.decay_tokens - self.minimum_tokens
+
+    def _shortened(self) -> str:
+        """Return options for parts that are too long: shares of the run that leave half of it."""
+        twentieth, fifth = self.tokens // 20, self.tokens // 5
+        shorter = [
+            f"{option} {most}"
+            for option, given, most in (
+                ("--schedule.warmup-tokens", self.warmup_tokens, twentieth),
+                ("--schedule.decay-tokens", self.decay_tokens, fifth),
+                ("--schedule.minimum-tokens", self.minimum_tokens, fifth),
+            )
+            if given > most
+        ]
+        return " ".join(shorter)
 
 
 @dataclass(frozen=True, kw_only=True)
