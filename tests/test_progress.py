@@ -1,6 +1,7 @@
 """What a user sees of a run: every number of its records, never more than a line of them."""
 
 import io
+import math
 import re
 
 import pytest
@@ -231,6 +232,25 @@ def test_a_file_gets_some_forty_whole_lines_of_a_long_run():
     assert lines[-1] == (
         "run  step 10,000/10,000  loss 3.457  held-out 3.557  grad 0.46  123k tok/s  MFU 38%"
     )
+
+
+@pytest.mark.parametrize(
+    ("skipped", "told"), [(0, ""), (19, "19 skipped  "), (1234, "1,234 skipped  ")]
+)
+def test_skipped_steps_are_named_where_there_are_any(skipped, told):
+    record = {**TRAIN, "loss": 38.607, "grad_norm": math.nan, "skipped_steps": skipped}
+    screen = Screen(["run"], 1000, 60, terminal=False)
+    screen.display.record("run", record)
+    line = f"run  step 123/1,000  loss 38.607  {told}grad nan  123k tok/s  MFU 38%"
+    assert screen.console.file.getvalue() == f"{line}\n"
+    # Later evaluations leave it there, and the next record counts again.
+    screen.display.record("run", EVAL)
+    assert f"loss 38.607  {told}held-out 3.557" in screen.console.file.getvalue()
+    for width in range(20, 120):
+        (row,) = shown(["run"], 28_610, width, record)
+        assert len(row) <= width
+        if width >= 64:
+            assert " ".join(f"loss 38.607  {told}".split()) in " ".join(row.split())
 
 
 def test_a_terminal_is_never_told_what_to_do_by_a_sample():

@@ -102,6 +102,9 @@ class Display:
             value = record.get(key.removeprefix(f"{kind}/"))
             if value is not None:
                 shown[key] = text.format(count(value) if "tok/s" in text else value)
+        if "train/loss" in shown and record.get("skipped_steps"):
+            # Beside the loss: a column of its own would be empty in nearly all runs.
+            shown["train/loss"] += f"  {record['skipped_steps']:,} skipped"
         self._progress.update(self._tasks[name], **shown)
         if not self._is_live:
             self._print_line(name, kind, step)
