@@ -24,7 +24,7 @@ from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.recipes import RECIPES
 from processes import start
-from runs import small_run
+from runs import killed_after, small_run
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -417,6 +417,17 @@ def test_from_text_to_report_and_export(ask, data):
     code, out, complaints = ask(*command_of(config))
     assert code == 1
     assert "runs/one holds a run already" in complaints
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(ask, data):
+    config = small_run(data, Path("run"), steps=12)
+    killed_after(config, 6)
+    code, out, _ = ask(*command_of(replace(config, resume=True)))
+    assert code == 0
+    assert re.search(r"^Done in \d+s in all\. Metrics and checkpoints: run$", out, re.M)
+    code, out, _ = ask(*command_of(replace(config, out=Path("whole"), name="run")))
+    assert code == 0
+    assert re.search(r"^Done in \d+s\. Metrics and checkpoints: whole$", out, re.M)
 
 
 def test_a_dry_run_shows_and_writes_nothing(ask, data):

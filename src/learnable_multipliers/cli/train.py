@@ -125,7 +125,8 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
         sys.exit(128 + trainer.stopped_by)
     trainer.raise_if_diverged()
     out = escape(str(config.out))
-    _say(console, f"Done in {duration(trainer.seconds)}. Metrics and checkpoints: {out}")
+    took = duration(trainer.seconds) + (" in all" if config.resume else "")
+    _say(console, f"Done in {took}. Metrics and checkpoints: {out}")
     exports = hugging_face.obstacle(trainer.config.model) is None
     export = f"; lrm export {out} OUT" if exports else ""
     _say(console, f"Next: lrm report {out}{export}")
