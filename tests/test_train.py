@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint import tensor_files
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
+from learnable_multipliers.pretrain.trainer import schedule
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -249,6 +252,23 @@ def test_impossible_ways_to_compute_are_refused(changes, message):
     runtime = TrainConfig().runtime
     with pytest.raises(ValueError, match=message):
         choose_device(replace(runtime, **{"device": "cpu", **changes}))
+
+
+def test_a_run_warns_once_that_it_repeats_its_data(data, tmp_path, monkeypatch):
+    def told(**changes):
+        records = []
+        with closing(Trainer(replace(config, **changes), records.append)) as trainer:
+            trainer.train()
+        return [record["text"] for record in records if record["kind"] == "warning"]
+
+    config = small_run(data, tmp_path / "run", steps=6)
+    tokens = TrainingData.open(config.data, 0, config.seed).num_tokens
+    assert 4 * tokens > config.schedule.tokens
+    assert told(out=tmp_path / "other") == []
+    monkeypatch.setattr(schedule, "MOST_EPOCHS", 0.01)
+    assert told() == [schedule.repetition(config.schedule, tokens)]
+    # A run that has come to its end reads nothing.
+    assert told(resume=True) == []
 
 
 def test_a_vocabulary_of_the_data_is_rounded_up_to_what_gpus_multiply_fast(data, tmp_path):

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, overload
 
+from learnable_multipliers._formats import count
 from learnable_multipliers.pretrain.config import ScheduleConfig
 
+MOST_EPOCHS = 4
+"""Beyond about as many, repeated text is worth little (Muennighoff et al. 2023)."""
 _MAX_STAGES = 10_000
 """Of a ramp-up: each is kept in memory."""
 
@@ -181,6 +184,18 @@ def check_divisible(plan: Schedule, dp_degree: int) -> None:
                 f"degree of {dp_degree} (parallel.data x parallel.shard): choose "
                 "data.batch_sequences and the ramp-up of the schedule as multiples of that"
             )
+
+
+def repetition(config: ScheduleConfig, num_tokens: int) -> str | None:
+    """Return what to say of a run that reads data of so many tokens too often; None of others."""
+    most = MOST_EPOCHS * num_tokens
+    if config.tokens <= most:
+        return None
+    return (
+        f"the run reads its {count(num_tokens)} tokens of data {config.tokens / num_tokens:.1f} "
+        f"times, and text repeated more than about {MOST_EPOCHS} times teaches little: shorten the "
+        f"run (--schedule.tokens {most}) or give it more text"
+    )
 
 
 def _stages(config: ScheduleConfig, full_sequences: int, sequence_length: int) -> Iterator[Step]:

@@ -119,6 +119,8 @@ class Trainer:
             ended=self._ended,
         )
         if not self._ended:
+            if (text := schedule.repetition(config.schedule, self.data.num_tokens)) is not None:
+                self._warn(text)
             for path in slow_paths(config, self.device):
                 self._warn(path.in_words)
             if self._cold_start is not None:
