@@ -293,7 +293,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, sa
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("train tiny --data.path nowhere", "no token dataset at nowhere"),
+        ("train tiny --data.path nowhere", "no token dataset at nowhere: there is no such folder"),
         ("train tiny --runtime.device warp", "runtime.device=warp cannot be used here"),
         ("verify-resume --steps 0", "must lie between 1 and 250, got 0"),
         ("verify-resume tiny --steps 251", "the run has 500 steps"),

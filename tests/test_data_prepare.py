@@ -515,8 +515,9 @@ def test_wrong_size_is_found_on_opening_and_named(dataset_folder):
 
 
 def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"manifest\.json is missing.*lrm data prepare"):
-        TokenDataset(tmp_path, "train")
+        TokenDataset(tmp_path / "empty", "train")
     with pytest.raises(ValueError, match="no split 'test', only train, valid"):
         TokenDataset(dataset_folder, "test")
     manifest = dataset_folder / "manifest.json"
@@ -530,6 +531,33 @@ def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
         manifest.write_text(bad)
         with pytest.raises(ValueError, match=rf"manifest\.json cannot be used \(.*{message}"):
             TokenDataset(dataset_folder, "train")
+
+
+def test_a_path_that_is_no_dataset_is_named_for_what_it_is(tmp_path):
+    texts = tmp_path / "my texts"
+    (texts / "deep").mkdir(parents=True)
+    # Of a dataset, but without its manifest.
+    (texts / "tokenizer.json").write_text("{}")
+    (texts / ".hidden.txt").write_text("No source.")
+
+    def refused(path):
+        with pytest.raises(FileNotFoundError) as error:
+            TokenDataset(path, "train")
+        return str(error.value).removeprefix(f"no token dataset at {path}: ")
+
+    missing = "there is no such folder; make one with `lrm data prepare`"
+    assert refused(tmp_path / "nowhere") == missing
+    assert refused(texts) == "manifest.json is missing; make one with `lrm data prepare`"
+    for name in ("deep/a.jsonl.gz", "b.txt"):
+        (texts / name).touch()
+        assert refused(texts) == (
+            f"it holds text ({name}), not tokens; make them with `lrm data prepare --sources "
+            f"'{texts}' --out DATA`, and give DATA"
+        )
+        (texts / name).unlink()
+    (texts / "b.txt").touch()
+    wanted = "it is a file; give the folder that `lrm data prepare` wrote"
+    assert refused(texts / "b.txt") == wanted
 
 
 def test_existing_output_is_refused_and_replaced_only_on_demand(dataset_folder, tmp_path):

@@ -162,6 +162,15 @@ class Corpus:
         return f"{text}; give another source"
 
 
+def first_text(folder: Path) -> Path | None:
+    """Return a file of a folder that a corpus would read, the first that is found."""
+    for path in folder.rglob("*"):
+        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        if not hidden and _suffix(path) in _IN_FOLDERS and path.is_file():
+            return path
+    return None
+
+
 def _files_below(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     """Return the files below a folder by relative path, without the names to leave out."""
 

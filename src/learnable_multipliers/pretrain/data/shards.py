@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 from learnable_multipliers._checksum import sealed, unsealed
 from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers.pretrain.data.documents import first_text
 from learnable_multipliers.pretrain.serialization import (
     from_dict,
     parse_object,
@@ -103,10 +105,7 @@ class Manifest:
         """Read the manifest of a folder."""
         path = folder / MANIFEST_FILE
         if not path.is_file():
-            raise FileNotFoundError(
-                f"no token dataset at {folder}: {MANIFEST_FILE} is missing; "
-                "make one with `lrm data prepare`"
-            )
+            raise FileNotFoundError(f"no token dataset at {folder}: {_why_none(folder)}")
         try:
             # Data may be linked: what counts is where the links lead.
             fields = parse_object(read_bytes(path.resolve()), MANIFEST_FILE)
@@ -144,6 +143,20 @@ class Manifest:
                 min(self.num_documents(split), self.num_bytes(split)) < 1
             ):
                 raise ValueError(f"split {split!r} has no text, or more documents than tokens")
+
+
+def _why_none(folder: Path) -> str:
+    """Return why a path without a manifest is no dataset, and what to do."""
+    if folder.is_file():
+        return "it is a file; give the folder that `lrm data prepare` wrote"
+    if not folder.is_dir():
+        return "there is no such folder; make one with `lrm data prepare`"
+    if (text := first_text(folder)) is not None:
+        return (
+            f"it holds text ({text.relative_to(folder)}), not tokens; make them with `lrm data "
+            f"prepare --sources {shlex.quote(str(folder))} --out DATA`, and give DATA"
+        )
+    return f"{MANIFEST_FILE} is missing; make one with `lrm data prepare`"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
