@@ -237,6 +237,22 @@ def test_what_export_refuses_diagnose_refuses_in_the_same_words(ask, data):
         assert complaints == f"lrm diagnose: {words}"
 
 
+def test_for_an_exported_model_its_run_is_asked_for(ask, data):
+    trained(data)
+    assert ask("export", "run", "exported")[0] == 0
+    expected = (
+        "lrm diagnose: exported has a model but no optimizer state, as an export: give the folder "
+        "of the run, such as runs/tiny, or a checkpoint with optimizer state, such as the Hugging "
+        "Face Trainer's checkpoint-1000 with optimizer.pt"
+    )
+    assert ask("diagnose", "exported") == (1, "", expected)
+    # Large models lie in several files.
+    path = Path("exported/model.safetensors")
+    path.rename("exported/model-00001-of-00002.safetensors")
+    Path("exported/multipliers.safetensors").unlink()
+    assert ask("diagnose", "exported") == (1, "", expected)
+
+
 def test_a_checkpoint_of_other_settings_is_refused(ask, data):
     trained(data)
     path = Path("run/checkpoints/step-00000012")

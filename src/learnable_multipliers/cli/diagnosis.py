@@ -101,10 +101,11 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
     found = newest_checkpoint(source)
     if found is not None:
         return _diagnose_saved(read_trainer_checkpoint(found), [])
-    if (source / "config.json").is_file() and (source / "model.safetensors").is_file():
+    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         raise ValueError(
-            f"{source} has a model but no optimizer state: give a checkpoint folder from the run, "
-            "such as checkpoint-1000, with its optimizer.pt"
+            f"{source} has a model but no optimizer state, as an export: give the folder of the "
+            "run, such as runs/tiny, or a checkpoint with optimizer state, such as the Hugging "
+            "Face Trainer's checkpoint-1000 with optimizer.pt"
         )
     return _diagnose_run(source)
 
