@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluation_files import write_files
-from learnable_multipliers.evaluate import requests, results
+from learnable_multipliers.evaluate import requests, results, tasks
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
@@ -133,6 +133,61 @@ def test_nothing_is_asked_of_a_network(ask, copied, sets, monkeypatch):
     pytest.importorskip("transformers")
     export(copied, Path("hf"))
     assert ask("evaluate", "hf", "--eval-data", sets, "--tasks", "piqa")[0] == 0
+
+
+# -- files that are not there -----------------------------------------------------------------
+
+
+def test_without_names_the_tasks_whose_files_are_there_are_evaluated(ask, copied, sets):
+    shutil.copytree(sets, "sets")
+    for name in ("arc", "mmlu", "mmlu_pro", "sciq", "openbookqa", "winogrande", "hellaswag"):
+        shutil.rmtree(Path("sets", name))
+    Path("sets/piqa/valid-labels.lst").unlink()
+    shared = ("--eval-data", "sets", "--limit", 4)
+    code, table, told = ask("evaluate", "run", *shared, "--out", "a")
+    assert code == 0
+    assert {*results.read_results(Path("a"))} == {"blimp", "lambada"}
+    left_out, _, _ = told.partition("\n")
+    assert left_out == (
+        "lrm evaluate: left out, not in sets: hellaswag (hellaswag/hellaswag_val.jsonl), "
+        "arc_challenge (arc/arc_challenge_test.jsonl), arc_easy (arc/arc_easy_test.jsonl), "
+        "mmlu_cloze (mmlu/mmlu_test.jsonl), mmlu_pro_cloze (mmlu_pro/test.jsonl), "
+        "sciq (sciq/sciq_test_nosupport.jsonl), piqa (piqa/valid-labels.lst), "
+        "openbookqa (openbookqa/openbookqa_test.jsonl), "
+        "winogrande (winogrande/winogrande_dev.jsonl)"
+    )
+    # Once, also where two models are scored.
+    code, _, told = ask("evaluate", "run", *shared, "--out", "a", "--against", "run")
+    assert (code, told.count("left out")) == (0, 1)
+
+
+def test_a_named_task_needs_its_files(ask, copied, sets):
+    shutil.copytree(sets, "sets")
+    for name in ("mmlu/mmlu_dev.jsonl", "sciq/sciq_test_nosupport.jsonl"):
+        Path("sets", name).unlink()
+    others = [name for name in tasks.TASKS if name not in ("mmlu", "sciq")]
+    code, _, told = ask("evaluate", "run", "--eval-data", "sets", "--tasks", "mmlu", "sciq", "piqa")
+    assert (code, told) == (
+        1,
+        "lrm evaluate: sets holds no files of mmlu (mmlu/mmlu_dev.jsonl), sciq "
+        "(sciq/sciq_test_nosupport.jsonl): unpack them there, or leave them out of --tasks (there "
+        f"are the files of {', '.join(others)})",
+    )
+    # Without examples it does not need theirs.
+    shared = ("--eval-data", "sets", "--limit", 4, "--tasks", "mmlu")
+    assert ask("evaluate", "run", *shared, "--num-fewshot", 0)[0] == 0
+
+
+def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
+    Path("sets").mkdir()
+    code, _, told = ask("evaluate", "run", "--eval-data", "sets")
+    assert code == 1
+    assert told.startswith(
+        "lrm evaluate: sets holds the files of no task: looked for hellaswag/hellaswag_val.jsonl, "
+        "arc/arc_challenge_test.jsonl, "
+    )
+    assert "blimp/*.jsonl, lambada/lambada_test.jsonl (docs/evaluate.md lists them)" in told
+    assert not (copied / "evaluations").exists()
 
 
 # -- bad input --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from learnable_multipliers.cli.arguments import command, usage_error
 from learnable_multipliers.evaluate import evaluation, models, requests, results, scoring
 from learnable_multipliers.evaluate.evaluation import Evaluation
 from learnable_multipliers.evaluate.results import Estimate, Result
-from learnable_multipliers.evaluate.tasks import TASKS, named
+from learnable_multipliers.evaluate.tasks import TASKS, Task, check_folder, named
 from learnable_multipliers.pretrain.config import RuntimeConfig
 from learnable_multipliers.pretrain.trainer.device import choose_device
 
@@ -37,7 +37,8 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ()
     """Names of tasks: hellaswag, arc_challenge, arc_easy, mmlu, mmlu_cloze, mmlu_pro,
     mmlu_pro_cloze, sciq, piqa, openbookqa, winogrande, blimp, lambada, bbh, gsm8k, math500; or
-    quick (the default: by log-likelihood, without examples), paper (the paper's seven), all."""
+    quick (by log-likelihood, without examples), paper (the paper's seven), all. Without: those of
+    quick whose files are there."""
     num_fewshot: int | None = None
     """Examples in each prompt; none: as usual for the task (docs/evaluate.md)."""
     max_new_tokens: int = 0
@@ -72,6 +73,9 @@ def evaluate(config: EvaluateConfig) -> None:
     be compared item by item; answers in writing are written down too.
     """
     _check(config)
+    if config.eval_data is not None and (missing := _chosen(config, config.eval_data)[1]):
+        left_out = _with_files(missing)
+        print(f"lrm evaluate: left out, not in {config.eval_data}: {left_out}", file=sys.stderr)
     if config.requests_only is not None:
         built = _build(config, config.model)
         requests.write_requests(config.requests_only, built)
@@ -151,7 +155,7 @@ def _build(config: EvaluateConfig, source: Path) -> requests.RequestSet:
     if config.eval_data is None:
         usage_error("lrm evaluate: name the folder of the evaluation sets: --eval-data DIR")
     encoder, tokenizer = models.load_encoder(source)
-    chosen = named(config.tasks or ("quick",))
+    chosen, _ = _chosen(config, config.eval_data)
     read = {
         task.name: task.items(
             config.eval_data,
@@ -165,6 +169,39 @@ def _build(config: EvaluateConfig, source: Path) -> requests.RequestSet:
     shots = {task.name: task.shots if asked is None else asked for task in chosen}
     with Console(stderr=True).status("encoding"):
         return requests.build_set(read, encoder, tokenizer, shots)
+
+
+def _chosen(config: EvaluateConfig, folder: Path) -> tuple[list[Task], dict[str, str]]:
+    """Return the tasks to evaluate, and what file is missing of each that is left out.
+
+    Without --tasks those are left out whose files are not there.
+    """
+    check_folder(folder)
+    wanted = named(config.tasks or ("quick",))
+    missing = _missing(wanted, config, folder)
+    if missing and config.tasks:
+        every = list(TASKS.values())
+        there = [task.name for task in every if task.name not in _missing(every, config, folder)]
+        raise ValueError(
+            f"{folder} holds no files of {_with_files(missing)}: unpack them there, or leave "
+            f"{'it' if len(missing) == 1 else 'them'} out of --tasks (there are the files of "
+            f"{', '.join(there) or 'no task'})"
+        )
+    if len(missing) == len(wanted):
+        raise ValueError(
+            f"{folder} holds the files of no task: looked for {', '.join(missing.values())} "
+            "(docs/evaluate.md lists them)"
+        )
+    return [task for task in wanted if task.name not in missing], missing
+
+
+def _missing(tasks: list[Task], config: EvaluateConfig, folder: Path) -> dict[str, str]:
+    found = {task.name: task.missing_file(folder, config.num_fewshot) for task in tasks}
+    return {name: file for name, file in found.items() if file is not None}
+
+
+def _with_files(missing: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({file})" for name, file in missing.items())
 
 
 def _read(config: EvaluateConfig) -> requests.RequestSet:

@@ -41,6 +41,19 @@ class Writing:
     """Whether an answer in a text is the right one."""
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Items that are shown with their answers; never those that are asked."""
+
+    file: str | None
+    """Below the folder of evaluation sets; None where they are our own."""
+    read: Callable[[Path], Any]
+
+    def __call__(self, folder: Path) -> Any:
+        """Return them, from the folder of evaluation sets."""
+        return self.read(folder) if self.file is None else _read_all(folder, self.file, self.read)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A benchmark in local files."""
@@ -57,12 +70,20 @@ class Task:
     """File of right choices, where they are not in the items."""
     shots: int = 0
     """Examples in the prompt, where nothing else is asked for."""
-    examples: Callable[[Path], Any] | None = None
-    """Items to take them from, in the folder of evaluation sets; never those that are asked."""
+    examples: Examples | None = None
     writing: Writing | None = None
     """For tasks that are answered in writing."""
     note: str = ""
     """How it differs from lm-eval's task, or from the paper's."""
+
+    def missing_file(self, folder: Path, shots: int | None = None) -> str | None:
+        """Return a file that the items need and a folder does not hold; None if all are there."""
+        count = self.shots if shots is None else shots
+        needed = [self.file, self.labels, self.examples.file if count and self.examples else None]
+        for file in filter(None, needed):
+            if not any(path.is_file() for path in folder.glob(file)):
+                return file
+        return None
 
     def items(
         self, folder: Path, *, shots: int | None = None, limit: int = 0, max_new_tokens: int = 0
@@ -74,7 +95,7 @@ class Task:
             limit: Items to take, evenly from the whole file; 0 for all.
             max_new_tokens: Most tokens of an answer in writing; 0 for the usual number.
         """
-        _check_folder(folder)
+        check_folder(folder)
         count = self.shots if shots is None else shots
         if count and self.examples is None:
             able = ", ".join(task.name for task in TASKS.values() if task.examples)
@@ -96,7 +117,8 @@ class Task:
             raise ValueError(f"{self.name}: {error}") from error
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Raise a ValueError for what cannot hold evaluation sets."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of the evaluation sets (--eval-data)")
 
@@ -128,10 +150,6 @@ def _lines(parse: Callable[[Fields], Any]) -> Callable[[Path], Any]:
     return partial(read_items, parse=parse)
 
 
-def _examples(file: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    return lambda folder: _read_all(folder, file, read)
-
-
 _ALL = (
     Task(
         name="hellaswag",
@@ -143,21 +161,21 @@ _ALL = (
         name="arc_challenge",
         file="arc/arc_challenge_test.jsonl",
         read=_lines(prompts.answered),
-        examples=_examples("arc/ARC-Challenge-Dev.jsonl", _lines(prompts.arc_dev)),
+        examples=Examples("arc/ARC-Challenge-Dev.jsonl", _lines(prompts.arc_dev)),
     ),
     Task(name="arc_easy", file="arc/arc_easy_test.jsonl", read=_lines(prompts.answered)),
     Task(
         name="mmlu_cloze",
         file="mmlu/mmlu_test.jsonl",
         read=_lines(prompts.mmlu_cloze),
-        examples=_examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu_cloze)),
+        examples=Examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu_cloze)),
         note="lm-eval's mmlu_continuation, without its line about the subject",
     ),
     Task(
         name="mmlu_pro_cloze",
         file="mmlu_pro/test.jsonl",
         read=_lines(prompts.mmlu_pro_cloze),
-        examples=_examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro_cloze)),
+        examples=Examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro_cloze)),
         note="in the form of mmlu_cloze; lm-eval has no such task",
     ),
     Task(
@@ -206,7 +224,7 @@ _ALL = (
         read=_lines(prompts.mmlu),
         normalized=False,
         shots=5,
-        examples=_examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu)),
+        examples=Examples("mmlu/mmlu_dev.jsonl", _lines(prompts.mmlu)),
     ),
     Task(
         name="mmlu_pro",
@@ -214,7 +232,7 @@ _ALL = (
         file="mmlu_pro/test.jsonl",
         read=_lines(prompts.mmlu_pro),
         shots=5,
-        examples=_examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro)),
+        examples=Examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro)),
         writing=Writing(
             stops=("Question:",), max_new_tokens=2048, extract={"accuracy": answers.letter}
         ),
@@ -225,7 +243,7 @@ _ALL = (
         file="bbh/bbh/*.json",
         read=prompts.bbh_items,
         shots=3,
-        examples=_examples("bbh/cot-prompts/*.txt", prompts.bbh_examples),
+        examples=Examples("bbh/cot-prompts/*.txt", prompts.bbh_examples),
         writing=Writing(
             stops=("</s>", "Q", "\n\n"),
             max_new_tokens=1024,
@@ -239,7 +257,7 @@ _ALL = (
         file="gsm8k/test.jsonl",
         read=_lines(prompts.gsm8k),
         shots=5,
-        examples=_examples("gsm8k/train.jsonl", _lines(prompts.gsm8k)),
+        examples=Examples("gsm8k/train.jsonl", _lines(prompts.gsm8k)),
         writing=Writing(
             stops=("Question:", "</s>", "<|im_end|>"),
             max_new_tokens=256,
@@ -253,7 +271,7 @@ _ALL = (
         file="math500/test.jsonl",
         read=_lines(prompts.math),
         shots=4,
-        examples=lambda folder: list(prompts.MATH_EXAMPLES),
+        examples=Examples(None, lambda folder: list(prompts.MATH_EXAMPLES)),
         writing=Writing(
             stops=("Problem:",),
             max_new_tokens=1024,
