@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import learnable_multipliers as lrm
 from learnable_multipliers import Rule
@@ -198,6 +199,10 @@ BAD = {
         {"lr": 20.0, "weight_decay": 0.1},
         "lr times weight_decay is 2: a step would decay a weight to nothing",
     ),
+    "multipliers' rate and decay": (
+        {"lr": 0.01, "multiplier_lr_scale": 100.0, "multiplier_weight_decay": 2.0},
+        "a step would decay a multiplier to nothing",
+    ),
     "scale": ({"multiplier_lr_scale": math.inf}, "multiplier_lr_scale must be a number"),
     "multipliers' decay": ({"multiplier_weight_decay": -1.0}, "multiplier_weight_decay must be"),
 }
@@ -321,3 +326,161 @@ def test_multipliers_around_multipliers_are_refused():
     optimizer = lrm.AdamW.from_model(model)
     with pytest.raises(ValueError, match="trains multipliers already"):
         lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
+
+
+# -- what happens to a model and its optimizer behind each other's back --------------------------
+
+
+def test_groups_that_were_replaced_are_followed():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, 3)
+    optimizer.param_groups = [{**g, "lr": 0.0} for g in optimizer.param_groups]
+    before = weights(model)
+    train(model, optimizer, 5)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def replaced(model):
+    model.down = nn.Linear(10, 6)
+
+
+def reparametrized(model):
+    nn.utils.parametrizations.weight_norm(model.down)
+
+
+def nested(model):
+    model.down = nn.Sequential(nn.Linear(10, 6))
+
+
+@pytest.mark.parametrize("change", [replaced, reparametrized, nested])
+@pytest.mark.parametrize("cleared", ["by the model", "to zero", "by the optimizer"])
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_weight_that_the_model_replaced_is_missed_however_gradients_are_cleared(
+    cls, cleared, change
+):
+    model = net()
+    optimizer = cls.from_model(model, lr=1e-2)
+    clear = {
+        "by the model": model.zero_grad,
+        "to zero": lambda: optimizer.zero_grad(set_to_none=False),
+        "by the optimizer": optimizer.zero_grad,
+    }[cleared]
+
+    def step():
+        clear()
+        model(IDS).square().mean().backward()
+        optimizer.step()
+
+    step()
+    change(model)
+    with pytest.raises(RuntimeError, match=r"down\.weight was replaced in the model"):
+        step()
+
+
+def test_a_weight_that_is_in_another_place_or_gone_is_no_mistake():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, 1)
+    # The same parameter behind a mask; and a layer whose output is not wanted any more.
+    prune.l1_unstructured(model.up, "weight", 0.5)
+    model.down = nn.Identity()
+    model.forward = lambda ids: model.norm(model.up(model.embed(ids)))
+    before = model.up.weight_orig.detach().clone()
+    train(model, optimizer, 2)
+    assert (model.up.weight_orig - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_matrix_in_a_group_without_a_plan_is_refused(cls):
+    model, more = net(), nn.Linear(6, 6)
+    named = {"params": [(f"more.{name}", p) for name, p in more.named_parameters()]}
+    optimizer = cls.from_model(model)
+    with pytest.raises(ValueError, match=r"more\.weight is in a group without a plan"):
+        optimizer.add_param_group(named)
+    train(model, optimizer, 1)
+    groups = lrm.param_groups(model, lrm.plan(model))
+    for order in ([*groups, named], [named, *groups]):
+        with pytest.raises(ValueError, match=r"more\.weight is in a group without a plan"):
+            cls(order)
+    other = net()
+    with pytest.raises(ValueError, match="two parameters are called embed.weight"):
+        optimizer.add_param_group(lrm.param_groups(other, lrm.plan(other))[0])
+
+
+def test_complex_parameters_are_refused():
+    for module in (nn.Linear(4, 4, dtype=torch.complex64), nn.ParameterList([torch.zeros(3) * 1j])):
+        with pytest.raises(ValueError, match="is complex, which is not supported"):
+            lrm.AdamW.from_model(module, "none")
+
+
+@pytest.mark.parametrize(
+    "edit", [torch.Tensor.tril_, torch.Tensor.triu_, lambda w: w[5:, 3:].zero_()]
+)
+def test_edits_that_leave_the_diagonal_alone_are_seen(edit):
+    """Through .data, which leaves no trace but the numbers, and in a state that is resumed."""
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    edit(model.up.weight.data)
+    with pytest.raises(RuntimeError, match=r"up\.weight was changed"):
+        train(model, optimizer, 1)
+    again = lrm.AdamW.from_model(model, lr=1e-2)
+    again.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"up\.weight was changed"):
+        train(model, again, 1)
+
+
+def test_one_edited_number_is_seen_when_a_state_is_resumed():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, 2)
+    again = lrm.AdamW.from_model(model, lr=1e-2)
+    again.load_state_dict(optimizer.state_dict())
+    with torch.no_grad():
+        model.up.weight[1, 4] += 1.0
+    with pytest.raises(RuntimeError, match=r"up\.weight was changed"):
+        train(model, again, 1)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_looking_at_small_multipliers_does_not_change_what_is_trained(looks):
+    model = net(torch.float64)
+    rules = [Rule("down.weight", "scalar", init=0.005)]
+    optimizer = lrm.AdamW.from_model(model, lr=1e-4, rules=rules)
+    if looks:
+        lrm.multipliers(optimizer)
+    with torch.no_grad():
+        model.down.weight.mul_(1.1)
+    train(model, optimizer, 1)
+    (scalar,) = lrm.multipliers(optimizer)["down.weight"].values()
+    assert scalar.item() == pytest.approx(0.005, abs=2e-4)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan])
+def test_a_clip_norm_that_is_set_later_is_checked_too(value):
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    optimizer.max_grad_norm = value
+    before = weights(model)
+    with pytest.raises(ValueError, match="max_grad_norm must be positive or None"):
+        train(model, optimizer, 1)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda p: torch.optim.RAdam(p), "another class"),
+        (lambda p: torch.optim.NAdam(p), "another class"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "coupled decay"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True), "amsgrad, maximize"),
+    ],
+)
+def test_states_that_are_not_adamw_s_are_not_adopted(made, told):
+    model = net()
+    other = made(model.named_parameters())
+    train(model, other, 1)
+    with pytest.raises(ValueError, match=told):
+        lrm.AdamW.from_model(model).load_state_dict(other.state_dict())

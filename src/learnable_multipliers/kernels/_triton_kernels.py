@@ -23,6 +23,8 @@ EPS, STEP_SIZE, ROOT_BIAS2, HYPERS = (tl.constexpr(i) for i in range(4, 8))
 # Columns of the tables of programs: a block of rows, or a run of numbers.
 SLOT, START, STOP, STACK = (tl.constexpr(i) for i in range(4))
 PARTIAL, NUM_BLOCKS, PROGRAM = (tl.constexpr(i) for i in range(4, 7))
+# Columns from one sampled entry to the next: a prime, as in the reference.
+SAMPLE_STEP = tl.constexpr(7919)
 
 
 @triton.jit
@@ -397,7 +399,7 @@ def touched_kernel(
     longer = tl.maximum(num_rows, num_cols)
     mask = sample < longer
     row = sample % num_rows + stack * num_rows
-    col = sample % num_cols
+    col = sample * SAMPLE_STEP % num_cols
     weight = _pointer(table, slot, WEIGHT, weight_type)
     b_raw = tl.load(
         _pointer(table, slot, RAW, tl.float32) + row * num_cols + col, mask=mask, other=0.0

@@ -63,6 +63,7 @@ class MultiplierOptimizer(Optimizer):
     _ddp_group: Any = None
     _copies: Copies | None = None
     _binding: Binding | None = None
+    _has_loaded = False
     _model: Callable[[], nn.Module | None] | None = None
     _plan: Plan | None
     _settings: tuple[str, ...] = (
@@ -87,7 +88,7 @@ class MultiplierOptimizer(Optimizer):
         process_group: Any = None,
     ):
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
+            raise _bad_norm(max_grad_norm)
         if isinstance(params, nn.Module):
             name = type(self).__name__
             raise TypeError(
@@ -118,6 +119,9 @@ class MultiplierOptimizer(Optimizer):
                 f"multipliers: use lrm.{name}.from_model(model), or "
                 f'lrm.{name}.from_model(model, "none") if that is what you want'
             )
+        for group in self.param_groups:
+            if not group["plan"]:
+                self._check_planned(group, None)
 
     @classmethod
     def from_model(
@@ -196,6 +200,9 @@ class MultiplierOptimizer(Optimizer):
         self._tell_of_unfrozen()
         bound = self._current()
         bound.guard.raise_pending()
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise _bad_norm(self.max_grad_norm)
+        bound.check_replaced()
         for packed in bound.packed.values():
             packed.write_factors_()
         active = bound.collect_gradients()
@@ -251,8 +258,7 @@ class MultiplierOptimizer(Optimizer):
             more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
             warnings.warn(
                 f"{unfrozen[0]}{more} was frozen when the optimizer was made and requires a "
-                "gradient now, but no optimizer trains it: make the optimizer again, or add it "
-                "with add_param_group",
+                "gradient now, but no optimizer trains it: make the optimizer again",
                 stacklevel=4,
             )
 
@@ -331,8 +337,9 @@ class MultiplierOptimizer(Optimizer):
         bound = self._bound()
         moved = bound.guard.moved()
         if self._has_stepped:
-            # Moved is fine, changed is not.
-            bound.guard.check_weights(moved)
+            # Moved is fine, changed is not; a state that was loaded must fit in every number.
+            bound.guard.check_weights(bound.states if self._has_loaded else moved)
+            self._has_loaded = False
         if moved or not bound.is_of(self.param_groups, self.state):
             self._binding = None
             bound = self._bound()
@@ -434,6 +441,7 @@ class MultiplierOptimizer(Optimizer):
                 }
         self._binding = None
         self._has_stepped = any(bool(kept.get("step", 0)) for kept in seen["state"].values())
+        self._has_loaded = True
 
     def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise where it cannot be."""
@@ -473,7 +481,12 @@ class MultiplierOptimizer(Optimizer):
         ddp = group.pop("ddp", None)
         self._ddp_group = self._ddp_group if ddp is None else ddp().process_group
         super().add_param_group(group)
-        self._check_settings(group)
+        try:
+            self._check_settings(group)
+            self._check_planned(group, plan)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
         if plan is not None:
             self._plan = plan if self._plan is None else joined_plan(self._plan, plan)
             matrices = self._matrices()
@@ -483,6 +496,28 @@ class MultiplierOptimizer(Optimizer):
         self._frozen = [(n, p) for n, p in {**dict(self._frozen), **dict(frozen)}.items()]
         self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
         self._binding = None
+
+    def _check_planned(self, group: dict[str, Any], plan: Plan | None) -> None:
+        """Raise for parameters that cannot be trained as they are, or not without a word."""
+        names = group.get("param_names") or [""] * len(group["params"])
+        others = [n for g in self.param_groups if g is not group for n in g.get("param_names", ())]
+        for name, parameter in zip(names, group["params"], strict=True):
+            told = name or f"a parameter of shape {tuple(parameter.shape)}"
+            if parameter.is_complex():
+                raise ValueError(
+                    f"{told} is complex, which is not supported: train it as a real one "
+                    "(torch.view_as_real), or with an optimizer of torch"
+                )
+            if name and name in others:
+                raise ValueError(
+                    f"two parameters are called {name}: make one plan and one optimizer for a "
+                    "module that holds both models"
+                )
+            if plan is None and self._plan is not None and parameter.ndim > 1:
+                raise ValueError(
+                    f"{told} is in a group without a plan, and would train without multipliers: "
+                    "add lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
+                )
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return what the plan says of each matrix, by name."""
@@ -512,7 +547,9 @@ class MultiplierOptimizer(Optimizer):
     def _follow_model_(self, states: Sequence[ParameterState] | ParameterSet) -> None:
         bound = self._bound()
         # Ranks share columns, so where one of them has a row near zero all start again.
-        flags = [_is_divisible(state) for state in states]
+        # Before the first step they are the initial values, which may be as small as asked for.
+        least = _SMALLEST_FACTOR if self._has_stepped else torch.finfo(torch.float32).tiny
+        flags = [_is_divisible(state, least) for state in states]
         divisible = all_agree(bound.process_group, flags, bound.device)
         for state, can_follow in zip(states, divisible, strict=True):
             if state.matrix is not None and not can_follow:
@@ -584,10 +621,14 @@ def innermost(optimizer: Any) -> Any:
     return found
 
 
-def _is_divisible(state: ParameterState) -> bool:
-    """Return whether no factor of a parameter is near zero, so that its raw weight can follow."""
+def _bad_norm(value: float) -> ValueError:
+    return ValueError(f"max_grad_norm must be positive or None, got {value}")
+
+
+def _is_divisible(state: ParameterState, least: float) -> bool:
+    """Return whether no factor of a parameter is below `least`, so that its raw weight follows."""
     return state.factors is None or all(
-        bool((factor.abs() >= _SMALLEST_FACTOR).all()) for factor in state.factors
+        bool((factor.abs() >= least).all()) for factor in state.factors
     )
 
 

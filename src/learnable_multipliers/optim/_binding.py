@@ -6,6 +6,7 @@ own: what a step writes here is what a checkpoint saves.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,13 +89,14 @@ class Binding:
         ] = WeakKeyDictionary()
         self._classify()
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
+        self._owners = self._find_owners()
 
     def is_of(self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> bool:
         """Return whether these are the parameters and the state it was made from."""
-        parameters = [p for group in param_groups for p in group["params"]]
-        return len(parameters) == len(self.states) and all(
-            p is state.parameter and saved[p].get("step") is state.step
-            for p, state in zip(parameters, self.states, strict=True)
+        held = [(p, group) for group in param_groups for p in group["params"]]
+        return len(held) == len(self.states) and all(
+            p is state.parameter and group is state.group and saved[p].get("step") is state.step
+            for (p, group), state in zip(held, self.states, strict=True)
         )
 
     # -- of a step ----------------------------------------------------------------------------
@@ -114,26 +116,49 @@ class Binding:
             return self.states
         # One object for one set of parameters: it keeps the tables of the kernels.
         key = tuple(state.index for state in active)
-        if key not in self._sets:
-            self._check_replaced(key)
         if key not in self._sets and len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(key, ParameterSet(active))
 
-    def _check_replaced(self, active: tuple[int, ...]) -> None:
-        """Raise where a parameter has no gradient because the model has another in its place."""
+    def check_replaced(self) -> None:
+        """Raise where the model has other parameters in the place of one that is trained here."""
+        if all(
+            (module := owner()) is not None and module._parameters.get(leaf) is parameter
+            for owner, leaf, parameter in self._owners
+        ):
+            return
         model = None if self._model is None else self._model()
         if model is None:
             return
         present = dict(named_parameters(model))
+        held = {id(parameter) for parameter in present.values()}
+        known = {id(state.parameter) for state in self.states}
         for state in self.states:
-            found = present.get(state.name, state.parameter)
-            if state.index not in active and found is not state.parameter:
+            if id(state.parameter) in held or state.sharded:
+                continue
+            # Under its name, or under what was put in its place: `head.0.weight` for `head.weight`.
+            owner = state.name.rpartition(".")[0] + "."
+            new = [n for n, p in present.items() if p.requires_grad and id(p) not in known]
+            if any(name == state.name or name.startswith(owner) for name in new):
                 raise RuntimeError(
                     f"{state.name} was replaced in the model after the optimizer was made, and is "
                     "not trained: call fully_shard, resize_token_embeddings and the like first, "
                     "then make the optimizer"
                 )
+        self._owners = self._find_owners()
+
+    def _find_owners(self) -> list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]]:
+        """Return the modules that hold the parameters; FSDP2 may have others there for a while."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return []
+        trained = {id(state.parameter) for state in self.states if not state.sharded}
+        return [
+            (weakref.ref(module), leaf, parameter)
+            for module in model.modules()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in trained
+        ]
 
     def split_fixed(self, active: ParameterSet) -> tuple[ParameterSet, tuple[ParameterState, ...]]:
         """Return parameters whose raw weight is trained, and those where it is fixed."""

@@ -213,6 +213,15 @@ def adopted(groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan)
                 f"this optimizer state was written neither by this library nor by torch's AdamW: "
                 f"it has no {missing[0]}. Start with fresh optimizer state"
             )
+    for group in saved["param_groups"]:
+        coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
+        others = [name for name in ("amsgrad", "maximize") if group.get(name)]
+        if coupled or others or "amsgrad" not in group or "momentum_decay" in group:
+            what = ", ".join(others) or ("coupled decay" if coupled else "another class")
+            raise ValueError(
+                f"this optimizer state is not that of torch's AdamW as ours continues it ({what}): "
+                "start with fresh optimizer state"
+            )
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     names = _saved_names(saved, plan)
     by_name = {
