@@ -30,6 +30,7 @@ from learnable_multipliers.optim._copies import Copies, copies_among
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
+    check_parameters,
     check_reached,
     check_settings,
     joined_plan,
@@ -120,8 +121,7 @@ class MultiplierOptimizer(Optimizer):
                 f'lrm.{name}.from_model(model, "none") if that is what you want'
             )
         for group in self.param_groups:
-            if not group["plan"]:
-                self._check_planned(group, None)
+            self._check_parameters(group, bool(group["plan"]))
 
     @classmethod
     def from_model(
@@ -483,7 +483,7 @@ class MultiplierOptimizer(Optimizer):
         super().add_param_group(group)
         try:
             self._check_settings(group)
-            self._check_planned(group, plan)
+            self._check_parameters(group, plan is not None)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -497,27 +497,10 @@ class MultiplierOptimizer(Optimizer):
         self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
         self._binding = None
 
-    def _check_planned(self, group: dict[str, Any], plan: Plan | None) -> None:
-        """Raise for parameters that cannot be trained as they are, or not without a word."""
-        names = group.get("param_names") or [""] * len(group["params"])
-        others = [n for g in self.param_groups if g is not group for n in g.get("param_names", ())]
-        for name, parameter in zip(names, group["params"], strict=True):
-            told = name or f"a parameter of shape {tuple(parameter.shape)}"
-            if parameter.is_complex():
-                raise ValueError(
-                    f"{told} is complex, which is not supported: train it as a real one "
-                    "(torch.view_as_real), or with an optimizer of torch"
-                )
-            if name and name in others:
-                raise ValueError(
-                    f"two parameters are called {name}: make one plan and one optimizer for a "
-                    "module that holds both models"
-                )
-            if plan is None and self._plan is not None and parameter.ndim > 1:
-                raise ValueError(
-                    f"{told} is in a group without a plan, and would train without multipliers: "
-                    "add lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
-                )
+    def _check_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
+        others = [other for other in self.param_groups if other is not group]
+        # The first groups are looked at again once it is known whether any has a plan.
+        check_parameters(group, others, has_plan or self._plan is None)
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return what the plan says of each matrix, by name."""

@@ -212,6 +212,31 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
         )
 
 
+def check_parameters(
+    group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], has_plan: bool
+) -> None:
+    """Raise a ValueError for parameters that would be trained otherwise than is expected."""
+    taken = {name for other in others for name in other.get("param_names", ())}
+    names = group.get("param_names") or [""] * len(group["params"])
+    for name, parameter in zip(names, group["params"], strict=True):
+        told = name or f"a parameter of shape {tuple(parameter.shape)}"
+        if parameter.is_complex():
+            raise ValueError(
+                f"{told} is complex, which is not supported: train it as a real one "
+                "(torch.view_as_real), or with an optimizer of torch"
+            )
+        if name in taken:
+            raise ValueError(
+                f"two parameters are called {name}: make one plan and one optimizer for a module "
+                "that holds both models"
+            )
+        if not has_plan and parameter.ndim > 1:
+            raise ValueError(
+                f"{told} is in a group without a plan, and would train without multipliers: add "
+                "lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
+            )
+
+
 def ddp_of(model: nn.Module) -> dict[str, Any]:
     """Return the DistributedDataParallel around a model as an entry of a parameter group."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
