@@ -7,6 +7,7 @@ import torch
 from lion_pytorch import Lion
 from prodigyopt import Prodigy
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -168,9 +169,15 @@ def test_state_of_both_survives_saving():
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, Lion, Prodigy, torch.optim.SGD])
-def test_distributed_checkpoints_see_the_state_of_both(make):
+def momentum(params, **settings):
+    return torch.optim.SGD(params, momentum=0.9, **settings)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Lion, Prodigy, torch.optim.SGD, momentum])
+def test_distributed_checkpoints_see_the_state_of_both(make, flat):
     """Save the way of torch.distributed.checkpoint: into the state of a fresh optimizer."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     runs = []
     for interrupted in (False, True):
         torch.manual_seed(0)
@@ -184,15 +191,21 @@ def test_distributed_checkpoints_see_the_state_of_both(make):
         optimizer = fresh()
         if interrupted:
             # Looking at a fresh optimizer leaves no trace.
-            get_optimizer_state_dict(model, optimizer)
-        for step in range(6):
-            if interrupted and step == 3:
-                saved = get_optimizer_state_dict(model, optimizer)
+            get_optimizer_state_dict(model, optimizer, options=options)
+        for step in range(10):
+            if interrupted and step == 5:
+                saved = get_optimizer_state_dict(model, optimizer, options=options)
+                saved = copy.deepcopy(saved)
+                seen = get_optimizer_state_dict(model, fresh(), options=options)
+                # A parameter without gradients has state in the fresh one alone, as in torch.
+                if flat:
+                    assert seen.keys() >= {key for key in saved if key.startswith("state.")}
+                else:
+                    for name, state in saved["state"].items():
+                        assert seen["state"][name].keys() >= state.keys()
+                # Another fresh one, whose state nobody has asked for.
                 optimizer = fresh()
-                seen = get_optimizer_state_dict(model, optimizer)["state"]
-                for name, state in saved["state"].items():
-                    assert seen[name].keys() == state.keys()
-                set_optimizer_state_dict(model, optimizer, saved)
+                set_optimizer_state_dict(model, optimizer, saved, options=options)
             ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
             model(ids).square().mean().backward()
             optimizer.step()

@@ -214,6 +214,20 @@ class LearnableMultipliers(MultiplierOptimizer):
         for group, before in zip(self.inner.param_groups, groups, strict=True):
             group.update(before)
         self._only_shown = True
+        self._mirror_state()
+
+    def _mirror_state(self) -> None:
+        """Hold the wrapped optimizer's state in ours, too, under `inner.` names.
+
+        Tools that load flattened checkpoints look in `state` for what there is to load.
+        """
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for parameter, held in zip(ours["params"], theirs["params"], strict=True):
+                kept = self.state[parameter]
+                for key in [key for key in kept if key.startswith(_INNER)]:
+                    del kept[key]
+                inner = self.inner.state.get(held, {})
+                kept.update({f"{_INNER}{key}": value for key, value in inner.items()})
 
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
@@ -242,6 +256,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for raw in self._raw.values():
             raw.grad = None
         self._take_over()
+        self._mirror_state()
         for state in active:
             if state.owns_raw:
                 write_effective(state)
@@ -281,8 +296,10 @@ class LearnableMultipliers(MultiplierOptimizer):
             self._show_state()
         saved = super().state_dict()
         for index, state in self.inner.state_dict()["state"].items():
-            kept = saved["state"].setdefault(index, {})
-            kept |= {f"{_INNER}{key}": value for key, value in state.items()}
+            kept = saved["state"].get(index, {})
+            ours = {key: value for key, value in kept.items() if not key.startswith(_INNER)}
+            inner = {f"{_INNER}{key}": value for key, value in state.items()}
+            saved["state"][index] = ours | inner
         return saved
 
     @torch.no_grad()
@@ -302,7 +319,8 @@ class LearnableMultipliers(MultiplierOptimizer):
                 )
             ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
             inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
-            if inner:
+            # Flattened states have an empty dict for each entry that was not saved.
+            if any(not isinstance(value, dict) or value for value in inner.values()):
                 theirs[index] = inner
         super().load_state_dict({**state_dict, "state": ours})
         if state_dict["state"]:
@@ -328,5 +346,6 @@ class LearnableMultipliers(MultiplierOptimizer):
         ]
         made_early = bool(self.inner.state) and not self._only_shown
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+        self._mirror_state()
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
