@@ -295,6 +295,26 @@ def test_the_wrapper_trains_parameters_that_a_framework_swapped():
     assert len(saved["state"]) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_weight_replaced_in_the_model_stops_the_wrapper_as_it_stops_adamw(steps):
+    messages = []
+    for make in (
+        lambda model: lrm.AdamW.from_model(model, lr=1e-2),
+        lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
+    ):
+        model = net()
+        optimizer = make(model)
+        train(model, optimizer, steps)
+        if steps:
+            model.down = nn.Linear(10, 6)
+        else:
+            model.load_state_dict(weights(model), assign=True)
+        with pytest.raises(RuntimeError, match="was replaced in the model") as error:
+            train(model, optimizer, 1)
+        messages.append(str(error.value))
+    assert messages[0].split()[1:] == messages[1].split()[1:]
+
+
 class Around:
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import named_parameters
+from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import Rule
@@ -100,7 +101,8 @@ class LearnableMultipliers(MultiplierOptimizer):
                 )
             settings = {key: value for key, value in group.items() if key not in _OURS}
             named = [(names[p], p) for p in group["params"]]
-            groups.append({**settings, "params": named, "plan": plan, **ddp_of(model)})
+            known = {"plan": plan, "model": weakref.ref(unwrap(model)), **ddp_of(model)}
+            groups.append({**settings, "params": named, **known})
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
