@@ -302,16 +302,24 @@ def test_resized_token_embeddings_are_told_tied_or_not(family, stepped):
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_a_weight_unfrozen_later_is_told_once():
+MADE = {
+    "adamw": lambda model: lrm.AdamW.from_model(model),
+    "muon": lambda model: lrm.Muon.from_model(model),
+    "wrapped": lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_weight_unfrozen_later_is_told_once(kind):
     model = net()
     model.up.weight.requires_grad_(False)
-    optimizer = lrm.AdamW.from_model(model)
+    optimizer = MADE[kind](model)
     train(model, optimizer, 1)
     model.up.weight.requires_grad_(True)
     with pytest.warns(UserWarning, match=r"up\.weight was frozen when the optimizer was made"):
         train(model, optimizer, 1)
     train(model, optimizer, 1)
-    again = lrm.AdamW.from_model(model)
+    again = MADE[kind](model)
     train(model, again, 1)
 
 
@@ -325,13 +333,6 @@ def bad_steps(model, optimizer, count):
             optimizer.step()
     assert all("optimizer steps were skipped" in str(one.message) for one in told)
     return len(told)
-
-
-MADE = {
-    "adamw": lambda model: lrm.AdamW.from_model(model),
-    "muon": lambda model: lrm.Muon.from_model(model),
-    "wrapped": lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
-}
 
 
 @pytest.mark.parametrize("kind", MADE)

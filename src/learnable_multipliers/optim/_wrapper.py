@@ -91,6 +91,9 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"the plan gives {special[0]} a learning rate or decay of its own; around another "
                 "optimizer, say that in its parameter groups"
             )
+        frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
+        known = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model))}
+        known |= ddp_of(model)
         groups = []
         for group in optimizer.param_groups:
             unknown = [tuple(p.shape) for p in group["params"] if p not in names]
@@ -101,7 +104,6 @@ class LearnableMultipliers(MultiplierOptimizer):
                 )
             settings = {key: value for key, value in group.items() if key not in _OURS}
             named = [(names[p], p) for p in group["params"]]
-            known = {"plan": plan, "model": weakref.ref(unwrap(model)), **ddp_of(model)}
             groups.append({**settings, "params": named, **known})
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
