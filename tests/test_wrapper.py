@@ -1,6 +1,7 @@
 """LearnableMultipliers around optimizers that know nothing of multipliers."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -227,6 +228,45 @@ def test_schedulers_move_the_wrapped_optimizer():
         scheduler.step()
     assert inner.param_groups[0]["lr"] == 0.25
     assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("scheduled", ["inner", "inner before wrapping", "inner of a copy"])
+def test_a_scheduler_on_the_wrapped_optimizer_moves_multipliers_too(scheduled):
+    runs = []
+    for where in ("wrapper", scheduled):
+        torch.manual_seed(0)
+        model = Toy().double()
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        scheduler = None
+
+        def schedule(optimizer):
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+
+        if where == "inner before wrapping":
+            scheduler = schedule(inner)
+        optimizer = lrm.LearnableMultipliers(
+            inner, model, toy_plan(model, "row+col"), multiplier_lr_scale=0.5
+        )
+        if where == "inner of a copy":
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        chosen = optimizer if where == "wrapper" else optimizer.inner
+        scheduler = scheduler or schedule(chosen)
+        seen = []
+        for step in range(6):
+            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
+            model(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            mine = optimizer.state_dict()["param_groups"][0]["lr"]
+            seen.append((mine, lrm.multipliers(optimizer)["mix"]["row"]))
+        runs.append((seen, lrm.optim.raw_weights(optimizer)["mix"]))
+    # Nothing moves at the rate of 0 that warm-up starts with.
+    assert torch.equal(runs[0][0][0][1], torch.ones_like(runs[0][0][0][1]))
+    for (lr, row), (other_lr, other_row) in zip(runs[0][0], runs[1][0], strict=True):
+        assert lr == other_lr
+        assert torch.equal(row, other_row)
+    assert torch.equal(runs[0][1], runs[1][1])
 
 
 def test_what_cannot_be_wrapped_is_refused():

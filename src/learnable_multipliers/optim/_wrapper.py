@@ -193,6 +193,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                     self.inner.state[group["params"][place]] = self.inner.state.pop(held)
 
     def _step(self) -> None:
+        self._pick_up()
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
@@ -278,8 +279,18 @@ class LearnableMultipliers(MultiplierOptimizer):
         Some optimizers keep notes of their own in their groups.
         """
         for ours, theirs, last in self._paired_groups():
-            changed = {k: v for k, v in ours.items() if k not in _OURS and v is not last.get(k, v)}
-            theirs.update(changed)
+            theirs.update(_changes(ours, last))
+
+    def _pick_up(self) -> None:
+        """Take over what a scheduler made on the wrapped optimizer has changed in its groups.
+
+        What was changed in our own counts for more.
+        """
+        for ours, theirs, last in self._paired_groups():
+            own = _changes(ours, last)
+            changed = {k: v for k, v in _changes(theirs, last).items() if k not in own}
+            ours.update(changed)
+            last.update(changed)
 
     def _take_over(self) -> None:
         """Show in our groups what the wrapped optimizer has noted in its own."""
@@ -293,6 +304,7 @@ class LearnableMultipliers(MultiplierOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
         self._drop_replaced()
+        self._pick_up()
         if self.state and not self.inner.state and not self._has_stepped:
             # Something has read our state before the first step. Checkpointing tools load what
             # they see here, so that the wrapped optimizer's must be there, too.
@@ -353,3 +365,15 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._mirror_state()
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
+
+
+def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the wrapped optimizer that are others than they were."""
+    return {
+        key: value
+        for key, value in group.items()
+        # Numbers of an optimizer that was pickled are equal, but not the same.
+        if key not in _OURS
+        and value is not last.get(key, value)
+        and not (isinstance(value, int | float) and value == last[key])
+    }
