@@ -76,7 +76,38 @@ def test_around_torch_adamw_it_equals_our_adamw(kind, max_norm):
     torch.testing.assert_close(around.grad_norm, fused.grad_norm, rtol=1e-10, atol=1e-12)
 
 
+class DataDescent(torch.optim.Optimizer):
+    """Puts a new tensor in place of each parameter's own, as published code does."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+class ListDescent(torch.optim.Optimizer):
+    """Keeps a list of its parameters from its constructor."""
+
+    def __init__(self, params, lr, through_data):
+        super().__init__(params, {"lr": lr})
+        self.through_data = through_data
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.all:
+            if p.grad is not None:
+                weight = p.data if self.through_data else p
+                weight.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
 STRANGERS = {
+    "data": DataDescent,
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
@@ -122,6 +153,25 @@ def test_around_a_stranger_it_equals_the_explicit_path(name):
     merged = lrm.merge(explicit_twin(STRANGERS[name], twin, plan, steps, scale))
     for key, p in model.named_parameters():
         torch.testing.assert_close(p, merged.get_parameter(key), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_optimizer_that_keeps_a_list_of_its_parameters_is_refused(through_data):
+    torch.manual_seed(0)
+    model = Toy()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inner = ListDescent(trained, 0.0, through_data)
+    optimizer = lrm.LearnableMultipliers(
+        inner, model, toy_plan(model, "row+col"), multiplier_lr_scale=1.0
+    )
+    ids = torch.randint(0, 13, (2, 7))
+    model(ids).square().mean().backward()
+    # At the rate of 0 that warm-up starts with there is nothing to see through `.data`.
+    if through_data:
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    with pytest.raises(RuntimeError, match=r"ListDescent wrote to .* of the model"):
+        optimizer.step()
 
 
 def test_around_torch_muon():

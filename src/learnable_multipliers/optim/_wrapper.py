@@ -56,6 +56,7 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     _settings = (*MultiplierOptimizer._settings, "inner", "_adamw", "_last", "_only_shown")
     _only_shown = False
+    _has_moved = False
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                 kept.append((state.parameter, state.parameter.grad))
                 grad = state.grad * clip.to(state.grad.dtype)
                 state.parameter.grad = lying_like(grad, state.parameter)
-        self.inner.step()
+        self._step_inner(active)
         for parameter, grad in kept:
             parameter.grad = grad
         for raw in self._raw.values():
@@ -266,6 +267,32 @@ class LearnableMultipliers(MultiplierOptimizer):
             if state.owns_raw:
                 write_effective(state)
         bound.guard.remember(active)
+
+    def _step_inner(self, active: ParameterSet) -> None:
+        """Let the wrapped optimizer step; raise where it trained the model's weights, not ours."""
+        owned = [state for state in active if state.owns_raw]
+        versions = [state.parameter._version for state in owned]
+        # Writes through `.data` leave no trace but their numbers. Read until a step has moved.
+        before = None if self._has_moved else _sums(owned)
+        self.inner.step()
+        written = [s for s, old in zip(owned, versions, strict=True) if s.parameter._version != old]
+        if before is not None:
+            differ = (_sums(owned) != before).tolist()
+            written += [state for state, differs in zip(owned, differ, strict=True) if differs]
+            moving = any(float(group["lr"]) != 0 for group in self.param_groups)
+            self._has_moved = moving and bool(self.grad_norm)
+        if written:
+            raise RuntimeError(
+                f"{type(self.inner).__name__} wrote to {written[0].name} of the model and not to "
+                "the raw weight that stands for it in its parameter groups: it keeps a list of "
+                "parameters of its own. Wrap an optimizer that reads param_groups at every step"
+            )
+        for state in active:
+            held = self._raw.get(state.index, state.parameter)
+            if not state.sharded and held.data_ptr() != state.raw.data_ptr():
+                # It has put a tensor of its own in place: `p.data = p.data - ...`.
+                state.raw.copy_(held)
+                held.data = state.raw
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
@@ -377,3 +404,10 @@ def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
         and value is not last.get(key, value)
         and not (isinstance(value, int | float) and value == last[key])
     }
+
+
+def _sums(states: Sequence[ParameterState]) -> Tensor:
+    """Return a sum over each weight, to see whether it changes."""
+    # A weight that is not a number would differ from itself.
+    sums = [state.weight.sum(dtype=torch.float64).nan_to_num() for state in states]
+    return torch.stack(sums) if sums else torch.zeros(0)
