@@ -266,6 +266,80 @@ def test_distributed_checkpoints_see_the_state_of_both(make, flat):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+def around(inner, steps=0, **settings):
+    torch.manual_seed(0)
+    model = Toy()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = lrm.LearnableMultipliers(
+        inner(trained, lr=1e-2, **settings), model, toy_plan(model, "row+col")
+    )
+    for step in range(steps):
+        ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
+        model(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+OTHER_KINDS = {
+    "Adam to SGD": (torch.optim.Adam, torch.optim.SGD, {"momentum": 0.9}, "no dampening"),
+    "SGD to Adam": (torch.optim.SGD, torch.optim.Adam, {}, "no betas"),
+    "Adam to Adamax": (torch.optim.Adam, torch.optim.Adamax, {}, "exp_avg_sq, step where"),
+    "Adam to RMSprop": (torch.optim.Adam, torch.optim.RMSprop, {}, "no alpha"),
+}
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "older"])
+@pytest.mark.parametrize("case", OTHER_KINDS)
+def test_a_state_of_another_wrapped_optimizer_is_refused_before_anything_changes(case, named):
+    one, other, settings, why = OTHER_KINDS[case]
+    saved = around(one, 3)[1].state_dict()
+    if named:
+        why = f"saved by a wrapped {one.__name__}, and this wraps {other.__name__}"
+    else:
+        for group in saved["param_groups"]:
+            del group["wrapped"]
+    (model, optimizer), (straight, expected) = (around(other, 2, **settings) for _ in range(2))
+    with pytest.raises(ValueError, match=why):
+        optimizer.load_state_dict(saved)
+    for made, trained in ((optimizer, model), (expected, straight)):
+        trained(torch.arange(12).view(2, 6)).square().mean().backward()
+        made.step()
+    assert str(optimizer) == str(expected)
+    for p, q in zip(model.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.Adam, momentum, torch.optim.SGD])
+def test_a_state_without_the_name_of_what_was_wrapped_is_read(inner):
+    model, optimizer = around(inner, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["wrapped"]
+    other, fresh = around(inner)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(saved)
+    for made, trained in ((optimizer, model), (fresh, other)):
+        trained(torch.arange(12).view(2, 6)).square().mean().backward()
+        made.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert fresh.state_dict()["param_groups"][0]["wrapped"] == type(optimizer.inner).__name__
+
+
+def test_a_state_that_lacks_what_the_wrapped_optimizer_keeps_is_refused():
+    saved = around(torch.optim.SGD, 3)[1].state_dict()
+    with pytest.raises(ValueError, match=r"no momentum_buffer, .* saved with other settings"):
+        around(momentum)[1].load_state_dict(saved)
+    # torch takes what to load from the state of an optimizer that has some.
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(*around(momentum, 3), options=flat)
+    model, optimizer = around(momentum)
+    lrm.multipliers(optimizer)
+    with pytest.raises(ValueError, match=r"no momentum_buffer, .* Or it was flattened"):
+        set_optimizer_state_dict(model, optimizer, saved, options=flat)
+
+
 def test_schedulers_move_the_wrapped_optimizer():
     model = Toy()
     plan = toy_plan(model, "row+col")
@@ -290,7 +364,7 @@ def test_a_scheduler_on_the_wrapped_optimizer_moves_multipliers_too(scheduled):
         scheduler = None
 
         def schedule(optimizer):
-            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: count / 4)
 
         if where == "inner before wrapping":
             scheduler = schedule(inner)

@@ -29,12 +29,14 @@ from learnable_multipliers.optim._groups import (
     plan_for,
 )
 from learnable_multipliers.optim._sharding import lying_like
+from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
 
 _OURS = {
     "params",
     "param_names",
     "plan",
     "format",
+    WRAPPED,
     "multiplier_lr_scale",
     "multiplier_weight_decay",
 }
@@ -94,7 +96,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
         known = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model))}
-        known |= ddp_of(model)
+        known |= {WRAPPED: type(optimizer).__name__, **ddp_of(model)}
         groups = []
         for group in optimizer.param_groups:
             unknown = [tuple(p.shape) for p in group["params"] if p not in names]
@@ -347,7 +349,7 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
-        """Load both states; one from another plan or another optimizer is refused."""
+        """Load both states; one from another plan or of another optimizer is refused."""
         if from_plan is not None:
             raise ValueError(
                 "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
@@ -365,9 +367,18 @@ class LearnableMultipliers(MultiplierOptimizer):
             # Flattened states have an empty dict for each entry that was not saved.
             if any(not isinstance(value, dict) or value for value in inner.values()):
                 theirs[index] = inner
-        super().load_state_dict({**state_dict, "state": ours})
+        saved_groups = state_dict["param_groups"]
+        check_kind(saved_groups, self.inner)
         if state_dict["state"]:
-            self._load_inner(theirs, state_dict["param_groups"])
+            self._bound()
+            if not self.inner.state:
+                self._show_state()
+            stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
+            check_kept(saved_groups, theirs, stepped, self.inner)
+        named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
+        super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
+        if state_dict["state"]:
+            self._load_inner(theirs, saved_groups)
         else:
             # Nothing is made for parameters that a framework may yet replace.
             self.inner.state.clear()
@@ -388,6 +399,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         ]
         made_early = bool(self.inner.state) and not self._only_shown
+        if self._only_shown:
+            # No room is needed for it beside what is loaded.
+            self.inner.state.clear()
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         self._mirror_state()
         # What was saved before the first step was only shown, too.
