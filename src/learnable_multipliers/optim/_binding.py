@@ -89,7 +89,7 @@ class Binding:
         ] = WeakKeyDictionary()
         self._classify()
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
-        self._owners = self._find_owners()
+        self._owners: list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]] | None = None
 
     def is_of(self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> bool:
         """Return whether these are the parameters and the state it was made from."""
@@ -122,7 +122,7 @@ class Binding:
 
     def check_replaced(self) -> None:
         """Raise where the model has other parameters in the place of one that is trained here."""
-        if all(
+        if self._owners is not None and all(
             (module := owner()) is not None and module._parameters.get(leaf) is parameter
             for owner, leaf, parameter in self._owners
         ):
