@@ -79,11 +79,10 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
         if config.num_layers > len(found):
             raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
-            expected = {name: _kind(p) for name, p in HybridLM(config).named_parameters()}
-        for name, (shape, dtype) in found.items():
-            # Matrices may be stored in less.
-            if dtype == torch.bfloat16 and expected.get(name) == (shape, torch.float32):
-                found[name] = expected[name]
+            model = HybridLM(config)
+        if _param_dtype(checkpoint) == "bfloat16":
+            model.store_matrices_(torch.bfloat16, torch.bfloat16)
+        expected = {name: _kind(p) for name, p in model.named_parameters()}
         odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
@@ -93,6 +92,14 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} cannot be used: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _param_dtype(checkpoint: Checkpoint) -> Any:
+    """Return the precision that a checkpoint says its matrices are stored in."""
+    found: Any = checkpoint.state
+    for key in ("config", "runtime", "param_dtype"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
