@@ -220,7 +220,11 @@ def megatron() -> dict[str, tuple[Any, Any]]:
             model.weight.data.mul_(radius / model.weight.data.norm())
             plan = lrm.plan(model, "full")
             return lrm.LearnableMultipliers(
-                ours(Sphere, base)(model), model, plan, multiplier_weight_decay=0.0
+                ours(Sphere, base)(model),
+                model,
+                plan,
+                multiplier_lr_scale=1.0,
+                multiplier_weight_decay=0.0,
             )
 
         return make

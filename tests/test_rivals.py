@@ -196,6 +196,7 @@ def test_a_sphere_with_multipliers_is_magnitude_direction_decoupling(base):
         rival(Sphere, base, [model.weight]),
         model,
         lrm.plan(model, "full"),
+        multiplier_lr_scale=1.0,
         multiplier_weight_decay=0.0,
         multiplier_betas=BETAS,
     )

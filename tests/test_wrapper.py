@@ -181,7 +181,8 @@ def test_around_torch_muon():
     )
     plan = lrm.plan(model, "full")
     twin = copy.deepcopy(model)
-    optimizer = lrm.LearnableMultipliers(torch.optim.Muon(model.parameters(), lr=1e-2), model, plan)
+    inner = torch.optim.Muon(model.parameters(), lr=1e-2)
+    optimizer = lrm.LearnableMultipliers(inner, model, plan, multiplier_lr_scale=1.0)
     steps = [torch.randn(4, 6) for _ in range(5)]
     for x in steps:
         model(x).square().mean().backward()
@@ -264,6 +265,58 @@ def test_distributed_checkpoints_see_the_state_of_both(make, flat):
         runs.append(model)
     for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "lr", "scale"),
+    [
+        (torch.optim.AdamW, 3e-3, 1.0),
+        (torch.optim.RMSprop, 1e-2, 1.0),
+        (Lion, 1e-4, 1.0),
+        (torch.optim.SGD, 0.1, 1e-2),
+        (torch.optim.Adadelta, 1.0, 1e-3),
+        (Prodigy, 1.0, 1e-3),
+        (SignDescent, 1e-2, 0.1),
+    ],
+)
+def test_the_rate_of_a_step_counted_otherwise_is_not_taken_for_adamws(make, lr, scale):
+    rates = []
+    for given in ({}, {"multiplier_lr_scale": scale}):
+        torch.manual_seed(0)
+        model = Toy().double()
+        inner = make([p for p in model.parameters() if p.requires_grad], lr=lr)
+        optimizer = lrm.LearnableMultipliers(inner, model, toy_plan(model, "row+col"), **given)
+        model(torch.arange(12).view(2, 6)).square().mean().backward()
+        optimizer.step()
+        # The first step of AdamW is as long as its rate, beside a decay of 2e-3 of it.
+        row = lrm.multipliers(optimizer)["mix"]["row"]
+        assert row.sub(1).abs().max().item() == pytest.approx(lr * scale, rel=3e-3)
+        rates.append(row)
+    assert torch.equal(*rates)
+
+
+def test_multipliers_of_every_group_start_at_one_rate_and_follow_schedulers():
+    torch.manual_seed(0)
+    model = Toy()
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if n == "mix"], "lr": 0.5},
+        {"params": [p for n, p in named if n != "mix"]},
+    ]
+    inner = torch.optim.SGD(groups, lr=0.1)
+    # Starts at 0, which is not the rate that is meant.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda count: count / 4)
+    optimizer = lrm.LearnableMultipliers(inner, model, toy_plan(model, "row+col"))
+    rates = []
+    for _ in range(3):
+        rates.append([g["lr"] * g["multiplier_lr_scale"] for g in optimizer.param_groups])
+        model(torch.arange(12).view(2, 6)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    # Ours are as of the last step.
+    assert rates == [pytest.approx([r, r]) for r in (0.0, 0.0, 0.25e-3)]
+    with pytest.raises(ValueError, match="SGD has a learning rate of 0, .* multiplier_lr_scale"):
+        lrm.LearnableMultipliers(torch.optim.SGD(model.parameters(), lr=0.0), model, optimizer.plan)
 
 
 def around(inner, steps=0, **settings):

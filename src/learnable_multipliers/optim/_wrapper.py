@@ -42,6 +42,9 @@ _OURS = {
 }
 _INNER = "inner."
 """Prefix of the wrapped optimizer's entries in a saved state."""
+_STEPS_OF_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
+"""Classes whose steps are about as long as the learning rate, whatever the gradients."""
+_FIRST_MULTIPLIER_LR = 1e-3
 
 
 class LearnableMultipliers(MultiplierOptimizer):
@@ -52,6 +55,11 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     Args:
         optimizer: One of torch on parameters of `model`.
+        multiplier_lr_scale: Multipliers train at `lr * multiplier_lr_scale`, so that schedulers
+            move them too. None is 1 around Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Lion,
+            whose learning rate is the length of a step, as AdamW's is. Around any other it is
+            what makes each group's multipliers start at 1e-3: the rate of SGD or Adadelta is
+            measured in other units, and is far too high for AdamW.
         multiplier_betas: Of the multipliers' AdamW, as `multiplier_eps`. The other settings are
             those of `lrm.AdamW`.
     """
@@ -68,7 +76,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         *,
         multiplier_betas: tuple[float, float] = (0.9, 0.95),
         multiplier_eps: float = 1e-8,
-        multiplier_lr_scale: float = 1.0,
+        multiplier_lr_scale: float | None = None,
         multiplier_weight_decay: float = MULTIPLIER_WEIGHT_DECAY,
         max_grad_norm: float | None = None,
         clip_multipliers: bool = False,
@@ -107,6 +115,8 @@ class LearnableMultipliers(MultiplierOptimizer):
                 )
             settings = {key: value for key, value in group.items() if key not in _OURS}
             named = [(names[p], p) for p in group["params"]]
+            if multiplier_lr_scale is None:
+                settings["multiplier_lr_scale"] = _multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
@@ -406,6 +416,20 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._mirror_state()
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
+
+
+def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """Return the default scale of a group's learning rate for its multipliers."""
+    if any(base.__name__ in _STEPS_OF_LR for base in type(optimizer).__mro__):
+        return 1.0
+    # What a scheduler that was made before takes for the rate itself.
+    lr = float(group.get("initial_lr", group["lr"]))
+    if lr == 0:
+        raise ValueError(
+            f"{type(optimizer).__name__} has a learning rate of 0, from which none follows for "
+            "the multipliers: give multiplier_lr_scale"
+        )
+    return _FIRST_MULTIPLIER_LR / lr
 
 
 def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
