@@ -111,7 +111,11 @@ def results(model, optimizer):
     inner = getattr(model, "module", model)
     for name, p in inner.named_parameters():
         found[f"{name} weight"] = whole(p.detach())
-        for key, value in optimizer.state.get(p, {}).items():
+        kept = optimizer.state.get(p, {})
+        for key, value in kept.items():
+            if key.startswith("inner.") and not whole(kept["step"]):
+                # Loading makes state, of zeros, for what never had a gradient.
+                continue
             found[f"{name} {key}"] = whole(value)
     for name, values in lrm.multipliers(optimizer).items():
         for key, value in values.items():
