@@ -224,7 +224,7 @@ def test_a_model_that_fits_only_when_sharded_is_not_tried_whole(data, tmp_path, 
     whole, sharded = (estimate(config, CPU, Axes(*a)).peak for a in ((4, 1, 1), (1, 4, 1)))
     assert sharded < 0.7 * whole
     monkeypatch.setattr(checks, "free_memory", lambda device: 0.9 * whole)
-    monkeypatch.setattr(doctor, "build", lambda *_: pytest.fail("nothing is built"))
+    monkeypatch.setattr(doctor, "build_model", lambda *_: pytest.fail("nothing is built"))
     found = {result.name: result for result in doctor.run_checks(config)}
     assert found["memory"].verdict == "ok"
     assert found["speed"].verdict == "warning"

@@ -120,12 +120,12 @@ def test_a_run_is_stopped_and_goes_on_and_is_the_same(data, tmp_path):
     ("number", "told"),
     [
         (signal.SIGKILL, "Signal 9 (SIGKILL)"),
-        (signal.SIGSTOP, "waited too long (5 s"),
+        (signal.SIGSTOP, "waited too long (15 s"),
     ],
     ids=["dead", "hung"],
 )
 def test_a_rank_that_is_gone_ends_the_run(data, tmp_path, number, told):
-    run = start(data, tmp_path / "run", "--parallel.timeout", "5")
+    run = start(data, tmp_path / "run", "--parallel.timeout", "15")
     wait_for_steps(run, tmp_path / "run", 5)
     first, last = ranks_of(run)
     os.kill(last, number)
