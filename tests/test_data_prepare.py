@@ -642,20 +642,22 @@ def test_full_disk_leaves_nothing_and_keeps_the_old_dataset(
 @pytest.mark.parametrize("stage", ["tokenizer", "encode"])
 def test_interrupt_leaves_nothing(tmp_path, small_batches, stage, error):
     source = json_lines(tmp_path / "a.jsonl", TEXTS * 50)
-    before = threading.active_count()
     running = []
+
+    def ours():
+        return [one.name for one in threading.enumerate() if one.name.startswith("lrm-")]
 
     def interrupt(progress):
         if progress.stage == stage and progress.documents == 70:
-            running.append(threading.active_count())
+            running.extend(ours())
             raise error
 
     config = PrepareConfig(sources=(source,), out=tmp_path / "out", num_threads=3, vocab_size=300)
     with pytest.raises(error):
         prepare(config, interrupt)
-    # A reader and three more.
-    assert running == [before + 4]
-    assert threading.active_count() == before
+    # How many depends on how busy they are; none is left.
+    assert running
+    assert not ours()
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl"}
 
 
