@@ -46,7 +46,9 @@ def compiled(kernel, arguments, named):
     for place, name in enumerate(kernel.arg_names):
         value = values[name]
         is_tensor = isinstance(value, torch.Tensor)
-        if kernel.params[place].is_constexpr or (not is_tensor and value == 1):
+        parameter = kernel.params[place]
+        is_fixed = not is_tensor and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or is_fixed:
             signature[name], constants[(place,)] = "constexpr", value
             continue
         signature[name] = TYPES[value.dtype] if is_tensor else "i32"

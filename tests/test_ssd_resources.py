@@ -47,4 +47,5 @@ def test_every_kernel_fits_the_chip(size, monkeypatch):
             found = compiled(recorder.kernel, *launch)
             assert found.shared_bytes <= SHARED_BYTES, name
             # Few of 255 registers: more would be written to memory and read back for every head.
-            assert found.stack_bytes <= 160, name
+            # `scores` was faster on an H200 with these than with none and twice the warps.
+            assert found.stack_bytes <= (480 if name == "scores" else 160), name

@@ -10,6 +10,10 @@ and the backward pass is its transpose. Matrices of chunk by chunk never leave t
 cross it once per kernel, as (state, head_dim). Exponents are never positive. Sums over heads go
 over a fixed order of programs, without atomics, so that results repeat bit for bit. Steps beyond
 the length are read as zeros, with dt = 0: they neither decay a state nor write to it.
+
+A program that has a single head must still run a loop, of as many passes as it is told (`one`):
+without a loop the ptxas of CUDA 12.8, which Triton 3.6 brings, computes addresses of operands in
+shared memory from a register that nothing has written.
 """
 
 # Triton's block sizes are upper case, and A, B, C and D are the letters of the paper.
@@ -132,7 +136,7 @@ def states_kernel(
     tl.store(states + where + cell_offsets, b_state.to(states.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def rows_kernel(
     values,
     lefts,
@@ -153,6 +157,7 @@ def rows_kernel(
     rights_group,
     length,
     heads,
+    one,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE: tl.constexpr,
@@ -193,7 +198,8 @@ def rows_kernel(
     outputs += (batch * length + start) * heads * HEAD_DIM
     states += (batch * num_chunks + tl.program_id(1)) * heads * (STATE * HEAD_DIM)
     first = group * PER_GROUP + split * NUM_HEADS
-    for index in range(0, NUM_HEADS * dim_blocks):
+    passes: tl.constexpr = NUM_HEADS * dim_blocks
+    for index in range(0, one if passes == 1 else passes):
         head = first + index // dim_blocks
         dims = (index % dim_blocks) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
         row = (batch * heads + head) * num_chunks * CHUNK + start
@@ -225,7 +231,7 @@ def rows_kernel(
 # -- the backward pass alone ----------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def scores_kernel(
     x,
     dy,
@@ -253,6 +259,7 @@ def scores_kernel(
     length,
     heads,
     groups,
+    one,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE: tl.constexpr,
@@ -297,7 +304,7 @@ def scores_kernel(
         b_scores = tl.dot(b_C, tl.trans(b_B), b_scores, input_precision="ieee")
     b_scores = tl.where(rows[:, None] >= cols[None, :], b_scores, 0.0)
     b_grads = tl.zeros((CHUNK, BLOCK_COLS), tl.float32)
-    for index in range(0, NUM_HEADS):
+    for index in range(0, one if NUM_HEADS == 1 else NUM_HEADS):
         head = group * PER_GROUP + split * NUM_HEADS + index
         row = (batch * heads + head) * num_chunks * CHUNK + start
         b_dy = _load(dy + head * dy_head, rows, dy_time, dims, rows_inside)
@@ -328,7 +335,7 @@ def scores_kernel(
         _store(b_partials, cols, groups * STATE, cells, cols_inside, b_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def keys_kernel(
     values,
     keys,
@@ -348,6 +355,7 @@ def keys_kernel(
     length,
     heads,
     groups,
+    one,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE: tl.constexpr,
@@ -383,7 +391,7 @@ def keys_kernel(
     reached += block * (tl.num_programs(2).to(tl.int64) * heads * num_chunks * CHUNK)
     crossings += block * (tl.num_programs(2).to(tl.int64) * heads * num_chunks)
     b_sum = tl.zeros((CHUNK, BLOCK_STATE), tl.float32)
-    for index in range(0, NUM_HEADS):
+    for index in range(0, one if NUM_HEADS == 1 else NUM_HEADS):
         head = group * PER_GROUP + split * NUM_HEADS + index
         row = (batch * heads + head) * num_chunks * CHUNK + start
         here = ((batch * num_chunks + chunk) * heads + head) * (STATE * HEAD_DIM)

@@ -28,11 +28,11 @@ from learnable_multipliers.pretrain.model.ssd_kernels import (
 )
 
 _STATES = {
-    2: {"BLOCK_DIM": 64, "BLOCK_STATE": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    2: {"BLOCK_DIM": 64, "BLOCK_STATE": 128, "num_warps": 4, "num_stages": 2},
     4: {"BLOCK_DIM": 32, "BLOCK_STATE": 32, "num_warps": 4, "num_stages": 1},
 }
 _ROWS = {
-    2: {"BLOCK_ROWS": 64, "BLOCK_DIM": 64, "NUM_HEADS": 12, "num_warps": 4, "num_stages": 2},
+    2: {"BLOCK_ROWS": 128, "BLOCK_DIM": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 3},
     4: {"BLOCK_ROWS": 32, "BLOCK_DIM": 64, "NUM_HEADS": 6, "num_warps": 8, "num_stages": 1},
 }
 SETTINGS: dict[str, dict[int, dict[str, int]]] = {
@@ -41,22 +41,23 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
     "outputs": _ROWS,
     "inputs": copy.deepcopy(_ROWS),
     "scores": {
-        2: {"BLOCK_COLS": 64, "BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 2},
+        2: {"BLOCK_COLS": 64, "BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 4, "num_stages": 2},
         4: {"BLOCK_COLS": 32, "BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
     "queries": {
-        2: {"BLOCK_STATE": 64, "NUM_HEADS": 12, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+        2: {"BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
         4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
     "keys": {
-        2: {"BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 2},
+        2: {"BLOCK_STATE": 128, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 3},
         4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
 }
 """How each kernel runs, by bytes of a number of x: largest tiles, most heads, Triton's options.
 
-Chosen for sm_90 by registers and shared memory of the compiled kernels, with next to no spills
-in 16 bits at head_dim 64, state 128 and chunk 128. `maxnreg` bounds registers per thread.
+In 16 bits the fastest that `benchmarks/ssd.py --tune` found on an H200 for heads of 64 in chunks of
+128, with 24 heads and a state of 128 and with 48 and 256. `scores` spills some registers and is
+faster so than with more warps. `maxnreg` bounds registers per thread.
 """
 
 # What each tile of a setting is a part of.
@@ -183,7 +184,7 @@ class Scan:
         tensors = values, lefts, rights, states, self.decays, self.steps, D, outputs
         strides = _strides(values, lefts, rights)
         rows_kernel[self._grid(blocks * (self.heads // options["NUM_HEADS"]))](
-            *tensors, *strides, self.length, self.heads, TRANSPOSED=name == "inputs", **options
+            *tensors, *strides, self.length, self.heads, 1, TRANSPOSED=name == "inputs", **options
         )
         return outputs
 
@@ -201,7 +202,7 @@ class Scan:
             new(splits * blocks, *C.shape),
         )
         tensors = x, dy, B, C, self.decays, self.steps, *results
-        sizes = self.length, self.heads, self.groups
+        sizes = self.length, self.heads, self.groups, 1
         scores_kernel[self._grid(self.groups * splits * blocks)](
             *tensors, *_strides(x, dy, B, C), *sizes, **options
         )
@@ -221,7 +222,7 @@ class Scan:
             new(splits, *keys.shape),
         )
         tensors = values, keys, states, state_grads, self.decays, self.steps, *results
-        sizes = self.length, self.heads, self.groups
+        sizes = self.length, self.heads, self.groups, 1
         keys_kernel[self._grid(self.groups * splits * blocks)](
             *tensors, *_strides(values, keys), *sizes, QUERIES=name == "queries", **options
         )
