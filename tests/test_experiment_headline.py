@@ -87,7 +87,7 @@ def test_every_arm_has_the_same_number_of_trials(played):
         most = 6 if arm in rivals - {"magnitude-direction"} else 8
         if arm == "plain":
             # Once more as the others are, mostly of trials it has made.
-            most = 14 + 8 if family == "llama" else 8 + 8
+            most = 24 + 8 if family == "llama" else 8 + 8
             assert 8 <= count <= most
         else:
             assert most - 3 <= count <= most, (family, arm)

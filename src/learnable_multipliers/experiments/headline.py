@@ -79,7 +79,7 @@ SCALES: dict[Preset, Scale] = {
     ),
     "gpu": Scale(
         tokens=220_000_000,
-        baseline_trials=14,
+        baseline_trials=24,
         trials=8,
         rival_trials=6,
         seeds=(1, 2, 3, 4, 5),
