@@ -9,11 +9,14 @@ import pytest
 
 from learnable_multipliers.experiments import headline, headline_report, page
 from learnable_multipliers.experiments.record import Labelled
+from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from shuffling import made_up_record
 
 GAINS = {"scalar": 0.01, "vector": 0.02, "symmetry-aware": 0.015, "cautious": -0.01}
+GAINS |= {name: 0.0 for name in VARIATIONS} | {"rows alone": 0.03, "log scale": 0.04}
+GAINS |= {"vector, varied": 0.05}
 GAINS |= {"vector + cautious": 0.01, "vector + adamc": 0.03, "vector + normuon": 0.03}
 
 
@@ -103,7 +106,7 @@ def test_reported_seeds_are_none_of_the_tuning(played):
         key = tuple(labels[name] for name in ("family", "optimizer", "arm", "length", "size"))
         seeds.setdefault(key, []).append(labels["seed"])
     for (_, _, arm, length, _), found in seeds.items():
-        five = arm in ("plain", "scalar", "vector") and length <= 1
+        five = arm in ("plain", "scalar", "vector", "vector, varied") and length <= 1
         assert found == [1, 2, 3, 4, 5][: 5 if five else 3]
     # The same settings as the best trial, with other seeds and lengths.
     best = {}
@@ -113,9 +116,64 @@ def test_reported_seeds_are_none_of_the_tuning(played):
             if arm not in best or loss_of(run) < loss_of(best[arm]):
                 best[arm] = run
     for run in runs.values():
-        arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
-        if run.labels["stage"] == "final":
-            assert run.config.optimizer == best[arm].config.optimizer
+        *arm, name = (run.labels[name] for name in ("family", "optimizer", "arm"))
+        if run.labels["stage"] == "final" and name != "vector, varied":
+            assert run.config.optimizer == best[*arm, name].config.optimizer
+
+
+def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(played, labelled):
+    _, runs, _ = played
+    tried = [run for run in runs.values() if run.labels["stage"] == "variation"]
+    assert {run.labels["optimizer"] for run in tried} == {"muon"}
+    seeds, reference = {}, {}
+    for run in tried:
+        seeds.setdefault(run.labels["arm"], []).append(run.labels["seed"])
+        if run.labels["arm"] == "vector":
+            reference[run.labels["seed"]] = run.config
+    assert set(seeds) == {"vector", *VARIATIONS}
+    assert all(found == [6, 7, 8][: len(found)] for found in seeds.values())
+    assert seeds["rows alone"] == seeds["log scale"] == [6, 7, 8]
+    # Those without an effect are dropped with the first seed that is worse, here before long.
+    assert sum(map(len, seeds.values())) < 3 * len(seeds) - 8
+    for run in tried:
+        if run.labels["arm"] != "vector":
+            assert run.config != reference[run.labels["seed"]]
+            assert run.config == varied(reference[run.labels["seed"]], [run.labels["arm"]])
+    finals = [run for run in runs.values() if run.labels["arm"] == "vector, varied"]
+    assert {run.labels["optimizer"] for run in finals} == {"adamw", "muon"}
+    for run in finals:
+        assert run.config.optimizer.multiplier_scale == "log"
+        assert ". only=query kind=row" in run.config.optimizer.rules
+    (shown,) = (each for each in headline.tables(labelled) if each.title == "Variations")
+    rows = {row[1]: row for row in shown.rows}
+    assert set(rows) == set(VARIATIONS)
+    assert rows["log scale"][2] == "3"
+    # The gain over vector, which has one of its own.
+    assert float(rows["log scale"][3].split()[0]) == pytest.approx(0.02, abs=0.003)
+    assert rows["log scale"][4] == "better"
+    assert {rows[name][4] for name in VARIATIONS if len(seeds[name]) < 3} == {"worse with a seed"}
+
+
+def test_variations_set_what_they_say():
+    config = headline.shape("gpu", "llama", 0.5)
+    config = headline.replace(config, model=headline.replace(config.model, vocab_size=64))
+    config = headline.with_optimizer(config, placement="full", kind="muon", lr=8e-3)
+
+    def matrix(name, *variations):
+        changed = varied(config, variations)
+        changed.check()
+        planned = make_plan(empty_model(changed.model), changed.optimizer)
+        return next(entry.matrix for entry in planned.entries if name in entry.name)
+
+    for name in VARIATIONS:
+        assert matrix("layers.0.feed_forward.down_proj", name).carries
+    assert matrix("lm_head", "rows on the head").blocks[0].row
+    # Of two that set the same thing, the first has its way; others add to it.
+    down = matrix("down_proj", "columns alone", "rows alone", "raw weights start settled")
+    assert down.col
+    assert not down.blocks[0].row
+    # Raw weights of 0.02 / init, which is sqrt(lr / (2 wd)).
+    assert 0.02 / down.blocks[0].init == pytest.approx((8e-3 / 0.2) ** 0.5, rel=5e-3)
 
 
 def test_runs_are_what_their_labels_say(played):
@@ -125,7 +183,8 @@ def test_runs_are_what_their_labels_say(played):
         labels, config = run.labels, run.config
         assert config.optimizer.kind == labels["optimizer"]
         assert config.optimizer.lr == labels["lr"]
-        assert labels.get("adamw_lr_scale", 0) in (0, config.optimizer.adamw_lr_scale)
+        if not str(labels["arm"]).startswith("AdamW side"):
+            assert labels.get("adamw_lr_scale", 0) in (0, config.optimizer.adamw_lr_scale)
         assert config.schedule.tokens == round(220e6 * labels["length"])
         assert config.schedule.decay_start == pytest.approx(0.8 * config.schedule.tokens, abs=1)
         if "rest_lr" in labels:
@@ -139,8 +198,8 @@ def test_runs_are_what_their_labels_say(played):
         model = empty_model(headline.replace(config.model, vocab_size=64))
         planned = make_plan(model, config.optimizer)
         assert bool(planned.num_multipliers) == (
-            labels["arm"] in ("scalar", "vector", "symmetry-aware", "magnitude-direction")
-            or str(labels["arm"]).startswith("vector + ")
+            labels["arm"] in ("scalar", "symmetry-aware", "magnitude-direction", *VARIATIONS)
+            or str(labels["arm"]).startswith("vector")
         )
         headline.replace(config, model=headline.replace(config.model, vocab_size=64)).check()
     sizes = {
@@ -153,7 +212,7 @@ def test_runs_are_what_their_labels_say(played):
 
 
 def test_the_table_has_the_gains_of_the_world(labelled):
-    compared, longer, shorter, tuning = headline.tables(labelled)
+    compared, longer, shorter, _, tuning = headline.tables(labelled)
     rows = {(row[0], row[1], row[2]): row for row in compared.rows}
     assert len(rows) == len(compared.rows)
     for (_, _, arm), row in rows.items():
@@ -253,6 +312,7 @@ def test_tables_and_plots_stand_on_the_page_and_in_the_readme(played):
         "Comparison",
         "Other lengths and sizes",
         "To reach plain's final loss",
+        "Variations",
         "Tuning",
     ]
     (row,) = (r for r in section.tables[0].rows if r[:3] == ("Llama", "AdamW", "vector"))

@@ -51,6 +51,20 @@ def test_other_shapes_by_hand(shape, quarter, half):
     assert learning_rate_factor(config, 850) == pytest.approx(half, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("multipliers", "warmup", "decay"),
+    [("same", 0.25, 1 / 4), ("no-warmup", 1.0, 1 / 4), ("no-decay", 0.25, 1.0)],
+)
+def test_multipliers_leave_out_a_part_of_the_schedule(multipliers, warmup, decay):
+    plan = Schedule(replace(SMALL, multipliers=multipliers), 1, 25)
+    rates = {step.tokens_before + 25: step.lr_factor * step.multiplier_factor for step in plan}
+    assert rates[25] == pytest.approx(warmup, rel=1e-15)
+    assert rates[100] == rates[700] == 1.0
+    assert rates[900] == pytest.approx(decay, rel=1e-15)
+    # The matrices' own rate is the same in all.
+    assert [step.lr_factor for step in plan] == [step.lr_factor for step in Schedule(SMALL, 1, 25)]
+
+
 def test_defaults_are_those_of_the_paper():
     config = ScheduleConfig()
     assert config.decay_start == 25e9

@@ -80,9 +80,17 @@ def test_a_logged_loss_is_the_mean_since_the_one_before(data, tmp_path):
     assert third[8] == pytest.approx((each[7] + each[8]) / 2, rel=1e-6)
 
 
-def test_the_trainer_takes_the_steps_of_a_hand_written_loop(data, tmp_path):
+@pytest.mark.parametrize(
+    ("multipliers", "relative"),
+    [("same", [1, 1, 1, 1]), ("no-warmup", [2, 1, 1, 1]), ("no-decay", [1, 1, None, 8])],
+)
+def test_the_trainer_takes_the_steps_of_a_hand_written_loop(data, tmp_path, multipliers, relative):
     config = small_run(data, tmp_path / "run", steps=4, model=LLAMA)
-    config = replace(config, data=replace(config.data, micro_batch_sequences=3))
+    config = replace(
+        config,
+        data=replace(config.data, micro_batch_sequences=3),
+        schedule=replace(config.schedule, multipliers=multipliers),
+    )
     trainer = Trainer(config)
     model = build(trainer.config.model, config.seed)
     optimizer = lrm.AdamW(
@@ -93,6 +101,7 @@ def test_the_trainer_takes_the_steps_of_a_hand_written_loop(data, tmp_path):
     for step, factor in enumerate(factors):
         for group in optimizer.param_groups:
             group["lr"] = 4e-3 * factor
+            group["multiplier_lr_scale"] = relative[step] or 1 / factor
         tokens = trainer.data.batch(4 * step, 4, torch.device("cpu"))
         for part, share in ((tokens[:3], 0.75), (tokens[3:], 0.25)):
             logits = model(part[:, :-1])

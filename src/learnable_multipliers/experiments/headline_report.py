@@ -12,8 +12,9 @@ from learnable_multipliers.experiments import table
 from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
 from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.run import Labels
 
-PLAIN = "plain"
+PLAIN, VECTOR = "plain", "vector"
 NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
 Expected = Mapping[tuple[str, ...], tuple[str, ...]]
 _ARM = ("family", "optimizer", "arm")
@@ -22,7 +23,7 @@ _FEWEST = 6
 
 
 def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
-    """Return the comparison, other lengths and sizes, what plain's loss costs, and the tuning.
+    """Return the comparison, other lengths and sizes, cost, variations, and the tuning.
 
     Args:
         expected: The arms of the protocol, by model, optimizer and name, with what is tuned.
@@ -33,6 +34,7 @@ def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
         _comparison(records, expected),
         _longer(records),
         _shorter(records),
+        _variations(records),
         _tuning(records, expected),
     ]
     return [each for each in found if each.rows]
@@ -51,12 +53,15 @@ def loss_on(text: str | None, unit: str = "loss") -> Callable[[Record], float]:
 
 
 def gains(
-    records: Sequence[Labelled], read: Callable[[Record], float], **labels: str | float
+    records: Sequence[Labelled],
+    read: Callable[[Record], float],
+    labels: Labels,
+    reference: str = PLAIN,
 ) -> dict[int, float]:
-    """Return the loss of plain minus that of an arm, for every seed that has both."""
+    """Return the loss of plain, or another reference, minus that of an arm, by seed of both."""
     arm = table.by_seed(table.select(records, **labels))
-    plain = table.by_seed(table.select(records, **{**labels, "arm": PLAIN}))
-    return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, plain)
+    other = table.by_seed(table.select(records, **{**labels, "arm": reference}))
+    return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
 
 
 def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
@@ -70,7 +75,7 @@ def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
         row = [*_named(labels), str(len(runs))]
         row.append(shown(reads[0](record) for record in runs.values()))
         for index, read in enumerate(reads):
-            found = list(gains(finals, read, **labels).values())
+            found = list(gains(finals, read, labels).values())
             plain = labels["arm"] == PLAIN
             row.append("" if plain else shown(found))
             if index == 0:
@@ -98,7 +103,7 @@ def _longer(records: Sequence[Labelled]) -> Table:
             continue
         for labels in _arms(chosen):
             losses = [read(one.record) for one in table.select(chosen, **labels)]
-            found = list(gains(chosen, read, **labels).values())
+            found = list(gains(chosen, read, labels).values())
             gain = ("", "") if labels["arm"] == PLAIN else (shown(found), verdict(found))
             where = (f"{float(length):g}x", f"{float(size):g}x", str(len(losses)))
             rows.append((*_named(labels), *where, shown(losses), *gain))
@@ -144,6 +149,25 @@ def reached(by_length: Mapping[float, Sequence[float]], loss: float) -> float | 
         if above > loss >= below:
             return short + (above - loss) / (above - below) * (long - short)
     return None
+
+
+def _variations(records: Sequence[Labelled]) -> Table:
+    """Return what each change of the multipliers' training gains over vector as it was tuned."""
+    tried = table.select(records, stage="variation")
+    rows = []
+    for labels in _arms(tried):
+        if labels["arm"] != VECTOR:
+            found = list(gains(tried, table.loss, labels, VECTOR).values())
+            is_dropped = 0 < len(found) < MIN_SEEDS and not found[-1] > 0
+            says = "worse with a seed" if is_dropped else verdict(found)
+            rows.append((*_named(labels)[1:], str(len(found)), shown(found), says))
+    caption = (
+        "Vector multipliers with one change, at half the length, on validation text, other seeds. "
+        'A change that is worse with one seed is not tried with the next; "vector, varied" has all '
+        "that are better."
+    )
+    header = ("optimizer", "variation", "seeds", "gain over vector", "")
+    return Table("Variations", caption, header, rows)
 
 
 def _tuning(records: Sequence[Labelled], expected: Expected) -> Table:
@@ -226,7 +250,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
                 table.select(of_family, optimizer=optimizer, arm=arm)
             )
             for optimizer in table.distinct(of_family, "optimizer")
-            for arm, name in ((PLAIN, "plain"), ("vector", "row and column multipliers"))
+            for arm, name in ((PLAIN, "plain"), (VECTOR, "row and column multipliers"))
         }
         with drawing.canvas(x="seconds of training", y="training loss (nats)") as (figure, axes):
             drawing.curves(axes, {name: seeds for name, seeds in arms.items() if seeds}, early=0.3)
@@ -235,7 +259,9 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         read = loss_on(next(iter(texts(of_family)), None))
         found = {
             NAMES[str(optimizer)]: {
-                str(arm): list(gains(of_family, read, optimizer=optimizer, arm=arm).values())
+                str(arm): list(
+                    gains(of_family, read, {"optimizer": optimizer, "arm": arm}).values()
+                )
                 for arm in dict.fromkeys(one.labels["arm"] for one in of_family)
                 if arm != PLAIN and table.select(of_family, optimizer=optimizer, arm=arm)
             }

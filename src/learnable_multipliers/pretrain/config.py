@@ -18,6 +18,7 @@ from learnable_multipliers.roles import check_role
 _LARGEST = 1e15
 """Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
+MultiplierSchedule = Literal["same", "no-warmup", "no-decay"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
 _ONLY: dict[Variant, str] = {"adamc": "adamw", "normuon": "muon", "muown": "muon"}
@@ -127,6 +128,10 @@ class ScheduleConfig:
 
     minimum_tokens: int = 0
     """Tokens after the decay, at the rate it ended with. Paper: 0; long run 40e9."""
+
+    multipliers: MultiplierSchedule = "same"
+    """Schedule of the multipliers' learning rate: the same as the matrices', or without its warmup
+    or its decay. Paper: same."""
 
     rampup_tokens: int = 0
     """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: has a ramp, length not given."""

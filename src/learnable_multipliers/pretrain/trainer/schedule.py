@@ -33,6 +33,8 @@ class Step(NamedTuple):
     """Sequences in the batch of this step."""
     lr_factor: float
     """What the peak learning rate is multiplied by, the rule for small batches included."""
+    multiplier_factor: float = 1.0
+    """What the multipliers' rate over the matrices' is multiplied by."""
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int) -> float:
@@ -55,6 +57,12 @@ def learning_rate_factor(config: ScheduleConfig, tokens: int) -> float:
     if config.decay_shape == "linear":
         return 1 - (1 - lowest) * progress
     return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def multiplier_factor(config: ScheduleConfig, tokens: int) -> float:
+    """Return what undoes the warmup or the decay for multipliers that leave it out; 1 elsewhere."""
+    left_out = "no-warmup" if tokens < config.warmup_tokens else "no-decay"
+    return 1 / learning_rate_factor(config, tokens) if config.multipliers == left_out else 1.0
 
 
 def batch_sequences(config: ScheduleConfig, tokens: int, full_sequences: int) -> int:
@@ -153,7 +161,8 @@ class Schedule(Sequence[Step]):
         before = stage.tokens_before + (step - stage.step) * size
         # A stage holds the factor of its batch alone.
         factor = learning_rate_factor(self._config, before + size) * stage.lr_factor
-        return Step(step, before, stage.sequences, factor)
+        relative = multiplier_factor(self._config, before + size)
+        return Step(step, before, stage.sequences, factor, relative)
 
 
 class TokensAfter(Sequence[int]):

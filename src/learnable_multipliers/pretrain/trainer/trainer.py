@@ -208,8 +208,10 @@ class Trainer:
     def _take_step(self) -> None:
         planned = self.schedule[self.step]
         lr = self.config.optimizer.lr * planned.lr_factor
+        multiplier_lr_scale = self.config.optimizer.multiplier_ratio * planned.multiplier_factor
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            group["multiplier_lr_scale"] = multiplier_lr_scale
         own = self.world.share(planned.sequences)
         micro = self.config.data.micro_batch_sequences or len(own)
         begin = self.samples + self.passed_over
