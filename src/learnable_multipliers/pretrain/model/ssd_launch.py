@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
 }
 """How each kernel runs, by bytes of a number of x: largest tiles, most heads, Triton's options.
 
-In 16 bits the fastest that `benchmarks/ssd.py --tune` found on an H200 for heads of 64 in chunks of
+In 16 bits the fastest that `benchmarks/ssd.py` found on an H200 for heads of 64 in chunks of
 128, with 24 heads and a state of 128 and with 48 and 256. `scores` spills some registers and is
 faster so than with more warps. `maxnreg` bounds registers per thread.
 """
