@@ -11,6 +11,10 @@ import pytest
 
 from evaluation_files import write_files
 from learnable_multipliers.cli import COMMANDS, main
+from learnable_multipliers.experiments import catalogue
+from learnable_multipliers.experiments.claim import mean_interval
+from learnable_multipliers.experiments.loss_difference import between
+from learnable_multipliers.experiments.record import Labelled, read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -112,16 +116,26 @@ def test_tables_of_the_first_comparison_are_those_of_its_records():
     text = (ROOT / "docs" / "first_comparison.md").read_text()
     assert script["table"]([r for r in records if r["seed"] == 0]) in text
     assert script["table_of_seeds"](records) in text
-    readme = (ROOT / "README.md").read_text().replace("**", "")
-    for kind in ("Muon", "AdamW"):
-        for shape, model in (("20m-llama", "Llama"), ("20m", "hybrid")):
-            best = [
-                min(
-                    r["valid_loss"]
-                    for r in records
-                    if (r["shape"], r["optimizer"], r["seed"]) == (shape, kind.lower(), 0)
-                    and r["placement"] == placement
-                )
-                for placement in ("none", "scalar", "full")
-            ]
-            assert f"| {kind}, {model} | " + " | ".join(f"{loss:.4f}" for loss in best) in readme
+
+
+def test_gains_of_the_readme_are_those_of_the_records():
+    readme = (ROOT / "README.md").read_text()
+    found = read_records(ROOT / "results" / "experiments")
+    rows = [
+        ("Llama, Muon", "20M", "log_scale", {"arm": "linear", "rate": 1.0}),
+        ("Llama, Muon", "59M", "long_run", {"arm": "vector", "optimizer": "muon"}),
+        ("hybrid, Muon", "20M", "placement", {"arm": "full"}),
+        ("Llama, AdamW", "59M", "long_run", {"arm": "vector", "optimizer": "adamw"}),
+    ]
+    for model, tokens, name, arm in rows:
+        records = [
+            Labelled(labels=run.labels, record=found[run.key])
+            for run in catalogue.load(name).runs("gpu")
+            if run.key in found
+        ]
+        plain = {"arm": "plain", **{k: v for k, v in arm.items() if k == "optimizer"}}
+        gains = list(between(records, plain, arm).values())
+        assert len(gains) == 5
+        mean, low, high = mean_interval(gains)
+        row = f"| {model} | {tokens} | {mean:.4f} [{low:.4f}, {high:.4f}] | `{name}` |"
+        assert row in readme
