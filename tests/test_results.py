@@ -1,6 +1,5 @@
 """The published verdicts: what the committed records give, and nothing without or against them."""
 
-import json
 import random
 import re
 from pathlib import Path
