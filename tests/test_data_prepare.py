@@ -175,13 +175,19 @@ def test_texts_to_test_on_need_a_name_of_their_own(tmp_path, given):
         PrepareConfig(out=tmp_path / "out", test_sources=(given,))
 
 
-def test_a_text_to_test_on_without_text_is_refused(tmp_path):
+@pytest.mark.parametrize("texts", [[""], TEXTS[:2]], ids=["empty", "repeated"])
+def test_a_text_to_test_on_without_text_of_its_own_is_refused(tmp_path, texts):
     source = json_lines(tmp_path / "a.jsonl", TEXTS)
-    empty = json_lines(tmp_path / "b.jsonl", [""])
+    valid = json_lines(tmp_path / "v.jsonl", TEXTS[:2])
+    other = json_lines(tmp_path / "b.jsonl", texts)
     config = PrepareConfig(
-        sources=(source,), out=tmp_path / "out", test_sources=(f"wiki={empty}",), vocab_size=300
+        sources=(source,),
+        valid_sources=(valid,),
+        out=tmp_path / "out",
+        test_sources=(f"wiki={other}",),
+        vocab_size=300,
     )
-    with pytest.raises(DocumentError, match="to hold out as wiki"):
+    with pytest.raises(DocumentError, match="leaves nothing to hold out as wiki"):
         prepare(config)
     assert not (tmp_path / "out").exists()
 

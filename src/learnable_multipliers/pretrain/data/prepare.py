@@ -306,8 +306,8 @@ class _Splitter:
         for split, corpus in self._held_out.items():
             if split not in splits:
                 raise DocumentError(
-                    f"no document with any text in {', '.join(corpus.names)}, to hold out as "
-                    f"{split}; give another source"
+                    f"{', '.join(corpus.names)} leaves nothing to hold out as {split}: its "
+                    "documents are empty, or in the held-out text before it; give another source"
                 )
         if VALID not in splits and self._fraction:
             raise DocumentError(
