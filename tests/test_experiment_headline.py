@@ -3,11 +3,13 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from learnable_multipliers.experiments import headline, headline_report, page
+from learnable_multipliers.experiments import headline, headline_report, page, table
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
@@ -40,7 +42,10 @@ def record_of(run):
     tests["lambada"] = {"loss": loss + 1, "bits_per_byte": 1.3 + loss / 10}
     steps = [float(step) for step in range(1, 100, 7)]
     curves = {"step": steps, "loss": [loss + 1 / step for step in steps]}
-    return made_up_record(run, {}, loss=loss, tests=tests, train=curves)
+    # A nat is worth ten points of accuracy, and a fifth of a bit per byte.
+    scores = {"items": "some", "accuracy": 0.9 - loss / 10, "bits per byte": loss / 5}
+    scored = dict.fromkeys(headline.BENCHMARKS, scores) if run.scored else {}
+    return made_up_record(run, {}, loss=loss, tests=tests, train=curves, benchmarks=scored)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +217,7 @@ def test_runs_are_what_their_labels_say(played):
 
 
 def test_the_table_has_the_gains_of_the_world(labelled):
-    compared, longer, shorter, _, tuning = headline.tables(labelled)
+    compared, _, _, longer, shorter, _, tuning = headline.tables(labelled)
     rows = {(row[0], row[1], row[2]): row for row in compared.rows}
     assert len(rows) == len(compared.rows)
     for (_, _, arm), row in rows.items():
@@ -247,6 +252,42 @@ def test_the_table_has_the_gains_of_the_world(labelled):
     for row in tuning.rows:
         moved = {name for name in row[6].replace(",", "").split()[::2]}
         assert set(filter(None, row[7].split(", "))) <= moved
+
+
+def test_benchmarks_have_the_gains_of_the_world(labelled):
+    _, accuracy, bits, *_ = headline.tables(labelled)
+    assert accuracy.header[4:] == bits.header[4:] == ("mean", *headline.BENCHMARKS)
+    for shown, worth, size in ((accuracy, 10.0, 100), (bits, 0.2, 1)):
+        rows = {row[:3]: row for row in shown.rows}
+        gain = rows["Llama", "Muon", "vector"]
+        assert gain[3] == "5"
+        # The same score on every task; better is positive in both tables.
+        assert set(gain[5:]) == {gain[4]}
+        mean, low, high = (float(word.strip("[],")) for word in gain[4].split())
+        assert low < mean < high
+        assert mean == pytest.approx(0.02 * worth, abs=0.004 * worth)
+        arm = {"family": "llama", "optimizer": "muon", "arm": "plain"}
+        runs = table.select(labelled, stage="final", length=1.0, size=1, **arm)
+        loss = fmean(one.record.loss for one in runs)
+        score = size * (0.9 - loss / 10 if shown is accuracy else loss / 5)
+        assert float(rows["Llama", "Muon", "plain"][4].split()[0]) == pytest.approx(score, abs=1e-3)
+
+
+def test_scores_of_other_questions_are_not_compared(labelled):
+    def asked_others(one):
+        if one.labels["arm"] != "vector":
+            return one
+        scores = {
+            task: {**found, "items": "others"} if task == "blimp" else found
+            for task, found in one.record.benchmarks.items()
+        }
+        return replace(one, record=replace(one.record, benchmarks=scores))
+
+    accuracy = headline.tables([asked_others(one) for one in labelled])[1]
+    (row,) = (row for row in accuracy.rows if row[:3] == ("Llama", "AdamW", "vector"))
+    cells = dict(zip(accuracy.header, row, strict=True))
+    assert cells["blimp"] == cells["mean"] == ""
+    assert cells["piqa"] != ""
 
 
 def test_part_of_the_records_is_shown_too(labelled):
@@ -310,6 +351,8 @@ def test_tables_and_plots_stand_on_the_page_and_in_the_readme(played):
     (section,) = (each for each in sections if each.name == "headline")
     assert [shown.title for shown in section.tables] == [
         "Comparison",
+        "Benchmarks: accuracy",
+        "Benchmarks: bits per byte",
         "Other lengths and sizes",
         "To reach plain's final loss",
         "Variations",

@@ -31,7 +31,8 @@ class EvaluateConfig:
     """What to evaluate, and on what."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder of a run, of a checkpoint, of a Hugging Face model, or of earlier results."""
+    """Folder of a run, of a checkpoint, of a Hugging Face model, or of earlier results; of prepared
+    data for --requests-only."""
     eval_data: Path | None = None
     """Folder of the evaluation sets, one folder for each; nothing is downloaded."""
     tasks: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from learnable_multipliers.cli.arguments import closest, command, usage_error
 from learnable_multipliers.experiments import catalogue, page, runner
+from learnable_multipliers.experiments.benchmarks import check_requests
 from learnable_multipliers.experiments.command import command_of
 from learnable_multipliers.experiments.progress import Display, in_words
 from learnable_multipliers.experiments.record import Record, read_records
@@ -44,6 +45,9 @@ class ExperimentConfig:
     data: Path | None = None
     """Folder that lrm data prepare wrote. The preset cpu may do without: it then takes the
     sources of the Python standard library."""
+    requests: Path | None = None
+    """File of lrm evaluate --requests-only, made from the data: runs that an experiment compares on
+    benchmarks (headline) are scored on it when they are trained."""
     out: Path = Path("experiments")
     """Folder of the records, one file for each experiment, and of the report."""
     ledger: Path | None = None
@@ -80,9 +84,8 @@ def _names(words: Sequence[str]) -> list[str]:
     for word in words:
         if word in ("list", "all", "report"):
             usage_error(f"lrm experiment: {word} stands alone: lrm experiment {word}")
-        known = [*catalogue.MODULES, *catalogue.BEYOND]
-        if word not in known:
-            near = closest(word, known)
+        if word not in _every():
+            near = closest(word, _every())
             hint = f"did you mean {near}? " if near else ""
             usage_error(
                 f"lrm experiment: there is no experiment {word!r}; {hint}lrm experiment list shows "
@@ -91,13 +94,17 @@ def _names(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(words))
 
 
+def _every() -> list[str]:
+    return [*catalogue.MODULES, *catalogue.BEYOND]
+
+
 # -- list --------------------------------------------------------------------------------------
 
 
 def _list(config: ExperimentConfig) -> None:
     records = read_records(config.out)
     rows = [("experiment", "figure", "claims", "records of runs", "")]
-    for name in [*catalogue.MODULES, *catalogue.BEYOND]:
+    for name in _every():
         found = catalogue.load(name)
         keys = {run.key for run in catalogue.runs_of(name, config.preset, records)}
         claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
@@ -129,16 +136,22 @@ def _run(config: ExperimentConfig, names: Sequence[str]) -> None:
     if config.preset == "paper":
         _print_commands(names)
         return
-    _check(config)
+    _check(config, names)
     with runner.locked(config.out):
         records = read_records(config.out)
         _train(config, names, records)
 
 
-def _check(config: ExperimentConfig) -> None:
-    """Raise a ValueError for what cannot be done on this machine."""
+def _check(config: ExperimentConfig, names: Sequence[str]) -> None:
+    """Raise a ValueError for what cannot be done on this machine, or not by these experiments."""
     if config.jobs < 0 or not config.seconds >= 0:
         raise ValueError("--jobs and --seconds must not be negative")
+    if config.requests is not None and not catalogue.benchmarks_of(names):
+        able = ", ".join(name for name in _every() if catalogue.benchmarks_of([name]))
+        raise ValueError(
+            "none of these experiments scores its runs on benchmarks: leave out --requests (it is "
+            f"for {able})"
+        )
     if config.preset != "gpu":
         return
     if config.data is None:
@@ -154,7 +167,12 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
     console = Console()
     with console.status("reading the data"):
         data = config.data or default_corpus(_CPU_VOCABULARY)
-        jobs = runner.missing(names, config.preset, data, records, again=config.again)
+        tasks = catalogue.benchmarks_of(names)
+        if config.requests is not None:
+            check_requests(config.requests, tasks, data)
+        jobs = runner.missing(
+            names, config.preset, data, records, requests=config.requests, again=config.again
+        )
         asked = {
             run.key for name in names for run in catalogue.runs_of(name, config.preset, records)
         }
@@ -164,12 +182,14 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         _tell_outdated(config, names, records, console)
     if not jobs:
         return
+    if tasks and config.requests is None:
+        _say(console, f"without --requests no run is scored on {', '.join(tasks)}")
     num_workers = config.jobs or runner.default_jobs(config.preset)
     adaptive = [name for name in names if catalogue.is_adaptive(name)]
 
     def follow_up(found: Sequence[Record]) -> list[Job]:
         known = records | {record.key: record for record in found}
-        return runner.missing(adaptive, config.preset, data, known)
+        return runner.missing(adaptive, config.preset, data, known, requests=config.requests)
 
     with Display(len(jobs), console) as display:
         result = runner.train_missing(

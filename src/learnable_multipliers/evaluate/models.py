@@ -19,6 +19,7 @@ from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, file_sha256
+from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 from learnable_multipliers.pretrain.export import load_model, tokenizer_of
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder, load_checkpoint
@@ -71,7 +72,15 @@ def results_folder(source: Path, loaded: list[int], **settings: int | None) -> P
 
 
 def load_encoder(source: Path) -> tuple[Encoder, str | None]:
-    """Return the tokenizer of a model, and the SHA-256 of its tokenizer.json if it has one."""
+    """Return the tokenizer of a model, and the SHA-256 of its tokenizer.json if it has one.
+
+    Prepared data have a tokenizer too: that of the runs they train.
+    """
+    if is_dataset(source):
+        manifest = Manifest.load(source)
+        path, expected = source / manifest.tokenizer_file, manifest.tokenizer_sha256
+        verify_sha256(path, expected)
+        return _RunEncoder(load_tokenizer(path, manifest.eos_token)), expected
     if is_hugging_face(source):
         return _HuggingFaceEncoder(source), _fingerprint(source)
     checkpoint, _ = load_checkpoint(source)

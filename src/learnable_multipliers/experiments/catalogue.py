@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from learnable_multipliers.experiments.claim import BySeed, Claim
@@ -77,6 +77,12 @@ def runs_of(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Ru
     follow_up = getattr(experiment, "follow_up", None)
     more = [] if follow_up is None else follow_up(preset, records)
     return [*experiment.runs(preset), *more]
+
+
+def benchmarks_of(names: Iterable[str]) -> list[str]:
+    """Return the tasks on which experiments score some of their runs."""
+    found = (task for name in names for task in getattr(load(name), "BENCHMARKS", ()))
+    return list(dict.fromkeys(found))
 
 
 def claim_hashes() -> dict[str, str]:

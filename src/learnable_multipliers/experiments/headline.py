@@ -28,6 +28,8 @@ from learnable_multipliers.pretrain.recipes import RECIPES
 TITLE = "Against a tuned baseline and other papers"
 FIGURE = "not in the paper"
 CLAIMS: tuple[Claim, ...] = ()
+BENCHMARKS = ("lambada", "blimp", "arc_easy", "sciq", "piqa", "openbookqa", "winogrande")
+"""Those that small models can answer; reported runs are scored on them."""
 
 Kind = Literal["adamw", "muon"]
 Family = Literal["llama", "hybrid"]
@@ -352,7 +354,11 @@ class _Program:
         config = shape(self._preset, family, part, size)
         tuned = configured(with_optimizer(config, kind=kind, **arm.fixed), values)
         tuned = varied(tuned, arm.variations)
-        return Run(labels=labels | dict(values), config=replace(tuned, seed=seed))
+        return Run(
+            labels=labels | dict(values),
+            config=replace(tuned, seed=seed),
+            scored=stage == "final",
+        )
 
     def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
         """Return the arm that tuning left with the lowest loss: no run of the report decides."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 
 from learnable_multipliers.experiments import plot as drawing
@@ -23,7 +24,7 @@ _FEWEST = 6
 
 
 def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
-    """Return the comparison, other lengths and sizes, cost, variations, and the tuning.
+    """Return the comparison, benchmarks, other lengths and sizes, variations, and the tuning.
 
     Args:
         expected: The arms of the protocol, by model, optimizer and name, with what is tuned.
@@ -32,6 +33,20 @@ def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
         return []
     found = [
         _comparison(records, expected),
+        _benchmarks(
+            records,
+            "accuracy",
+            100.0,
+            "Accuracy in percent at the end of the same runs: plain's own, and how much higher "
+            "that of the other arms is.",
+        ),
+        _benchmarks(
+            records,
+            "bits per byte",
+            -1.0,
+            "Bits per byte of the right answers, on the same questions: plain's own, and how much "
+            "lower those of the other arms are.",
+        ),
         _longer(records),
         _shorter(records),
         _variations(records),
@@ -90,6 +105,50 @@ def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
         "over seeds. Gains are paired by seed: the same start and the same text in the same order."
     )
     return Table("Comparison", caption, (*header, "tokens/s"), rows)
+
+
+def _benchmarks(records: Sequence[Labelled], metric: str, unit: float, caption: str) -> Table:
+    """Return a metric of each task for plain runs, and the gains of the other arms over them.
+
+    Args:
+        unit: Factor on what is shown; negative where less is better.
+    """
+    finals = table.select(records, stage="final", length=1.0, size=1)
+    finals = [one for one in finals if one.record.benchmarks]
+    scores = (one.record.benchmarks.items() for one in finals)
+    tasks = [task for each in scores for task, metrics in each if metric in metrics]
+    tasks = list(dict.fromkeys(tasks))
+    rows = []
+    for labels in _arms(finals):
+        runs = table.by_seed(table.select(finals, **labels))
+        plain = table.by_seed(table.select(finals, **{**labels, "arm": PLAIN}))
+        if labels["arm"] == PLAIN:
+            read = [partial(_score, task=task, metric=metric, unit=abs(unit)) for task in tasks]
+            cells = [table.paired(each, plain) for each in read]
+        else:
+            read = [partial(_higher, task=task, metric=metric, unit=unit) for task in tasks]
+            cells = [table.paired(each, runs, plain) for each in read]
+        complete = set(runs).intersection(*cells)
+        mean = {seed: fmean(cell[seed] for cell in cells) for seed in sorted(complete)}
+        row = [shown(cell.values()) for cell in (mean, *cells)]
+        rows.append((*_named(labels), str(len(runs)), *row))
+    header = ("model", "optimizer", "arm", "seeds", "mean", *tasks)
+    caption = f"{caption} Mean [95% interval] over seeds, gains paired by seed."
+    return Table(f"Benchmarks: {metric}", caption, header, rows)
+
+
+def _score(record: Record, task: str, metric: str, unit: float) -> float | None:
+    value = record.benchmarks.get(task, {}).get(metric)
+    return None if value is None else unit * value
+
+
+def _higher(ours: Record, theirs: Record, task: str, metric: str, unit: float) -> float | None:
+    """Return how much higher our score is; None unless both models had the same questions."""
+    questions = [record.benchmarks.get(task, {}).get("items") for record in (ours, theirs)]
+    pair = [_score(record, task, metric, unit) for record in (ours, theirs)]
+    if questions[0] != questions[1] or pair[0] is None or pair[1] is None:
+        return None
+    return pair[0] - pair[1]
 
 
 def _longer(records: Sequence[Labelled]) -> Table:

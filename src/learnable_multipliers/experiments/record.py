@@ -87,6 +87,8 @@ class Record:
     torch: str
     tests: dict[str, Any] = field(default_factory=dict)
     """Name -> `loss` and `bits_per_byte` at the end, of further held-out text."""
+    benchmarks: dict[str, Any] = field(default_factory=dict)
+    """Task -> its metrics at the end, and `items`, the checksum of what was asked."""
     data: str = ""
     """Fingerprint of the tokens and their tokenizer."""
     ended: str = ""
@@ -95,7 +97,7 @@ class Record:
     """Of the source tree that ran; None where it is in none."""
 
 
-_ADDED = {"tests": {}} | {
+_ADDED = {"tests": {}, "benchmarks": {}} | {
     each.name: each.default for each in fields(Record) if each.default is not MISSING
 }
 """What older lines may lack."""
@@ -130,6 +132,7 @@ def summarize(
     device: str,
     data: str,
     commit: str | None = None,
+    benchmarks: Mapping[str, Any] | None = None,
 ) -> Record:
     """Return the record of a run that has ended, from the metrics in its folder."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
@@ -164,6 +167,7 @@ def summarize(
         device=device,
         torch=torch.__version__,
         tests=_rounded(held_out[-1].get("tests", {})) if finished else {},
+        benchmarks=_rounded(benchmarks or {}),
         data=data,
         ended=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=commit,

@@ -26,6 +26,8 @@ class Run:
     labels: Labels
     """Always with a `seed`."""
     config: TrainConfig
+    scored: bool = False
+    """Whether its model is asked benchmarks, where there are requests."""
 
     @cached_property
     def key(self) -> str:

@@ -82,11 +82,13 @@ def missing(
     data: Path | None,
     records: Mapping[str, Record],
     *,
+    requests: Path | None = None,
     again: bool = False,
 ) -> list[Job]:
     """Return the runs of experiments that have no record, each once, in order.
 
     Args:
+        requests: File of benchmark requests for the runs that are scored.
         again: Also those whose records do not know the claims as they are defined now.
     """
     ledger = catalogue.claim_hashes()
@@ -96,7 +98,12 @@ def missing(
             record = records.get(run.key)
             if record is not None and not (again and outdated(record, name)):
                 continue
-            job = Job(experiment=name, run=prepared(run, preset, data), ledger=ledger)
+            job = Job(
+                experiment=name,
+                run=prepared(run, preset, data),
+                ledger=ledger,
+                requests=requests if run.scored else None,
+            )
             jobs.setdefault(run.key, job)
     return list(jobs.values())
 

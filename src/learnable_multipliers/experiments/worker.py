@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from learnable_multipliers.experiments.benchmarks import requests_of, scores
 from learnable_multipliers.experiments.record import Record, summarize
 from learnable_multipliers.experiments.run import Run
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -37,6 +38,8 @@ class Job:
     run: Run
     ledger: dict[str, str]
     """Claim -> hash of its definition."""
+    requests: Path | None = None
+    """Requests of benchmarks that the trained model is asked."""
 
     @property
     def compiled(self) -> tuple[object, ...]:
@@ -102,6 +105,8 @@ def train(job: Job, folder: Path) -> Record:
     try:
         with closing(Trainer(config)) as trainer:
             outcome = _outcome(trainer)
+            asked = requests_of(job.requests) if job.requests is not None else None
+            scored = scores(trainer, asked) if asked and outcome == "finished" else {}
         return summarize(
             folder,
             job.run.config,
@@ -112,6 +117,7 @@ def train(job: Job, folder: Path) -> Record:
             device=trainer.device.name,
             data=trainer.data.fingerprint,
             commit=_commit(),
+            benchmarks=scored,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

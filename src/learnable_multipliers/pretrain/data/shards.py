@@ -159,6 +159,14 @@ def _why_none(folder: Path) -> str:
     return f"{MANIFEST_FILE} is missing; make one with `lrm data prepare`"
 
 
+def is_dataset(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a dataset, and not that of a checkpoint."""
+    try:
+        return parse_object(read_bytes(folder / MANIFEST_FILE), MANIFEST_FILE)["format"] == FORMAT
+    except (OSError, ValueError, KeyError, RecursionError):
+        return False
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
