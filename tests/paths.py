@@ -39,7 +39,7 @@ class Toy(nn.Module):
         return self.head(self.norm(x + self.out(torch.tanh(h))))
 
 
-KINDS = {
+_FIELDS = {
     "scalar": dict(kind="scalar"),
     "row": dict(kind="row"),
     "col": dict(kind="col"),
@@ -47,10 +47,11 @@ KINDS = {
     "log": dict(kind="row+col", scale="log"),
     "log scalar": dict(kind="scalar", scale="log"),
 }
+KINDS = (*_FIELDS, "blocks", "interleaved", "by head")
 
 
 def toy_plan(model, kind):
-    """Give every matrix but the head the same multipliers; `blocks` and `interleaved` mix."""
+    """Give every matrix but the head the same multipliers; `blocks` and the like mix."""
     stack = dict(role="down")
     if kind in ("blocks", "interleaved"):
         repeats = 2 if kind == "interleaved" else 1
@@ -63,7 +64,11 @@ def toy_plan(model, kind):
             model, "symmetry-aware", [*rules, lrm.Rule(r"unused|out|single", "row+col")]
         )
         return plan
-    given = KINDS[kind]
+    if kind == "by head":
+        heads = dict(split={"query": 4, "key": 2}, repeats=2, head_dim=2)
+        rules = [lrm.Rule(r"mix", "scalar", **stack), lrm.Rule(r"qkv\.weight", "head", **heads)]
+        return lrm.plan(model, "full", rules)
+    given = _FIELDS[kind]
     return lrm.plan(
         model,
         "full",

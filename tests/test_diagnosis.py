@@ -369,7 +369,7 @@ def test_without_rates_the_present_rate_counts():
     assert found.note == "the rate is 0 now, so no equilibrium: give lrs and start"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
 def test_every_trained_tensor_is_read(optimizer_class, kind):
     model = Toy()

@@ -31,10 +31,7 @@ def matrices(draw):
     """Any matrix a plan can describe: blocks, repeats, stacks, both axes, both scales."""
     sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     repeats = draw(st.integers(1, 3))
-    blocks = tuple(
-        Block(role=f"part{i}", size=size, row=draw(st.booleans()), scalar=draw(st.booleans()))
-        for i, size in enumerate(sizes)
-    )
+    blocks = tuple(draw(any_block(f"part{i}", size)) for i, size in enumerate(sizes))
     out, into = repeats * sum(sizes), draw(st.integers(1, 5))
     transposed = draw(st.booleans())
     stack = draw(st.sampled_from([(), (1,), (3,)]))
@@ -46,6 +43,15 @@ def matrices(draw):
         transposed=transposed,
         scale=draw(st.sampled_from(["linear", "log"])),
     )
+
+
+@st.composite
+def any_block(draw, role, size):
+    head_dim = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0] or [None]))
+    scalar = draw(st.booleans())
+    by_head = scalar and head_dim is not None and draw(st.booleans())
+    row = draw(st.booleans())
+    return Block(role=role, size=size, row=row, scalar=scalar, by_head=by_head, head_dim=head_dim)
 
 
 def far_values(matrix, seed=0, zero=True):
@@ -73,7 +79,7 @@ def by_definition(matrix, raw, values):
     for index in torch.cartesian_prod(*(torch.arange(n) for n in raw.shape)).tolist():
         *stack, i, j = index
         i, j = (j, i) if matrix.transposed else (i, j)
-        place = i % matrix.row_pattern[1]
+        repeat, place = divmod(i, matrix.row_pattern[1])
         factor, scalars = 1.0, 0
         for block in matrix.blocks:
             inside = 0 <= place < block.size
@@ -81,9 +87,13 @@ def by_definition(matrix, raw, values):
                 factor *= at(numbers["row"], [*stack, i])
             if inside and block.scalar:
                 one = matrix.num_scalars == 1
-                where = ([*stack] or [0]) if one else [*stack, scalars]
+                head = 0
+                if block.by_head:
+                    head = (repeat * block.size + place) // block.head_dim
+                where = ([*stack] or [0]) if one else [*stack, scalars + head]
                 factor *= at(numbers["scalar"], where)
-            scalars += block.scalar
+            heads = matrix.repeats * block.size // block.head_dim if block.by_head else 1
+            scalars += heads if block.scalar else 0
             place -= block.size
         if matrix.col:
             factor *= at(numbers["col"], [*stack, j])

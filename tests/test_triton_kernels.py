@@ -51,7 +51,7 @@ def assert_same(runs, **tolerance):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.3])
-@pytest.mark.parametrize("kind", [*KINDS, "blocks", "interleaved"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
 def test_triton_equals_the_reference(optimizer_class, kind, max_norm):
     runs = both(optimizer_class, kind, max_grad_norm=max_norm)

@@ -18,7 +18,7 @@ from torch import Tensor
 Scale = Literal["linear", "log"]
 """`linear`: the stored value is the multiplier. `log`: the multiplier is its exponential."""
 
-Kind = Literal["none", "scalar", "row", "col", "row+col"]
+Kind = Literal["none", "scalar", "head", "row", "col", "row+col"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Values = Mapping[str, Tensor]
@@ -34,10 +34,17 @@ class Block:
     """Rows of this block in one repeat of the matrix's row pattern."""
     row: bool = False
     scalar: bool = False
+    by_head: bool = False
+    """Whether it has a scalar for each head in place of one."""
     init: float = 1.0
     """Initial value of the product of the block's multipliers."""
     head_dim: int | None = None
-    """Rows of one attention head, which Muon may orthogonalize by itself; None without heads."""
+    """Rows of one attention head; None without heads, or where they are not known."""
+
+    @property
+    def rows_of_scalar(self) -> int:
+        """Rows of one repeat that share a scalar."""
+        return self.head_dim if self.by_head and self.head_dim is not None else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,8 @@ class Matrix:
                     f"heads of {block.head_dim} rows do not divide the {block.size} rows of "
                     f"{block.role}"
                 )
+            if block.by_head and (block.head_dim is None or not block.scalar):
+                raise ValueError(f"{block.role} has no heads that are known, for scalars by head")
             start = f"initial value {block.init} of {block.role}"
             if block.init == 0 or not math.isfinite(block.init):
                 raise ValueError(f"{start}: it must be finite, not zero")
@@ -121,8 +130,14 @@ class Matrix:
 
     @property
     def num_scalars(self) -> int:
-        """How many blocks carry a scalar."""
-        return sum(block.scalar for block in self.blocks)
+        """How many scalars a single matrix carries."""
+        return sum(self.scalars_of(block) for block in self.blocks)
+
+    def scalars_of(self, block: Block) -> int:
+        """Return how many scalars a block carries."""
+        if block.by_head:
+            return self.repeats * block.size // block.rows_of_scalar
+        return int(block.scalar)
 
     @property
     def carries(self) -> bool:
@@ -229,7 +244,11 @@ def initial_values(
             if block.row and not block.scalar:
                 rows.fill_(_stored(matrix, block.init))
     if matrix.num_scalars:
-        inits = [_stored(matrix, block.init) for block in matrix.blocks if block.scalar]
+        inits = [
+            _stored(matrix, block.init)
+            for block in matrix.blocks
+            for _ in range(matrix.scalars_of(block))
+        ]
         flat = values["scalar"].view(*matrix.stack, matrix.num_scalars)
         flat.copy_(torch.tensor(inits, dtype=dtype, device=device).expand_as(flat))
     if matrix.col and _starts_on_columns(matrix.blocks[0]):
@@ -274,28 +293,49 @@ def _stored(matrix: Matrix, init: float) -> float:
 
 
 def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return the scalar of each row's block, (*stack, out); 1 where a block has none."""
+    """Return the scalar of each row, (*stack, out); 1 where its block has none."""
     if not matrix.num_scalars:
         return None
     scalar = multiplier(matrix, values["scalar"]).reshape(*matrix.stack, matrix.num_scalars)
-    cells = iter(scalar.split(1, -1))
+    cells = scalar.split([matrix.scalars_of(block) for block in matrix.blocks], -1)
     one = scalar.new_ones((*matrix.stack, 1))
-    pattern = torch.cat(
-        [
-            (next(cells) if block.scalar else one).expand(*matrix.stack, block.size)
-            for block in matrix.blocks
-        ],
-        -1,
-    )
-    return pattern.unsqueeze(-2).expand(*matrix.stack, *matrix.row_pattern).flatten(-2)
+    pattern = [
+        _over_rows(matrix, block, cell if block.scalar else one)
+        for block, cell in zip(matrix.blocks, cells, strict=True)
+    ]
+    return torch.cat(pattern, -1).flatten(-2)
+
+
+def _over_rows(matrix: Matrix, block: Block, scalars: Tensor) -> Tensor:
+    """Spread a block's scalars over its rows, (*stack, repeats, size)."""
+    if block.by_head:
+        heads = scalars.unflatten(-1, (matrix.repeats, -1, 1))
+        return heads.expand(*heads.shape[:-1], block.rows_of_scalar).flatten(-2)
+    return scalars.unsqueeze(-2).expand(*scalars.shape[:-1], matrix.repeats, block.size)
 
 
 def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
-    """Sum a per-row quantity over the rows of each block that carries a scalar."""
-    pattern = per_row.unflatten(-1, matrix.row_pattern).sum(-2)
-    parts = pattern.split([block.size for block in matrix.blocks], -1)
-    sums = [p.sum(-1) for p, block in zip(parts, matrix.blocks, strict=True) if block.scalar]
-    return torch.stack(sums, -1).reshape(matrix.value_shapes()["scalar"])
+    """Sum a per-row quantity over the rows of each scalar."""
+    sums = [
+        rows.unflatten(-1, (-1, block.rows_of_scalar)).sum(-1).flatten(-2)
+        if block.by_head
+        else rows.sum(-2).sum(-1, keepdim=True)
+        for block, rows in by_block(matrix, per_row)
+        if block.scalar
+    ]
+    return torch.cat(sums, -1).reshape(matrix.value_shapes()["scalar"])
+
+
+def scalar_index(matrix: Matrix) -> Tensor:
+    """Return which of a matrix's scalars each row has, (out,); -1 where it has none."""
+    index = torch.full((matrix.num_out,), -1)
+    first = 0
+    for block, rows in by_block(matrix, index):
+        count = matrix.scalars_of(block)
+        if count:
+            rows.copy_(_over_rows(matrix, block, torch.arange(first, first + count)))
+        first += count
+    return index
 
 
 def keep_carried_rows(matrix: Matrix, per_row: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ class PlanEntry:
         if matrix.col:
             words.append("col")
         if matrix.num_scalars:
-            words.append("scalar" if matrix.num_scalars == 1 else f"scalar x{matrix.num_scalars}")
+            count = "" if matrix.num_scalars == 1 else f" x{matrix.num_scalars}"
+            by_head = any(block.by_head for block in matrix.blocks)
+            words.append(f"scalar{count}{' by head' if by_head else ''}")
         return "+".join(words) if len(with_row) in (0, len(matrix.blocks)) else " + ".join(words)
 
 

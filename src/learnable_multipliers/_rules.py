@@ -27,7 +27,8 @@ class Rule:
     pattern: str
     """Regular expression searched for in the parameter's name."""
     kind: Kind | None = None
-    """What to carry; None keeps the placement's choice."""
+    """What to carry, `head` being one scalar for each head of query, key or value; None keeps the
+    placement's choice."""
     _: KW_ONLY
     only: str | None = None
     """Restrict the rule to logical matrices of this role: a block of a fused matrix, too."""

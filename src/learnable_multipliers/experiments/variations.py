@@ -67,6 +67,7 @@ VARIATIONS: Mapping[str, Variation] = {
     "multipliers without decay of their rate": _schedule(multipliers="no-decay"),
     "raw weights start settled": Variation(rules=_settled),
     "embedding factor stays fixed": _optimizer(multiplier_init="one"),
+    "one for each head of query, key, value": _rules("query", "key", "value", kind="head"),
     "rows alone": _rules(*HIDDEN, kind="row"),
     "columns alone": _rules(*HIDDEN, kind="col"),
     "not on the embedding": _rules("embedding", kind="none"),

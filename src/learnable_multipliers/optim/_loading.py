@@ -31,12 +31,14 @@ _NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
 def fingerprint(matrices: Mapping[str, Matrix]) -> str:
     """Return a short hash of what matrices carry.
 
-    Without initial values, which matter once, and heads, which change nothing in the state.
+    Without initial values, which matter once, and heads where they change nothing in the state.
     """
     placed = {name: dataclasses.asdict(matrix) for name, matrix in sorted(matrices.items())}
     for matrix in placed.values():
         for block in matrix["blocks"]:
-            del block["init"], block["head_dim"]
+            del block["init"]
+            if not block["by_head"]:
+                del block["by_head"], block["head_dim"]
     return hashlib.sha256(json.dumps(placed).encode()).hexdigest()[:16]
 
 
@@ -186,7 +188,7 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
 def _parts(matrix: Matrix) -> dict[str, tuple[Any, ...]]:
     """Return what each multiplier of a matrix means, to compare those of two plans."""
     rows = tuple((block.role, block.size, block.row) for block in matrix.blocks)
-    scalars = tuple((block.role, block.size, block.scalar) for block in matrix.blocks)
+    scalars = tuple((block.role, block.size, matrix.scalars_of(block)) for block in matrix.blocks)
     axes = (matrix.repeats, matrix.transposed, matrix.scale)
     meaning = {"row": (rows, axes), "col": axes, "scalar": (scalars, axes)}
     return {part: meaning[part] for part in matrix.value_shapes()}

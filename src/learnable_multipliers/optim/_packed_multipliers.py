@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix, initial_values
+from learnable_multipliers._multiplier import Matrix, by_block, initial_values, scalar_index
 from learnable_multipliers.kernels._parameter import RowsCols
 from learnable_multipliers.optim._sharding import Shard, local_values
 
@@ -198,10 +198,8 @@ def _trained(matrix: Matrix, shard: Shard, name: str) -> Tensor:
     shape = matrix.value_shapes()[name]
     mask = torch.ones(shape, dtype=torch.bool)
     if name == "row":
-        grid = mask.view(*matrix.stack, *matrix.row_pattern)
-        parts = grid.split([block.size for block in matrix.blocks], -1)
-        for part, block in zip(parts, matrix.blocks, strict=True):
-            part.fill_(block.row)
+        for block, rows in by_block(matrix, mask):
+            rows.fill_(block.row)
     return local_values(matrix, shard, {name: mask})[name]
 
 
@@ -220,12 +218,7 @@ def _scalar_places(
 ) -> Tensor:
     """Return the place of the scalar of each output feature; -1 where there is none."""
     stack = shard.stack.stop - shard.stack.start
-    pattern = torch.full((matrix.row_pattern[1],), -1)
-    which = iter(range(matrix.num_scalars))
-    parts = pattern.split([block.size for block in matrix.blocks])
-    for part, block in zip(parts, matrix.blocks, strict=True):
-        part.fill_(next(which) if block.scalar else -1)
-    rows = pattern.repeat(matrix.repeats)[shard.out]
+    rows = scalar_index(matrix)[shard.out]
     first = starts.get("scalar", (0, ()))[0] + matrix.num_scalars * torch.arange(stack)
     return torch.where(rows >= 0, rows + first[:, None], -1).flatten()
 

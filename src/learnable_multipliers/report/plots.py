@@ -64,7 +64,7 @@ _LOOKS = {
 _AXES = {
     "row": ("rows: one per output", COLOURS["blue"]),
     "col": ("columns: one per input", COLOURS["rust"]),
-    "scalar": ("scalars: one per matrix", COLOURS["teal"]),
+    "scalar": ("scalars: one per matrix or head", COLOURS["teal"]),
 }
 _KINDS = {"matrices": "ink", "multipliers": "blue", "vectors": "rust"}
 _DRIFT_COLOURS = [*RUN_COLOURS[1:], RUN_COLOURS[0]]

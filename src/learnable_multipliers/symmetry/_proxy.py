@@ -167,17 +167,19 @@ def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix
         if matrix is None:
             continue
         sizes = [part.size for part in role.parts]
+        heads = [part.head_dim for part in role.parts]
         if len(matrix.blocks) == 1:
             sizes = [role.shape[-1 if role.transposed else -2] // role.repeats]
+            heads = heads[:1]
         if len(sizes) != len(matrix.blocks):
             raise ValueError(
                 f"{role.name} has {len(matrix.blocks)} blocks in the plan, and {len(sizes)} in "
                 "a small proxy of the model: pass proxy=None to search the model itself"
             )
         blocks = [
-            # Heads are smaller here too, and nothing asks for them.
-            replace(block, size=size, head_dim=None)
-            for block, size in zip(matrix.blocks, sizes, strict=True)
+            # Heads are smaller here too.
+            replace(block, size=size, head_dim=head_dim if block.by_head else None)
+            for block, size, head_dim in zip(matrix.blocks, sizes, heads, strict=True)
         ]
         on_proxy[role.name] = replace(
             matrix, shape=role.shape, blocks=tuple(blocks), repeats=role.repeats
