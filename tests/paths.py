@@ -47,7 +47,7 @@ _FIELDS = {
     "log": dict(kind="row+col", scale="log"),
     "log scalar": dict(kind="scalar", scale="log"),
 }
-KINDS = (*_FIELDS, "blocks", "interleaved", "by head")
+KINDS = (*_FIELDS, "blocks", "interleaved", "per head")
 
 
 def toy_plan(model, kind):
@@ -64,9 +64,9 @@ def toy_plan(model, kind):
             model, "symmetry-aware", [*rules, lrm.Rule(r"unused|out|single", "row+col")]
         )
         return plan
-    if kind == "by head":
+    if kind == "per head":
         heads = dict(split={"query": 4, "key": 2}, repeats=2, head_dim=2)
-        rules = [lrm.Rule(r"mix", "scalar", **stack), lrm.Rule(r"qkv\.weight", "head", **heads)]
+        rules = [lrm.Rule(r"mix", "scalar", **stack), lrm.Rule(r"qkv\.weight", "per-head", **heads)]
         return lrm.plan(model, "full", rules)
     given = _FIELDS[kind]
     return lrm.plan(

@@ -49,9 +49,9 @@ def matrices(draw):
 def any_block(draw, role, size):
     head_dim = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0] or [None]))
     scalar = draw(st.booleans())
-    by_head = scalar and head_dim is not None and draw(st.booleans())
+    per_head = scalar and head_dim is not None and draw(st.booleans())
     row = draw(st.booleans())
-    return Block(role=role, size=size, row=row, scalar=scalar, by_head=by_head, head_dim=head_dim)
+    return Block(role=role, size=size, row=row, scalar=scalar, per_head=per_head, head_dim=head_dim)
 
 
 def far_values(matrix, seed=0, zero=True):
@@ -88,11 +88,11 @@ def by_definition(matrix, raw, values):
             if inside and block.scalar:
                 one = matrix.num_scalars == 1
                 head = 0
-                if block.by_head:
+                if block.per_head:
                     head = (repeat * block.size + place) // block.head_dim
                 where = ([*stack] or [0]) if one else [*stack, scalars + head]
                 factor *= at(numbers["scalar"], where)
-            heads = matrix.repeats * block.size // block.head_dim if block.by_head else 1
+            heads = matrix.repeats * block.size // block.head_dim if block.per_head else 1
             scalars += heads if block.scalar else 0
             place -= block.size
         if matrix.col:

@@ -25,7 +25,7 @@ FSDP_X_TP = pytest.param(
 )
 LAYOUTS = ["fsdp 1", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp", "tp 2", FSDP_X_TP, "ddp 2"]
 KINDS = {
-    "adamw": ["row+col", "blocks", "scalar", "by head"],
+    "adamw": ["row+col", "blocks", "scalar", "per head"],
     "muon": ["row+col", "blocks"],
     "muon by heads": ["blocks"],
 }

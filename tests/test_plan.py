@@ -414,19 +414,19 @@ def test_table_shows_each_kind_of_layer_once():
 
 
 def test_heads_of_queries_keys_and_values_have_a_multiplier_each():
-    plan = lrm.plan(build("llama"), "full", [Rule("[qkv]_proj", "head")])
+    plan = lrm.plan(build("llama"), "full", [Rule("[qkv]_proj", "per-head")])
     config = build("llama").config
     queries = plan["model.layers.0.self_attn.q_proj.weight"]
     assert queries.matrix.value_shapes() == {"scalar": (config.num_attention_heads,)}
     keys = plan["model.layers.0.self_attn.k_proj.weight"].matrix
     assert keys.num_multipliers == config.num_key_value_heads
-    assert f"scalar x{config.num_attention_heads} by head" in str(plan)
+    assert f"scalar x{config.num_attention_heads} per head" in str(plan)
     assert lrm.Plan.from_json(plan.to_json()) == plan
 
 
 def test_interleaved_heads_have_a_multiplier_each():
     model = build("gpt-neox")
-    rules = [Rule("query_key_value", "head", only="key"), Rule("query_key_value", "none")]
+    rules = [Rule("query_key_value", "per-head", only="key"), Rule("query_key_value", "none")]
     matrix = lrm.plan(model, "full", rules)[
         "gpt_neox.layers.0.attention.query_key_value.weight"
     ].matrix
@@ -441,12 +441,12 @@ def test_interleaved_heads_have_a_multiplier_each():
 
 def test_what_has_no_heads_cannot_have_a_multiplier_for_each():
     with pytest.raises(ValueError, match=r"up_proj.* \(up\) cannot .* heads are those of query"):
-        lrm.plan(build("llama"), "full", [Rule("up_proj", "head")])
+        lrm.plan(build("llama"), "full", [Rule("up_proj", "per-head")])
     with pytest.raises(ValueError, match="its role is unknown; say with role or split"):
-        lrm.plan(FusedBlock(), "full", [Rule("qkv", "head")])
-    told = Rule("qkv", "head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
+        lrm.plan(FusedBlock(), "full", [Rule("qkv", "per-head")])
+    told = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
     entry = lrm.plan(FusedBlock(), "full", [told])["attn.qkv.weight"]
-    assert entry.multipliers == "scalar x12 by head"
-    untold = Rule("qkv", "head", split={"query": 16, "key": 16, "value": 16})
-    with pytest.raises(ValueError, match=r'lrm.Rule\(r"attn.*", "head", head_dim=64\)'):
+    assert entry.multipliers == "scalar x12 per head"
+    untold = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16})
+    with pytest.raises(ValueError, match=r'lrm.Rule\(r"attn.*", "per-head", head_dim=64\)'):
         lrm.plan(FusedBlock(), "full", [untold])

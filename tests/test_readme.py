@@ -11,10 +11,7 @@ import pytest
 
 from evaluation_files import write_files
 from learnable_multipliers.cli import COMMANDS, main
-from learnable_multipliers.experiments import catalogue
-from learnable_multipliers.experiments.claim import mean_interval
-from learnable_multipliers.experiments.loss_difference import between
-from learnable_multipliers.experiments.record import Labelled, read_records
+from learnable_multipliers.experiments.record import read_records
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,23 +116,9 @@ def test_tables_of_the_first_comparison_are_those_of_its_records():
 
 
 def test_gains_of_the_readme_are_those_of_the_records():
-    readme = (ROOT / "README.md").read_text()
-    found = read_records(ROOT / "results" / "experiments")
-    rows = [
-        ("Llama, Muon", "20M", "log_scale", {"arm": "linear", "rate": 1.0}),
-        ("Llama, Muon", "59M", "long_run", {"arm": "vector", "optimizer": "muon"}),
-        ("hybrid, Muon", "20M", "placement", {"arm": "full"}),
-        ("Llama, AdamW", "59M", "long_run", {"arm": "vector", "optimizer": "adamw"}),
-    ]
-    for model, tokens, name, arm in rows:
-        records = [
-            Labelled(labels=run.labels, record=found[run.key])
-            for run in catalogue.load(name).runs("gpu")
-            if run.key in found
-        ]
-        plain = {"arm": "plain", **{k: v for k, v in arm.items() if k == "optimizer"}}
-        gains = list(between(records, plain, arm).values())
-        assert len(gains) == 5
-        mean, low, high = mean_interval(gains)
-        row = f"| {model} | {tokens} | {mean:.4f} [{low:.4f}, {high:.4f}] | `{name}` |"
-        assert row in readme
+    script = runpy.run_path(str(ROOT / "benchmarks" / "gains.py"))
+    table = script["table"](read_records(script["RECORDS"]))
+    assert table in (ROOT / "README.md").read_text()
+    evidence = " ".join((ROOT / "docs" / "evidence.md").read_text().split()).replace(" nats ", " ")
+    for line in table.splitlines()[2:]:
+        assert re.search(r"[\d.]+ \[.*\]", line)[0] in evidence

@@ -48,7 +48,7 @@ def test_a_file_stands_for_its_rules(tmp_path):
         (".", "'.' sets nothing: a rule is a pattern and settings, together in quotes"),
         (". kind", "'kind' is no setting; write key=value with one of kind, only, role"),
         (". knid=row", "'knid=row' is no setting"),
-        (". kind=rows", "unknown kind 'rows'; choose from none, scalar, row, col, row"),
+        (". kind=rows", "unknown kind 'rows'; choose from none, scalar, per-head, row"),
         (". kind=row kind=col", "has kind twice"),
         (". only=haed kind=row", "unknown role 'haed'; closest: head"),
         (". lr_scale=fast", "lr_scale=fast: not a number"),

@@ -18,7 +18,7 @@ from torch import Tensor
 Scale = Literal["linear", "log"]
 """`linear`: the stored value is the multiplier. `log`: the multiplier is its exponential."""
 
-Kind = Literal["none", "scalar", "head", "row", "col", "row+col"]
+Kind = Literal["none", "scalar", "per-head", "row", "col", "row+col"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Values = Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class Block:
     """Rows of this block in one repeat of the matrix's row pattern."""
     row: bool = False
     scalar: bool = False
-    by_head: bool = False
+    per_head: bool = False
     """Whether it has a scalar for each head in place of one."""
     init: float = 1.0
     """Initial value of the product of the block's multipliers."""
@@ -44,7 +44,7 @@ class Block:
     @property
     def rows_of_scalar(self) -> int:
         """Rows of one repeat that share a scalar."""
-        return self.head_dim if self.by_head and self.head_dim is not None else self.size
+        return self.head_dim if self.per_head and self.head_dim is not None else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class Matrix:
                     f"heads of {block.head_dim} rows do not divide the {block.size} rows of "
                     f"{block.role}"
                 )
-            if block.by_head and (block.head_dim is None or not block.scalar):
-                raise ValueError(f"{block.role} has no heads that are known, for scalars by head")
+            if block.per_head and (block.head_dim is None or not block.scalar):
+                raise ValueError(f"{block.role} has no heads that are known, for scalars per head")
             start = f"initial value {block.init} of {block.role}"
             if block.init == 0 or not math.isfinite(block.init):
                 raise ValueError(f"{start}: it must be finite, not zero")
@@ -135,7 +135,7 @@ class Matrix:
 
     def scalars_of(self, block: Block) -> int:
         """Return how many scalars a block carries."""
-        if block.by_head:
+        if block.per_head:
             return self.repeats * block.size // block.rows_of_scalar
         return int(block.scalar)
 
@@ -308,7 +308,7 @@ def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:
 
 def _over_rows(matrix: Matrix, block: Block, scalars: Tensor) -> Tensor:
     """Spread a block's scalars over its rows, (*stack, repeats, size)."""
-    if block.by_head:
+    if block.per_head:
         heads = scalars.unflatten(-1, (matrix.repeats, -1, 1))
         return heads.expand(*heads.shape[:-1], block.rows_of_scalar).flatten(-2)
     return scalars.unsqueeze(-2).expand(*scalars.shape[:-1], matrix.repeats, block.size)
@@ -318,7 +318,7 @@ def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
     """Sum a per-row quantity over the rows of each scalar."""
     sums = [
         rows.unflatten(-1, (-1, block.rows_of_scalar)).sum(-1).flatten(-2)
-        if block.by_head
+        if block.per_head
         else rows.sum(-2).sum(-1, keepdim=True)
         for block, rows in by_block(matrix, per_row)
         if block.scalar

@@ -78,8 +78,8 @@ class PlanEntry:
             words.append("col")
         if matrix.num_scalars:
             count = "" if matrix.num_scalars == 1 else f" x{matrix.num_scalars}"
-            by_head = any(block.by_head for block in matrix.blocks)
-            words.append(f"scalar{count}{' by head' if by_head else ''}")
+            per_head = any(block.per_head for block in matrix.blocks)
+            words.append(f"scalar{count}{' per head' if per_head else ''}")
         return "+".join(words) if len(with_row) in (0, len(matrix.blocks)) else " + ".join(words)
 
 

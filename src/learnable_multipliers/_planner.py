@@ -167,8 +167,8 @@ class _Planner:
                 role=decision.part.role,
                 size=decision.part.size,
                 row=decision.kind in ("row", "row+col"),
-                scalar=decision.kind in ("scalar", "head"),
-                by_head=decision.kind == "head",
+                scalar=decision.kind in ("scalar", "per-head"),
+                per_head=decision.kind == "per-head",
                 init=decision.init,
                 head_dim=decision.part.head_dim,
             )
@@ -323,7 +323,7 @@ class _Planner:
         elif (choice := choose(self.placement, parameter, part)) is None:
             self.undecided.append(f"{parameter.name} ({parameter.note})")
             choice = Choice("none", "unknown role")
-        if choice.kind == "head" and part.head_dim is None:
+        if choice.kind == "per-head" and part.head_dim is None:
             raise _no_heads(parameter, part)
         if part.role == "tied-embedding" and choice.kind in ("row", "row+col"):
             raise ValueError(
@@ -343,12 +343,12 @@ class _Planner:
 
 
 def _no_heads(parameter: ParameterRole, part: Part) -> ValueError:
-    """Return the error for a multiplier by head where no heads are known."""
+    """Return the error for a multiplier per head where no heads are known."""
     advice = 'heads are those of query, key and value; narrow the rule, such as with only="query"'
     if part.role == UNKNOWN:
         advice = "its role is unknown; say with role or split where its queries, keys or values are"
     elif part.role in QKV:
-        rule = f'lrm.Rule(r"{re.escape(parameter.name)}", "head", head_dim=64)'
+        rule = f'lrm.Rule(r"{re.escape(parameter.name)}", "per-head", head_dim=64)'
         advice = f"the model does not tell how many rows a head has; say it with a rule, {rule}"
     return ValueError(
         f"{parameter.name} ({part.role}) cannot have one multiplier for each head: {advice}"

@@ -27,7 +27,7 @@ class Rule:
     pattern: str
     """Regular expression searched for in the parameter's name."""
     kind: Kind | None = None
-    """What to carry, `head` being one scalar for each head of query, key or value; None keeps the
+    """What to carry: `per-head` is one scalar for each head of query, key or value. None keeps the
     placement's choice."""
     _: KW_ONLY
     only: str | None = None

@@ -37,8 +37,8 @@ def fingerprint(matrices: Mapping[str, Matrix]) -> str:
     for matrix in placed.values():
         for block in matrix["blocks"]:
             del block["init"]
-            if not block["by_head"]:
-                del block["by_head"], block["head_dim"]
+            if not block["per_head"]:
+                del block["per_head"], block["head_dim"]
     return hashlib.sha256(json.dumps(placed).encode()).hexdigest()[:16]
 
 

@@ -178,7 +178,7 @@ def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix
             )
         blocks = [
             # Heads are smaller here too.
-            replace(block, size=size, head_dim=head_dim if block.by_head else None)
+            replace(block, size=size, head_dim=head_dim if block.per_head else None)
             for block, size, head_dim in zip(matrix.blocks, sizes, heads, strict=True)
         ]
         on_proxy[role.name] = replace(
