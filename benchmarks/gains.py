@@ -31,7 +31,7 @@ def main() -> None:
 def table(found: dict[str, Record]) -> str:
     """Return the gains of recorded runs with the settings they were trained with."""
     lines = [
-        "| model, optimizer | tokens | decay | multiplier lr | gain in nats [95% interval] | runs |",
+        "| model, optimizer | tokens | decay | multiplier lr | gain in nats [95%] | runs of |",
         "|---|---|---|---|---|---|",
     ]
     for model, experiment, arm, plain in ROWS:

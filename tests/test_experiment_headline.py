@@ -11,6 +11,7 @@ import pytest
 
 from learnable_multipliers.experiments import headline, headline_report, page, table
 from learnable_multipliers.experiments.record import Labelled
+from learnable_multipliers.experiments.search import LEAST_GAIN
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
@@ -76,13 +77,25 @@ def test_stages_come_one_after_another(played):
     assert rounds[0] == [
         {**labels, "stage": "tuning", "arm": "plain", "seed": 0} for labels in rounds[0]
     ]
-    order = [labels["arm"] for each in rounds for labels in each]
-    assert order.index("vector") < order.index("symmetry-aware") < order.index("vector + adamc")
-    lengths = [labels["length"] for each in rounds for labels in each]
+    order = [labels for each in rounds for labels in each]
+    arms = [labels["arm"] for labels in order]
+    assert arms.index("vector") < arms.index("symmetry-aware") < arms.index("vector + adamc")
+    lengths = [labels["length"] for labels in order]
     assert lengths.index(0.8) < lengths.index(1.64)
     # A stage waits for the records of the one before.
     for each in rounds:
         assert len({(labels["stage"], labels["seed"] == 0) for labels in each}) == 1
+
+    def first_of(**wanted):
+        return next(i for i, labels in enumerate(order) if wanted.items() <= labels.items())
+
+    # With Muon, whose seeds scatter less, each comparison comes before the same with AdamW.
+    for family, arm in (("llama", "vector"), ("hybrid", "vector"), ("llama", "symmetry-aware")):
+        wanted = {"family": family, "arm": arm}
+        assert first_of(**wanted, optimizer="muon") < first_of(**wanted, optimizer="adamw")
+    # Whole seeds: what is stopped compares the arms with fewer of them.
+    finals = [labels for labels in order if labels["stage"] == "final"][:15]
+    assert [labels["seed"] for labels in finals] == [seed for seed in range(1, 6) for _ in range(3)]
 
 
 def test_every_arm_has_the_same_number_of_trials(played):
@@ -95,7 +108,7 @@ def test_every_arm_has_the_same_number_of_trials(played):
         most = 6 if arm in rivals - {"magnitude-direction"} else 8
         if arm == "plain":
             # Once more as the others are, mostly of trials it has made.
-            most = 24 + 8 if family == "llama" else 8 + 8
+            most = 28 + 8 if family == "llama" else 8 + 8
             assert 8 <= count <= most
         else:
             assert most - 3 <= count <= most, (family, arm)
@@ -113,17 +126,17 @@ def test_reported_seeds_are_none_of_the_tuning(played):
     for (_, _, arm, length, _), found in seeds.items():
         five = arm in ("plain", "scalar", "vector", "vector, varied") and length <= 1
         assert found == [1, 2, 3, 4, 5][: 5 if five else 3]
-    # The same settings as the best trial, with other seeds and lengths.
-    best = {}
+    # The same settings as a trial that none was better than, with other seeds and lengths.
+    trials = {}
     for run in runs.values():
         if run.labels["stage"] == "tuning":
             arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
-            if arm not in best or loss_of(run) < loss_of(best[arm]):
-                best[arm] = run
+            trials.setdefault(arm, []).append(run)
     for run in runs.values():
-        *arm, name = (run.labels[name] for name in ("family", "optimizer", "arm"))
-        if run.labels["stage"] == "final" and name != "vector, varied":
-            assert run.config.optimizer == best[*arm, name].config.optimizer
+        arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
+        if run.labels["stage"] == "final" and arm[2] != "vector, varied":
+            losses = [loss_of(t) for t in trials[arm] if t.config.optimizer == run.config.optimizer]
+            assert min(losses) <= min(map(loss_of, trials[arm])) + LEAST_GAIN
 
 
 def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(played, labelled):
@@ -155,7 +168,7 @@ def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(playe
     assert rows["log scale"][2] == "3"
     # The gain over vector, which has one of its own.
     assert float(rows["log scale"][3].split()[0]) == pytest.approx(0.02, abs=0.003)
-    assert rows["log scale"][4] == "better"
+    assert rows["log scale"][4] == rows["rows alone"][4] == "kept"
     assert {rows[name][4] for name in VARIATIONS if len(seeds[name]) < 3} == {"worse with a seed"}
 
 
@@ -174,11 +187,12 @@ def test_variations_set_what_they_say():
         assert matrix("layers.0.feed_forward.down_proj", name).carries
     assert matrix("lm_head", "rows on the head").blocks[0].row
     # Of two that set the same thing, the first has its way; others add to it.
-    down = matrix("down_proj", "columns alone", "rows alone", "raw weights start settled")
+    down = matrix("down_proj", "columns alone", "rows alone", "raw weights start at twice the size")
     assert down.col
     assert not down.blocks[0].row
-    # Raw weights of 0.02 / init, which is sqrt(lr / (2 wd)).
-    assert 0.02 / down.blocks[0].init == pytest.approx((8e-3 / 0.2) ** 0.5, rel=5e-3)
+    # The effective weight is as large as without: raw weights are divided by it.
+    assert down.blocks[0].init == 0.5
+    assert matrix("q_proj", "one for each head of query, key, value").num_multipliers > 1
 
 
 def test_runs_are_what_their_labels_say(played):
@@ -231,11 +245,15 @@ def test_the_table_has_the_gains_of_the_world(labelled):
     assert rows["Llama", "Muon", "cautious"][6] == "worse"
     assert rows["Llama", "AdamW", "vector"][3] == "5"
     # A gain of 0.02 nats is 0.002 bits per byte in this world.
-    assert float(rows["Llama", "Muon", "vector"][7].split()[0]) == pytest.approx(0.002, abs=0.001)
+    assert float(rows["Llama", "Muon", "vector"][8].split()[0]) == pytest.approx(0.002, abs=0.001)
     assert {row[3:6] for row in longer.rows} == {("1.64x", "1x", "3"), ("1.64x", "2x", "3")}
     gains = {row[2]: row for row in longer.rows if row[:2] == ("Llama", "Muon")}
     assert float(gains["vector"][7].split()[0]) == pytest.approx(0.02, abs=0.004)
     assert gains["vector"][8] == "better"
+    # What rivals gain over vector, by the same seeds.
+    over = float(rows["Llama", "Muon", "symmetry-aware"][7].split()[0])
+    assert over == pytest.approx(-0.005, abs=0.012)
+    assert rows["Llama", "Muon", "vector"][7] == ""
     reached = next(row for row in shorter.rows if row[:3] == ("Llama", "Muon", "vector"))
     # 0.2 nats a length: 0.02 is a tenth of it. All runs have one speed.
     assert float(reached[4]) == pytest.approx(0.9, abs=0.02)
@@ -246,7 +264,7 @@ def test_the_table_has_the_gains_of_the_world(labelled):
     assert "lr" not in plain[7].split(", ")
     wanted = {"stage": "tuning", "family": "llama", "optimizer": "adamw", "arm": "plain"}
     losses = [one.record.loss for one in labelled if wanted.items() <= one.labels.items()]
-    assert plain[4] == f"{min(losses):.4f}"
+    assert float(plain[4]) == pytest.approx(min(losses), abs=1e-3)
     assert plain[5] == f"{min(losses[:6]):.4f}"
     # Settings that were never moved are not bracketed.
     for row in tuning.rows:
@@ -312,24 +330,25 @@ def test_arms_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
 def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
     first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
     (tuning,) = (each for each in headline.tables(first) if each.title == "Tuning")
-    assert tuning.rows[0][7] == "lr, weight_decay, warmup, one_minus_beta2"
+    every = [axis.name for axis in headline.baseline_axes("llama", "muon")]
+    assert tuning.rows[0][7] == ", ".join(every)
 
 
 @pytest.mark.parametrize(
     ("losses", "loss", "expected"),
     [
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.1, 0.95),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.3, 0.85),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.5, None),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 2.9, None),
-        ({0.8: 3.4, 0.9: math.inf, 1.0: 3.0}, 3.1, 0.95),
-        ({1.0: 3.0}, 3.5, None),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.1, ("", 0.95)),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.3, ("", 0.85)),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.5, ("<", 0.8)),
+        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 2.9, (">", 1.0)),
+        ({0.8: 3.4, 0.9: math.inf, 1.0: 3.0}, 3.1, ("", 0.95)),
+        ({0.8: math.inf, 1.0: math.inf}, 3.1, (">", 1.0)),
     ],
 )
 def test_the_length_at_which_a_loss_is_reached_is_interpolated(losses, loss, expected):
     by_length = {length: [value, value] for length, value in losses.items()}
     found = headline_report.reached(by_length, loss)
-    assert found == (None if expected is None else pytest.approx(expected))
+    assert found == (expected[0], pytest.approx(expected[1]))
 
 
 def test_verdicts_need_three_seeds_and_an_interval_on_one_side():

@@ -48,6 +48,15 @@ def test_it_goes_on_from_a_better_point_at_once():
     assert list(losses)[:4] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
+def test_noise_is_not_followed():
+    """Gains that repeats of a run have too leave the other axes their trials."""
+    search = Search((DECAY, RATE), trials=50)
+    losses = trace(
+        search, lambda at: 3e-4 * math.log2(at["wd"]) + bowl(4e-3, 0.1)(at) * (at["lr"] != 4e-3)
+    )
+    assert list(losses) == [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
+
+
 def test_trials_are_bounded():
     search = Search((RATE, DECAY), trials=3)
     losses = trace(search, bowl(8e-3, 0.1))
@@ -59,3 +68,4 @@ def test_diverged_runs_are_never_the_best():
     losses = trace(search, lambda at: math.nan if at["lr"] > 4e-3 else 3.0 + at["lr"])
     assert search.values(best(losses))["lr"] < 4e-3
     assert best({(0,): math.nan, (1,): math.inf, (2,): 3.0}) == (2,)
+    assert best({(0,): 3.0, (1,): math.inf, (2,): math.nan}) == (0,)

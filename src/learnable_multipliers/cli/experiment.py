@@ -159,6 +159,12 @@ def _check(config: ExperimentConfig, names: Sequence[str]) -> None:
             "the preset gpu needs text of its own: give the folder that lrm data prepare wrote "
             "with --data"
         )
+    if config.requests is None and (tasks := catalogue.benchmarks_of(names)):
+        raise ValueError(
+            f"runs of {', '.join(names)} are scored on benchmarks when they are trained, and at no "
+            f"other time: make the requests with lrm evaluate {config.data} --eval-data FOLDER "
+            f"--tasks {' '.join(tasks)} --requests-only FILE, and give them with --requests"
+        )
     if not torch.cuda.is_available():
         raise ValueError("the preset gpu needs a CUDA device, and there is none: --preset cpu")
 
@@ -184,7 +190,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         return
     if tasks and config.requests is None:
         _say(console, f"without --requests no run is scored on {', '.join(tasks)}")
-    num_workers = config.jobs or runner.default_jobs(config.preset)
+    num_workers = config.jobs or runner.default_jobs(config.preset, names)
     adaptive = [name for name in names if catalogue.is_adaptive(name)]
 
     def follow_up(found: Sequence[Record]) -> list[Job]:

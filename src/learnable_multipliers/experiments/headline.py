@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean
 from typing import Any, Literal
 
@@ -34,9 +35,13 @@ BENCHMARKS = ("lambada", "blimp", "arc_easy", "sciq", "piqa", "openbookqa", "win
 Kind = Literal["adamw", "muon"]
 Family = Literal["llama", "hybrid"]
 Settings = Mapping[str, float]
-"""What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `one_minus_beta2`,
-and `rest_lr`, the learning rate of what is not a hidden matrix."""
-KINDS: tuple[Kind, ...] = ("adamw", "muon")
+"""What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `decay_factor` over
+its last fifth, `one_minus_beta2`, and `rest_lr`, the learning rate of what is not a hidden
+matrix."""
+KINDS: tuple[Kind, ...] = ("muon", "adamw")
+"""In the order of the runs: seeds of Muon scatter less."""
+GPU_JOBS = 1
+"""Runs at a time: more gain nothing at this size, and times are compared."""
 FINE = 2**0.5
 VARIATION_SEEDS = (6, 7, 8)
 """Neither that of the tuning nor those of the report."""
@@ -85,7 +90,7 @@ SCALES: dict[Preset, Scale] = {
     ),
     "gpu": Scale(
         tokens=220_000_000,
-        baseline_trials=24,
+        baseline_trials=28,
         trials=8,
         rival_trials=6,
         seeds=(1, 2, 3, 4, 5),
@@ -172,6 +177,8 @@ class _Program:
         self._preset: Preset = preset
         self._records = records
         self._scale = SCALES[preset]
+        self._baselines: dict[tuple[Family, Kind], Settings] = {}
+        """Settings that all arms of a model and an optimizer start from."""
         self._tuned: dict[tuple[Family, Kind, str], Settings] = {}
         """Best settings of the arms whose tuning has ended."""
         self._losses: dict[tuple[Family, Kind, str], float] = {}
@@ -181,18 +188,8 @@ class _Program:
 
     def stages(self) -> Iterator[Run]:
         """Yield the runs, stage after stage."""
-        for stage in (
-            lambda: self._baselines("llama"),
-            lambda: self._compared("llama", (SCALAR, VECTOR), self._scale.seeds),
-            lambda: self._baselines("hybrid"),
-            lambda: self._compared("hybrid", (VECTOR,), self._scale.seeds),
-            self._varied,
-            self._others,
-            self._combined,
-            self._shorter,
-            self._longer,
-        ):
-            for run in stage():
+        for stage in self._in_order():
+            for run in stage:
                 self._missing |= run.key not in self._records
                 if run.key not in self._yielded:
                     self._yielded.add(run.key)
@@ -200,32 +197,51 @@ class _Program:
             if self._missing:
                 return
 
+    def _in_order(self) -> Iterator[Iterator[Run]]:
+        """Yield the stages: each reads what those before it have found."""
+        yield chain.from_iterable(self._baseline("llama", kind) for kind in KINDS)
+        for kind in KINDS:
+            yield self._compared("llama", kind, (SCALAR, VECTOR), self._scale.seeds)
+        yield self._shorter("muon")
+        yield self._baseline("hybrid", "muon")
+        yield self._compared("hybrid", "muon", (VECTOR,), self._scale.seeds)
+        yield self._varied()
+        yield self._others("muon")
+        yield self._combined("muon")
+        yield self._baseline("hybrid", "adamw")
+        yield self._compared("hybrid", "adamw", (VECTOR,), self._scale.seeds)
+        yield self._shorter("adamw")
+        yield self._others("adamw")
+        yield self._combined("adamw")
+        yield self._longer()
+
     # -- stages --------------------------------------------------------------------------------
 
-    def _baselines(self, family: Family) -> Iterator[Run]:
+    def _baseline(self, family: Family, kind: Kind) -> Iterator[Run]:
         """(a) Tune plain runs, with settings that the arms take over.
 
-        Warmup and beta2 are tuned with the Llama, and the hybrid has them from there.
+        What is tuned with the Llama alone the hybrid has from there.
         """
-        for kind in KINDS:
-            given = {}
-            if family == "hybrid":
-                tuned = self._tuned["llama", kind, "plain"]
-                given = {name: tuned[name] for name in ("warmup", "one_minus_beta2")}
-            trials = self._scale.baseline_trials if family == "llama" else self._scale.trials
-            search = Search(baseline_axes(family, kind), trials)
-            yield from self._search(family, kind, PLAIN, search, given)
+        axes, given = baseline_axes(family, kind), {}
+        if family == "hybrid":
+            own = {axis.name for axis in axes}
+            tuned = self._baselines["llama", kind]
+            given = {name: value for name, value in tuned.items() if name not in own}
+        trials = self._scale.baseline_trials if family == "llama" else self._scale.trials
+        yield from self._search(family, kind, PLAIN, Search(axes, trials), given)
+        if (family, kind, PLAIN.name) in self._tuned:
+            self._baselines[family, kind] = self._tuned[family, kind, PLAIN.name]
 
-    def _compared(self, family: Family, arms: Sequence[Arm], seeds: Sequence[int]) -> Iterator[Run]:
-        """(b, c) Tune arms, then train them and the baselines with the seeds of the report.
+    def _compared(
+        self, family: Family, kind: Kind, arms: Sequence[Arm], seeds: Sequence[int]
+    ) -> Iterator[Run]:
+        """(b, c) Tune arms, then train them and the baseline with the seeds of the report.
 
         Plain is tuned once more as they are, from the same start.
         """
-        yield from self._tune(family, (PLAIN, *arms))
+        yield from self._tune(family, kind, (PLAIN, *arms))
         if not self._missing:
-            for kind in KINDS:
-                for arm in (PLAIN, *arms):
-                    yield from self._finals(family, kind, arm, seeds)
+            yield from self._finals(family, kind, (PLAIN, *arms), seeds)
 
     def _varied(self) -> Iterator[Run]:
         """Vary vector multipliers at half the length; train what is better, together, at 1x.
@@ -245,66 +261,61 @@ class _Program:
                     found.append(table.loss(pair[0]) - table.loss(pair[1]))
                 if len(pair) < 2 or not found[-1] > 0:
                     break
-        better = [name for name in gains if headline_report.verdict(gains[name]) == "better"]
+        seeds = len(VARIATION_SEEDS)
+        better = [name for name in gains if headline_report.is_kept(gains[name], seeds)]
         better.sort(key=lambda name: -fmean(gains[name]))
-        for kind in KINDS if better and not self._missing else ():
+        if not better or self._missing:
+            return
+        for kind in KINDS:
             self._tuned["llama", kind, VARIED.name] = self._tuned["llama", kind, VECTOR.name]
             arm = replace(VARIED, variations=tuple(better))
-            yield from self._finals("llama", kind, arm, self._scale.seeds)
+            yield from self._finals("llama", kind, (arm,), self._scale.seeds)
 
     def _variation(self, arm: Arm, seed: int) -> Run:
         values = self._tuned["llama", "muon", VECTOR.name]
         return self._run("variation", "llama", "muon", arm, values, seed, 0.5)
 
-    def _others(self) -> Iterator[Run]:
+    def _others(self, kind: Kind) -> Iterator[Run]:
         """(d) The symmetry-aware placement and the rivals."""
-        yield from self._tune("llama", (AWARE,))
-        for kind in KINDS:
-            for arm in RIVALS[kind]:
-                plain = self._tuned["llama", kind, "plain"]
-                axes = arm.axes(kind, plain)
-                trials = self._scale.rival_trials if len(axes) < 3 else self._scale.trials
-                yield from self._search("llama", kind, arm, Search(axes, trials), plain)
+        yield from self._tune("llama", kind, (AWARE, *RIVALS[kind]))
         if not self._missing:
-            for kind in KINDS:
-                for arm in (AWARE, *RIVALS[kind]):
-                    yield from self._finals("llama", kind, arm, self._scale.few_seeds)
+            arms = (AWARE, *RIVALS[kind])
+            yield from self._finals("llama", kind, arms, self._scale.few_seeds)
 
-    def _combined(self) -> Iterator[Run]:
+    def _combined(self, kind: Kind) -> Iterator[Run]:
         """(d) Vector multipliers on top of the best rival that has none of its own."""
-        for kind in KINDS:
-            allowed = [arm for arm in RIVALS[kind] if arm.axes is _decayed and arm.name != "muown"]
-            rival = self._best("llama", kind, allowed)
-            arm = combination(rival)
-            settings = self._tuned["llama", kind, rival.name]
-            search = Search(arm.axes(kind, settings), self._scale.trials)
-            yield from self._search("llama", kind, arm, search, settings)
-            if not self._missing:
-                yield from self._finals("llama", kind, arm, self._scale.few_seeds)
+        allowed = [arm for arm in RIVALS[kind] if arm.axes is _decayed and arm.name != "muown"]
+        rival = self._best("llama", kind, allowed)
+        arm = combination(rival)
+        settings = self._tuned["llama", kind, rival.name]
+        search = Search(arm.axes(kind, settings), self._scale.trials)
+        yield from self._search("llama", kind, arm, search, settings)
+        if not self._missing:
+            yield from self._finals("llama", kind, (arm,), self._scale.few_seeds)
 
-    def _shorter(self) -> Iterator[Run]:
+    def _shorter(self, kind: Kind) -> Iterator[Run]:
         """The best multiplier arm at 0.8x and 0.9x: where does it reach plain's final loss?"""
-        for kind in KINDS:
-            for part in (0.8, 0.9):
-                arm = self._best("llama", kind, (SCALAR, VECTOR))
-                yield from self._finals("llama", kind, arm, self._scale.seeds, part)
+        arm = self._best("llama", kind, (SCALAR, VECTOR))
+        for part in (0.8, 0.9):
+            yield from self._finals("llama", kind, (arm,), self._scale.seeds, part)
 
     def _longer(self) -> Iterator[Run]:
         """(e) Plain and the best multiplier arm at 1.64x (360M tokens), also twice as large."""
         for size in (1, 2):
             for kind in KINDS:
-                for arm in (PLAIN, self._best("llama", kind, (SCALAR, VECTOR))):
-                    seeds = self._scale.few_seeds
-                    yield from self._finals("llama", kind, arm, seeds, 1.64, size)
+                arms = PLAIN, self._best("llama", kind, (SCALAR, VECTOR))
+                yield from self._finals("llama", kind, arms, self._scale.few_seeds, 1.64, size)
 
     # -- parts of stages -----------------------------------------------------------------------
 
-    def _tune(self, family: Family, arms: Sequence[Arm]) -> Iterator[Run]:
-        for kind in KINDS:
-            plain = self._tuned[family, kind, "plain"]
-            for arm in arms:
-                search = Search(arm.axes(kind, plain), self._scale.trials)
-                yield from self._search(family, kind, arm, search, plain)
+    def _tune(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Iterator[Run]:
+        """Tune arms from the baseline, each for itself."""
+        start = self._baselines[family, kind]
+        for arm in arms:
+            axes = arm.axes(kind, start)
+            is_rival = arm in RIVALS[kind] and len(axes) < 3
+            trials = self._scale.rival_trials if is_rival else self._scale.trials
+            yield from self._search(family, kind, arm, Search(axes, trials), start)
 
     def _search(
         self, family: Family, kind: Kind, arm: Arm, search: Search, given: Settings
@@ -326,14 +337,16 @@ class _Program:
         self,
         family: Family,
         kind: Kind,
-        arm: Arm,
+        arms: Sequence[Arm],
         seeds: Sequence[int],
         part: float = 1.0,
         size: int = 1,
     ) -> Iterator[Run]:
-        values = self._tuned[family, kind, arm.name]
+        """Yield runs of the report, whole seeds together."""
         for seed in seeds:
-            yield self._run("final", family, kind, arm, values, seed, part, size)
+            for arm in arms:
+                values = self._tuned[family, kind, arm.name]
+                yield self._run("final", family, kind, arm, values, seed, part, size)
 
     def _run(
         self,
@@ -357,7 +370,8 @@ class _Program:
         return Run(
             labels=labels | dict(values),
             config=replace(tuned, seed=seed),
-            scored=stage == "final",
+            # The table of benchmarks has these alone.
+            scored=stage == "final" and (part, size) == (1.0, 1),
         )
 
     def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
@@ -373,6 +387,7 @@ def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
         axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
     if family == "llama":
         axes += [Axis("warmup", 0.1, 2.0), Axis("one_minus_beta2", 0.05, 2.0)]
+        axes.append(Axis("decay_factor", 8.0, 4.0))
     return tuple(axes)
 
 
@@ -450,10 +465,12 @@ def configured(config: TrainConfig, values: Settings) -> TrainConfig:
         changes["adamw_lr_scale"] = rest_lr / changes["lr"]
     if one_minus_beta2 is not None:
         changes["betas"] = (config.optimizer.betas[0], 1 - one_minus_beta2)
+    schedule = config.schedule
     if warmup is not None:
-        tokens = round(warmup * config.schedule.tokens)
-        config = replace(config, schedule=replace(config.schedule, warmup_tokens=tokens))
-    return with_optimizer(config, **changes)
+        schedule = replace(schedule, warmup_tokens=round(warmup * schedule.tokens))
+    if (factor := changes.pop("decay_factor", None)) is not None:
+        schedule = replace(schedule, decay_factor=factor)
+    return with_optimizer(replace(config, schedule=schedule), **changes)
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -104,15 +104,19 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
                 entries=[entry for entry in entries if entry.experiment == name],
                 tables=tables(found) if found and tables else [],
                 plots=[(plot, plot.svg(f"{name}-{i}")) for i, plot in enumerate(drawn)],
-                protocol=protocol(found, len(runs[name])),
+                protocol=protocol(found, len(runs[name]), catalogue.is_adaptive(name)),
                 command=ledger.command(name, preset),
             )
         )
     return sections, [entry for entry in entries if not entry.experiment]
 
 
-def protocol(records: Sequence[Labelled], num_runs: int) -> list[str]:
-    """Return how runs were made, as sentences: number, seeds, tokens, settling, device."""
+def protocol(records: Sequence[Labelled], num_runs: int, is_adaptive: bool = False) -> list[str]:
+    """Return how runs were made, as sentences: number, seeds, tokens, settling, device.
+
+    Args:
+        is_adaptive: Whether more runs may follow from the records.
+    """
     if not records:
         return [f"None of the {num_runs} runs has a record."]
     kept = [each.record for each in records]
@@ -121,10 +125,11 @@ def protocol(records: Sequence[Labelled], num_runs: int) -> list[str]:
     devices = sorted({record.device for record in kept})
     versions = sorted({record.torch for record in kept})
     texts = {record.data for record in kept}
+    more = ", and more follow from them" if is_adaptive and len(kept) < num_runs else ""
     lost = [in_words(each.labels) for each in records if each.record.outcome == "diverged"]
     return [
         f"{len(kept)} of {num_runs} runs have a record"
-        f" ({'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}).",
+        f" ({'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}){more}.",
         f"Each saw {_range([record.tokens for record in kept], count)} tokens, with "
         f"2 wd sum(lr) = {_range(settled, '{:.1f}'.format)}: matrices have settled from 4 on.",
         f"On {', '.join(devices)} with torch {', '.join(versions)}, "

@@ -114,9 +114,14 @@ def outdated(record: Record, name: str) -> list[str]:
     return [claim.id for claim in claims if record.ledger.get(claim.id) != claim.hash]
 
 
-def default_jobs(preset: Preset) -> int:
-    """Return how many runs are trained at a time."""
-    return num_cores() if preset == "cpu" else GPU_JOBS
+def default_jobs(preset: Preset, names: Iterable[str]) -> int:
+    """Return how many runs of these experiments are trained at a time.
+
+    A module may name a number of its own for a GPU, `GPU_JOBS`.
+    """
+    if preset == "cpu":
+        return num_cores()
+    return min(getattr(catalogue.load(name), "GPU_JOBS", GPU_JOBS) for name in names)
 
 
 def default_threads(preset: Preset, num_workers: int) -> int:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 Point = tuple[int, ...]
 """A place on the grid: steps from the start along each axis."""
+LEAST_GAIN = 5e-4
+"""Nats by which a trial must be better to be gone on from: about what runs of Muon differ by when
+they are repeated. Without it a search follows noise along one axis until its trials are used up."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Search:
         }
 
     def next(self, losses: Mapping[Point, float]) -> Point | None:
-        """Return the point to try after these; None at the end.
+        """Return the point to try after these, in the order of trials; None at the end.
 
         Neighbours of the best point are tried axis by axis, up then down; a better one is the best
-        from then on. It ends where all neighbours are worse.
+        from then on. It ends where no neighbour is better.
         """
         if not losses:
             return (0,) * len(self.axes)
@@ -54,9 +57,14 @@ class Search:
 
 
 def best(losses: Mapping[Point, float]) -> Point:
-    """Return the point of the lowest loss; the first of equal ones."""
-    # A diverged run is infinite; NaN would compare as anything.
-    return min(losses, key=lambda point: math.inf if math.isnan(losses[point]) else losses[point])
+    """Return the best point of trials in their order, each better than the one before it."""
+    points = iter(losses)
+    found = next(points)
+    for point in points:
+        # A diverged run is infinite or NaN.
+        if math.isfinite(losses[point]) and not losses[found] - LEAST_GAIN <= losses[point]:
+            found = point
+    return found
 
 
 def neighbours(point: Point) -> list[Point]:

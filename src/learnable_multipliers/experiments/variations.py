@@ -5,7 +5,6 @@ The headline tries them on tuned runs. Those that are better, together, are one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,6 @@ from learnable_multipliers.pretrain.config import TrainConfig
 
 HIDDEN = ("query", "key", "value", "attention-out", "gate", "up", "down")
 """Roles of the hidden matrices of a Llama."""
-_STD = 0.02
-"""Of matrices at the start."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,11 @@ def _rules(*roles: str, **fields: object) -> Variation:
     return Variation(rules=lambda config: dict.fromkeys(roles, fields))
 
 
-def _settled(config: TrainConfig) -> Mapping[str, Mapping[str, object]]:
-    """Start raw weights with the rms of eq. 1, multipliers with what keeps the effective weights.
-
-    Then the size of a step relative to its weight does not change while the raw weights settle.
-    """
-    rms = math.sqrt(config.optimizer.lr / (2 * config.optimizer.weight_decay))
-    return dict.fromkeys(HIDDEN, {"init": f"{_STD / rms:.3g}"})
+def _decay(factor: float) -> Variation:
+    """Change the decay of raw weights, whose scale the multipliers can make up for."""
+    return Variation(
+        lambda config: with_optimizer(config, weight_decay=config.optimizer.weight_decay * factor)
+    )
 
 
 VARIATIONS: Mapping[str, Variation] = {
@@ -65,7 +60,10 @@ VARIATIONS: Mapping[str, Variation] = {
     "decay of multipliers x 10": _optimizer(multiplier_weight_decay=2e-2),
     "multipliers without warmup": _schedule(multipliers="no-warmup"),
     "multipliers without decay of their rate": _schedule(multipliers="no-decay"),
-    "raw weights start settled": Variation(rules=_settled),
+    "decay of raw weights x 4": _decay(4.0),
+    "decay of raw weights x 16": _decay(16.0),
+    "raw weights start at twice the size": _rules(*HIDDEN, init=0.5),
+    "raw weights start at half the size": _rules(*HIDDEN, init=2.0),
     "embedding factor stays fixed": _optimizer(multiplier_init="one"),
     "one for each head of query, key, value": _rules("query", "key", "value", kind="per-head"),
     "rows alone": _rules(*HIDDEN, kind="row"),
