@@ -20,9 +20,10 @@ from learnable_multipliers._plan import PlanEntry
 from learnable_multipliers._planner import plan
 from learnable_multipliers.equilibrium._prediction import TensorWalk, Trained, trained_tensors
 from learnable_multipliers.equilibrium._random_walk import RandomWalk, adamw_walk, muon_walk
-from learnable_multipliers.optim._base import MultiplierOptimizer, innermost
+from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS
 from learnable_multipliers.optim._sharding import full
+from learnable_multipliers.optim._unwrap import innermost
 
 _KNOWN = "torch.optim.AdamW, Adam and Muon"
 

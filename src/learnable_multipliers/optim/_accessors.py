@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._reparametrize import explicit_multipliers
-from learnable_multipliers.optim._base import unwrap
+from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._unwrap import innermost
 
 
 def multipliers(source: Optimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -37,3 +40,15 @@ def clip_grad_norm_(
 def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
     return unwrap(optimizer).raw_weights()
+
+
+def unwrap(optimizer: Any) -> MultiplierOptimizer:
+    """Return the optimizer of this library inside what a framework has put around it."""
+    found = innermost(optimizer)
+    if not isinstance(found, MultiplierOptimizer):
+        raise TypeError(
+            f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
+            "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
+            "model, plan)"
+        )
+    return found

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix, effective, keep_carried_rows
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._base import MultiplierOptimizer, unwrap
+from learnable_multipliers.optim._accessors import unwrap
+from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Axis, Symmetry
 
 # Members' coordinates that count as 0 when solving, in log units.

@@ -1,0 +1,58 @@
+"""Raw weights that follow what something else wrote to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from learnable_multipliers.kernels._parameter import ParameterState
+from learnable_multipliers.kernels._reference import effective_of, write_effective, write_raw
+from learnable_multipliers.optim._binding import Binding
+from learnable_multipliers.optim._sharding import all_agree, local
+
+_SMALLEST_FACTOR = 1e-2
+"""Raw weights are not divided by factors below it: one step may change these several times over."""
+
+
+def changed(bound: Binding) -> list[ParameterState]:
+    """Return the parameters that are others than their raw weights and multipliers make."""
+    bound.write_factors_()
+    same = [not _differs(state) for state in bound.states]
+    # A shard may be the same where those of other ranks are not.
+    same = all_agree(bound.process_group, same, bound.device)
+    return [s for s, kept in zip(bound.states, same, strict=True) if not kept]
+
+
+def follow_(bound: Binding, states: Iterable[ParameterState], has_stepped: bool) -> None:
+    """Set raw weights from the model's; multipliers near zero start at 1."""
+    # Ranks share columns, so where one of them has a row near zero all start again.
+    # Before the first step they are the initial values, which may be as small as asked for.
+    least = _SMALLEST_FACTOR if has_stepped else torch.finfo(torch.float32).tiny
+    flags = [_is_divisible(state, least) for state in states]
+    divisible = all_agree(bound.process_group, flags, bound.device)
+    for state, can_follow in zip(states, divisible, strict=True):
+        if state.matrix is not None and not can_follow:
+            for name in state.matrix.value_shapes():
+                state.multipliers[name].fill_(0.0 if state.matrix.scale == "log" else 1.0)
+    bound.write_factors_()
+    for state in states:
+        if state.owns_raw:
+            write_raw(state)
+            write_effective(state)
+    bound.guard.remember(states)
+
+
+def _is_divisible(state: ParameterState, least: float) -> bool:
+    """Return whether no factor of a parameter is below `least`, so that its raw weight follows."""
+    return state.factors is None or all(
+        bool((factor.abs() >= least).all()) for factor in state.factors
+    )
+
+
+def _differs(state: ParameterState) -> bool:
+    """Return whether a weight is another one than its raw weight and multipliers make."""
+    if not state.owns_raw:
+        return False
+    weight = local(state.parameter.detach())
+    return not torch.equal(effective_of(state).to(weight.dtype), weight)
