@@ -847,3 +847,14 @@ def test_symmetries_are_told_in_words():
         ("0.bias", "vector", None): 1.0,
         ("2.weight", "col", None): -2.0,
     }
+
+
+@pytest.mark.parametrize("rules", [[], [lrm.Rule("[qkv]_proj", "per-head")]])
+def test_scalars_have_the_same_symmetries_on_either_scale(rules):
+    model = build("llama")
+    found = [
+        lrm.find_symmetries(model, lrm.plan(model, "scalar", rules, scale=scale))
+        for scale in ("linear", "log")
+    ]
+    assert len(found[0]) > 0
+    assert [s.exponents for s in found[0]] == [s.exponents for s in found[1]]

@@ -28,9 +28,12 @@ def layer_template(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter once under the name it has in the bare model."""
-    for name, parameter in unwrap(model).named_parameters():
+def named_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter under the name it has in the bare model, a tied one once or by each."""
+    named = unwrap(model).named_parameters(remove_duplicate=remove_duplicate)
+    for name, parameter in named:
         yield canonical_name(name), parameter
 
 

@@ -49,6 +49,8 @@ class ParameterState:
     """Its multipliers and their moments by name in the state: views of the packed ones."""
     step: Tensor = field(init=False)
     """How many steps it has taken."""
+    kept: tuple[Any, ...] = ()
+    """All tensors above, as the state holds them: DTensors where the parameter is one."""
     grad: Tensor | None = None
     """Gradient of the effective weight, during a step that has one."""
     factors: RowsCols | None = None

@@ -247,7 +247,8 @@ class MultiplierOptimizer(WeightOwner):
             float(group.get("weight_decay", 0.0)),
             float(group["lr"]) * group["multiplier_lr_scale"],
             group["multiplier_weight_decay"],
-            *self.adamw_settings(group),
+            # A tensor that is written to would be the same one at the next step.
+            *map(float, self.adamw_settings(group)),
         )
 
     @torch.no_grad()

@@ -7,7 +7,8 @@ own: what a step writes here is what a checkpoint saves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,11 +47,11 @@ class Binding:
         saved: dict[Any, dict[str, Any]],
         backend: Backend,
         process_groups: dict[tuple[int, ...], Any],
-        model: Callable[[], nn.Module | None] | None,
+        models: Sequence[Callable[[], nn.Module | None]],
     ):
         """Bind parameters to `saved`, the optimizer's state, which is completed."""
         self.states = ParameterSet(states)
-        self._model = model
+        self._models = models
         self.device = _device_of(states)
         dtypes = {state.raw_dtype for state in states}
         self.kernels = choose_kernels(backend, self.device, dtypes)
@@ -95,7 +96,11 @@ class Binding:
         """Return whether these are the parameters and the state it was made from."""
         held = [(p, group) for group in param_groups for p in group["params"]]
         return len(held) == len(self.states) and all(
-            p is state.parameter and group is state.group and saved[p].get("step") is state.step
+            p is state.parameter
+            and group is state.group
+            # Ours come first in the state; what others have added follows.
+            and len(saved[p]) >= len(state.kept)
+            and all(map(is_, saved[p].values(), state.kept))
             for (p, group), state in zip(held, self.states, strict=True)
         )
 
@@ -127,15 +132,22 @@ class Binding:
             for owner, leaf, parameter in self._owners
         ):
             return
-        model = None if self._model is None else self._model()
-        if model is None:
-            return
-        present = dict(named_parameters(model))
+        present = {
+            name: parameter
+            for model in self._present_models()
+            for name, parameter in named_parameters(model, remove_duplicate=False)
+        }
         held = {id(parameter) for parameter in present.values()}
-        known = {id(state.parameter) for state in self.states}
+        known = {id(state.parameter): state.name for state in self.states}
         for state in self.states:
             if id(state.parameter) in held or state.sharded:
                 continue
+            other = known.get(id(present.get(state.name)))
+            if other is not None:
+                raise RuntimeError(
+                    f"{state.name} was tied to {other} after the optimizer was made, and their "
+                    "multipliers are those of two matrices: tie weights before"
+                )
             # Under its name, or under what was put in its place: `head.0.weight` for `head.weight`.
             owner = state.name.rpartition(".")[0] + "."
             new = [n for n, p in present.items() if p.requires_grad and id(p) not in known]
@@ -149,16 +161,17 @@ class Binding:
 
     def _find_owners(self) -> list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]]:
         """Return the modules that hold the parameters; FSDP2 may have others there for a while."""
-        model = None if self._model is None else self._model()
-        if model is None:
-            return []
         trained = {id(state.parameter) for state in self.states if not state.sharded}
         return [
             (weakref.ref(module), leaf, parameter)
+            for model in self._present_models()
             for module in model.modules()
             for leaf, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in trained
         ]
+
+    def _present_models(self) -> list[nn.Module]:
+        return [model for each in self._models if (model := each()) is not None]
 
     def split_fixed(self, active: ParameterSet) -> tuple[ParameterSet, tuple[ParameterState, ...]]:
         """Return parameters whose raw weight is trained, and those where it is fixed."""
@@ -255,7 +268,9 @@ class Binding:
         state.moments = tuple(kept[name] for name in own)
         sharded = as_sharded(kept, state.parameter, state.matrix)
         state.step = sharded["step"]
-        saved[state.parameter] = {**known, **sharded}
+        state.kept = tuple(sharded.values())
+        others = {key: value for key, value in known.items() if key not in sharded}
+        saved[state.parameter] = {**sharded, **others}
 
     def _classify(self) -> None:
         """Find parameters that share all hyper-parameters: few, whatever the model's size."""

@@ -190,6 +190,11 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
             raise TypeError(f"{name} must be a number, got the text {value!r}")
         if isinstance(value, int | float | Tensor) and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value}")
+    if group.get("maximize"):
+        raise ValueError(
+            "maximize is not supported, as multipliers would go on minimizing: train on the "
+            "negative of the loss"
+        )
     lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
     if lr * group.get("lr_scale", 1.0) * decay >= 1:
         raise ValueError(
@@ -217,7 +222,7 @@ def check_parameters(
 ) -> None:
     """Raise a ValueError for parameters that would be trained otherwise than is expected."""
     taken = {name for other in others for name in other.get("param_names", ())}
-    names = group.get("param_names") or [""] * len(group["params"])
+    names = names_in(group)
     for name, parameter in zip(names, group["params"], strict=True):
         told = name or f"a parameter of shape {tuple(parameter.shape)}"
         if parameter.is_complex():
@@ -235,6 +240,19 @@ def check_parameters(
                 f"{told} is in a group without a plan, and would train without multipliers: add "
                 "lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
             )
+
+
+def names_in(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters; raise where their number is another one."""
+    count, names = len(group["params"]), group.get("param_names")
+    if not names:
+        return [""] * count
+    if len(names) != count:
+        raise ValueError(
+            f"a parameter group has {count} parameters and {len(names)} names in param_names: take "
+            "a parameter out of both, or make the optimizer again"
+        )
+    return names
 
 
 def ddp_of(model: nn.Module) -> dict[str, Any]:

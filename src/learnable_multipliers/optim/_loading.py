@@ -18,12 +18,14 @@ from torch import Tensor
 from learnable_multipliers._multiplier import Matrix, effective, initial_values
 from learnable_multipliers._names import canonical_name
 from learnable_multipliers._plan import Plan, PlanEntry
+from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS, NAMES
 from learnable_multipliers.optim._sharding import is_sharded
 
 FORMAT = 2
 """Of the optimizer's state; every parameter group carries it, so that all checkpoints do."""
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_PARALLEL = "module."
 _NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
 """Parts of the names that the Hugging Face Trainer puts into its group without decay."""
 
@@ -147,10 +149,22 @@ def converted(
         for name, key in zip(names, group["params"], strict=True):
             old, new, kept = before.get(name), matrices.get(name), saved["state"].get(key, {})
             by_name[name] = _converted(old, new, kept) if old and new and kept else kept
-    settings = {name: group for group in saved["param_groups"] for name in group["param_names"]}
+    settings = {
+        name: _settings(group) for group in saved["param_groups"] for name in group["param_names"]
+    }
     _check_names(groups, by_name)
-    kept_settings = [{**group, **_settings(settings[group["param_names"][0]])} for group in groups]
-    return packed(kept_settings, by_name)
+    return packed([_with_common(group, settings) for group in groups], by_name)
+
+
+def _with_common(group: dict[str, Any], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a group with the saved settings that all its parameters had; the rest is its own."""
+    first, *others = (settings[name] for name in group["param_names"])
+    common = {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
+    return {**group, **common}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +183,9 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
     stays = [part for part in _parts(old) if _parts(old)[part] == _parts(new).get(part)]
     ones = initial_values(_without_init(old), dtype=dtype)
     rest = {part: ones[part] if part in stays else kept[part] for part in _parts(old)}
-    result = {key: value for key, value in kept.items() if not key.startswith(NAMES)}
+    # An average of mean(g^2) is estimated again: it has no matrix to be scaled with.
+    dropped = (*NAMES, MEAN_SQUARE)
+    result = {key: value for key, value in kept.items() if not key.startswith(dropped)}
     if "raw" in kept:
         result["raw"] = effective(old, kept["raw"], rest)
         factor = effective(old, torch.ones_like(kept["raw"]), rest)
@@ -239,7 +255,11 @@ def adopted(groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan)
 def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:
     groups = saved["param_groups"]
     if all("param_names" in group for group in groups):
-        return [canonical_name(name) for group in groups for name in group["param_names"]]
+        names = [canonical_name(name) for group in groups for name in group["param_names"]]
+        # Of a DistributedDataParallel, whose model is called `module`.
+        if all(name.startswith(_PARALLEL) for name in names):
+            names = [name.removeprefix(_PARALLEL) for name in names]
+        return names
     sizes = [len(group["params"]) for group in groups]
     shapes = [
         tuple(saved["state"][key]["exp_avg"].shape) if key in saved["state"] else None

@@ -24,6 +24,7 @@ from learnable_multipliers.optim._groups import (
     check_parameters,
     check_settings,
     joined_plan,
+    names_in,
 )
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full, is_sharded, local
@@ -41,7 +42,8 @@ class WeightOwner(Optimizer):
     _binding: Binding | None = None
     _has_loaded = False
     _has_stepped: bool
-    _model: Callable[[], nn.Module | None] | None = None
+    _models: tuple[Callable[[], nn.Module | None], ...] = ()
+    """Those that the parameters came from, as long as they are there."""
     _plan: Plan | None
     _frozen: list[tuple[str, nn.Parameter]]
     _process_groups: dict[tuple[int, ...], Any]
@@ -98,11 +100,13 @@ class WeightOwner(Optimizer):
         self = innermost(self)
         bound = self._bound()
         moved = bound.guard.moved()
+        is_old = bool(moved) or not bound.is_of(self.param_groups, self.state)
         if self._has_stepped:
             # Moved is fine, changed is not; a state that was loaded must fit in every number.
-            bound.guard.check_weights(bound.states if self._has_loaded else moved)
+            suspects = [*moved, *bound.guard.written()] if is_old else []
+            bound.guard.check_weights(bound.states if self._has_loaded else suspects)
             self._has_loaded = False
-        if moved or not bound.is_of(self.param_groups, self.state):
+        if is_old:
             self._binding = None
             bound = self._bound()
         if not self._has_stepped:
@@ -114,7 +118,8 @@ class WeightOwner(Optimizer):
         """Return the binding, made from parameter groups and state at its first use."""
         self = innermost(self)
         if self._binding is None:
-            with torch.no_grad():
+            # What is made here is trained: also where somebody looks at it for inference.
+            with torch.inference_mode(False), torch.no_grad():
                 self._bind()
         assert self._binding is not None
         return self._binding
@@ -125,10 +130,8 @@ class WeightOwner(Optimizer):
         matrices = self._matrices()
         for group in self.param_groups:
             fixed = group.get("train") == "multipliers"
-            names = group.get("param_names") or [
-                f"parameter {i}" for i in range(len(group["params"]))
-            ]
-            for parameter, name in zip(group["params"], names, strict=True):
+            for parameter, named in zip(group["params"], names_in(group), strict=True):
+                name = named or f"parameter {len(states)}"
                 matrix = matrices.get(name)
                 if matrix is not None and tuple(parameter.shape) != matrix.shape:
                     raise wrong_shape(name, tuple(parameter.shape), matrix.shape)
@@ -144,7 +147,7 @@ class WeightOwner(Optimizer):
                         weight=local(parameter.detach()),
                     )
                 )
-        bound = Binding(states, self.state, self.backend, self._process_groups, self._model)
+        bound = Binding(states, self.state, self.backend, self._process_groups, self._models)
         if self._process_group is not None and bound.process_group is not None:
             raise ValueError(
                 "process_group is for parameters that are not sharded; sharded ones tell which "
@@ -156,13 +159,14 @@ class WeightOwner(Optimizer):
     def sync_from_model_(self) -> None:
         """Take the model's weights as they are now: raw weights follow, multipliers stay.
 
-        Where a multiplier is near zero no raw weight can follow; the multipliers of such a matrix
-        start at 1. Moments are kept.
+        Weights that were not changed keep theirs, to the last bit. Where a multiplier is near zero
+        no raw weight can follow; the multipliers of such a matrix start at 1. Moments are kept.
         """
         self = innermost(self)
         self._binding = None
         bound = self._bound()
-        follow_(bound, bound.states, self._has_stepped)
+        follow_(bound, changed(bound), self._has_stepped)
+        bound.guard.remember(bound.states)
 
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
@@ -214,11 +218,20 @@ class WeightOwner(Optimizer):
             seen.update(self._readable(given, from_plan))
             return seen
 
-        handle = self.register_load_state_dict_pre_hook(look)
+        # Before the hooks of others, which may change what was loaded.
+        def restore(_: Optimizer) -> None:
+            self._restore(seen)
+
+        looks = self.register_load_state_dict_pre_hook(look)
+        restores = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
+            looks.remove()
+            restores.remove()
+
+    def _restore(self, seen: dict[str, Any]) -> None:
+        """Set the state to what was saved, which torch has cast to the parameters' dtype."""
         ids = [i for group in seen["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for saved, parameter in zip(ids, parameters, strict=True):
@@ -257,8 +270,10 @@ class WeightOwner(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._binding = self._model = None
+        self._binding, self._models = None, ()
         self._frozen = []
+        # The weights of a copy may have been written to before it is trained.
+        self._has_loaded = True
         # Process groups cannot be copied; a copy makes its own.
         self._process_groups = {}
 
@@ -266,25 +281,27 @@ class WeightOwner(Optimizer):
         """Add a group; its state is made at the next step."""
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
-        self._model = group.pop("model", self._model)
-        ddp = group.pop("ddp", None)
-        self._ddp_group = self._ddp_group if ddp is None else ddp().process_group
+        model, ddp = group.pop("model", None), group.pop("ddp", None)
         super().add_param_group(group)
         try:
             self._check_settings(group)
             self._check_parameters(group, plan is not None)
+            joined = joined_plan(self._plan or plan, plan) if plan is not None else self._plan
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if model is not None and model not in self._models:
+            self._models = (*self._models, model)
+        if ddp is not None:
+            self._ddp_group = ddp().process_group
+        self._plan = joined
         if plan is not None:
-            self._plan = plan if self._plan is None else joined_plan(self._plan, plan)
             matrices = self._matrices()
             names = [name for name in group["param_names"] if name in matrices]
             group["plan"] = _loading.fingerprint({name: matrices[name] for name in names})
         held = {id(p) for group in self.param_groups for p in group["params"]}
         self._frozen = [(n, p) for n, p in {**dict(self._frozen), **dict(frozen)}.items()]
         self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
-        self._binding = None
 
     def _check_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
         others = [other for other in self.param_groups if other is not group]

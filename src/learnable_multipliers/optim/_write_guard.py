@@ -44,16 +44,20 @@ class WriteGuard:
         """Return the parameters that have another storage than at the last step."""
         return [state for state in self._states if _has_moved(state)]
 
+    def written(self) -> list[ParameterState]:
+        """Return the parameters that were written to since the last step, as torch counts."""
+        return [
+            state
+            for state in self._states
+            if state.parameter._version != state.written_version and state.owns_raw
+        ]
+
     def check(self) -> Tensor:
         """Return which parameters hold other numbers than were written; raise where it is known.
 
         Kernels that do not wait for the host skip the step, and `raise_pending` raises later.
         """
-        suspects = [
-            state
-            for state in self._states
-            if state.parameter._version != state.written_version and state.owns_raw
-        ]
+        suspects = self.written()
         self.check_weights(suspects)
         self.remember(suspects)
         # Writes through `.data` leave no trace but their numbers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -89,7 +89,8 @@ class Layout:
         """Return an axis's values, flat, shaped so that they broadcast over the parameter."""
         if kind == "scalar" and self.carries is not None:
             given = {"scalar": values.view(self.carries.value_shapes()["scalar"])}
-            per_row = scalars_per_row(self.carries, given)
+            # A factor on the scalars, whatever scale they are learned on.
+            per_row = scalars_per_row(replace(self.carries, scale="linear"), given)
             assert per_row is not None
             values = per_row.flatten()
         dimensions = self.dimensions(kind)
