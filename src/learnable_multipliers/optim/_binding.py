@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +45,7 @@ class Binding:
     def __init__(
         self,
         states: list[ParameterState],
+        param_groups: Sequence[dict[str, Any]],
         saved: dict[Any, dict[str, Any]],
         backend: Backend,
         process_groups: dict[tuple[int, ...], Any],
@@ -51,6 +53,9 @@ class Binding:
     ):
         """Bind parameters to `saved`, the optimizer's state, which is completed."""
         self.states = ParameterSet(states)
+        self._groups = list(param_groups)
+        self._sizes = [len(group["params"]) for group in param_groups]
+        self._parameters = [state.parameter for state in states]
         self._models = models
         self.device = _device_of(states)
         dtypes = {state.raw_dtype for state in states}
@@ -94,15 +99,19 @@ class Binding:
 
     def is_of(self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> bool:
         """Return whether these are the parameters and the state it was made from."""
-        held = [(p, group) for group in param_groups for p in group["params"]]
-        return len(held) == len(self.states) and all(
-            p is state.parameter
-            and group is state.group
+        held = chain.from_iterable(group["params"] for group in param_groups)
+        if (
+            [len(group["params"]) for group in param_groups] != self._sizes
+            or not all(map(is_, param_groups, self._groups))
+            or not all(map(is_, held, self._parameters))
+        ):
+            return False
+        for state in self.states:
+            kept = saved[state.parameter]
             # Ours come first in the state; what others have added follows.
-            and len(saved[p]) >= len(state.kept)
-            and all(map(is_, saved[p].values(), state.kept))
-            for (p, group), state in zip(held, self.states, strict=True)
-        )
+            if len(kept) < len(state.kept) or not all(map(is_, kept.values(), state.kept)):
+                return False
+        return True
 
     # -- of a step ----------------------------------------------------------------------------
 

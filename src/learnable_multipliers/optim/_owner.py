@@ -147,7 +147,14 @@ class WeightOwner(Optimizer):
                         weight=local(parameter.detach()),
                     )
                 )
-        bound = Binding(states, self.state, self.backend, self._process_groups, self._models)
+        bound = Binding(
+            states,
+            self.param_groups,
+            self.state,
+            self.backend,
+            self._process_groups,
+            self._models,
+        )
         if self._process_group is not None and bound.process_group is not None:
             raise ValueError(
                 "process_group is for parameters that are not sharded; sharded ones tell which "
