@@ -87,6 +87,13 @@ def test_requests_are_refused_where_nothing_is_scored(ask, data, requests, place
     assert "headline" in told
 
 
+def test_the_headline_is_not_trained_without_requests(ask, data, place):
+    code, _, told = ask("experiment", "headline", "--preset", "gpu", "--data", data)
+    assert code == 1
+    assert "are scored on benchmarks when they are trained, and at no other time" in told
+    assert f"lrm evaluate {data} --eval-data FOLDER --tasks lambada" in told
+
+
 def test_requests_made_from_data_are_those_of_a_run_on_them(ask, data, sets, requests, place):
     trained(small_run(data, Path("run"), steps=3))
     words = ("--eval-data", sets, "--tasks", *TASKS, "--requests-only", "again.jsonl")

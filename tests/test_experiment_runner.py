@@ -221,6 +221,12 @@ def test_workers_of_the_cpu_preset_have_one_thread_each(ask, data, small, monkey
     assert seen[1][2] == {**settings, "num_workers": 3, "seconds": 60.0}
     assert all(job.run.config.runtime.device == "cpu" for job in seen[0][0])
     assert runner.default_threads("gpu", 1) == runner.num_cores()
+
+
+def test_an_experiment_may_ask_for_one_run_at_a_time():
+    """The headline does: it compares times, and its models fill a GPU."""
+    assert runner.default_jobs("gpu", ["noise"]) == runner.GPU_JOBS
+    assert runner.default_jobs("gpu", ["noise", "headline"]) == 1
     assert runner.default_threads("gpu", 10**6) == 1
 
 
