@@ -103,11 +103,7 @@ def ours(kind: type, base: str, **settings: Any) -> Callable[[nn.Module], Any]:
 
 def orthogonal(matrix: Tensor, *_: Any, **__: Any) -> Tensor:
     """Return the orthogonalized matrix, in place of theirs."""
-    return (
-        orthogonalized([matrix])[0]
-        if matrix.ndim == 2
-        else torch.stack(orthogonalized(list(matrix)))
-    )
+    return orthogonalized(matrix[None])[0] if matrix.ndim == 2 else orthogonalized(matrix)
 
 
 def emerging_optimizers() -> dict[str, tuple[Any, Any]]:

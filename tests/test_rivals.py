@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import learnable_multipliers as lrm
 from learnable_multipliers.optim._batches import lr_factor
@@ -173,6 +174,72 @@ def test_a_rival_leaves_the_head_to_adamw(kind):
     train(adamw, plain)
     for weight, other in zip(weights, plain, strict=True):
         torch.testing.assert_close(weight, other)
+
+
+STEPS = [
+    *((kind, base) for kind in (Rival, Cautious, Hyperball, Sphere) for base in ("adamw", "muon")),
+    (AdamC, "adamw"),
+    (NorMuon, "muon"),
+    (Muown, "muon"),
+]
+
+
+@pytest.mark.parametrize(("kind", "base"), STEPS)
+def test_weights_that_miss_gradients_train_as_if_each_were_alone(kind, base):
+    together, alone = matrices(), matrices()
+    for weight, other in zip(together, alone, strict=True):
+        other.data.copy_(weight.data)
+    optimizers = [rival(kind, base, weights) for weights in (together, *([w] for w in alone))]
+    for step, grads in enumerate(gradients()):
+        for place, grad in enumerate(grads):
+            # The first has all gradients; the last, of its shape, misses the first and the third.
+            missing = (place + step) % 2 == 0 and place > 0
+            for weights in (together, alone):
+                weights[place].grad = None if missing else grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for weight, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-9, atol=1e-12)
+
+
+class Launches(TorchDispatchMode):
+    """Names what a GPU would be given to do: all operations but views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("kind", "base"), STEPS)
+def test_a_step_of_more_layers_is_no_more_launches(kind, base):
+    """Nor does it wait for a number from the device."""
+    seen = []
+    for layers in (1, 5):
+        shapes = {"hidden": SHAPES * layers, "head": [(17, 11)], "vector": [(11,)] * layers}
+        groups = [
+            {
+                "params": [nn.Parameter(torch.randn(shape)) for shape in each],
+                "role": role,
+                "weight_decay": DECAY,
+            }
+            for role, each in shapes.items()
+        ]
+        optimizer = kind(groups, kind=base, lr=0.01)
+        for group in groups:
+            for weight in group["params"]:
+                weight.grad = torch.randn_like(weight)
+        # State is made in the first step.
+        optimizer.step()
+        with Launches() as launches:
+            optimizer.step()
+        seen.append(launches.names)
+    assert seen[0] == seen[1]
+    assert not any("_local_scalar_dense" in name for name in seen[0])
 
 
 @pytest.mark.parametrize("base", ["adamw", "muon"])

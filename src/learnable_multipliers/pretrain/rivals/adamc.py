@@ -9,7 +9,6 @@ public code, so this choice is ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +19,7 @@ from learnable_multipliers.pretrain.rivals.rival import Rival
 class AdamC(Rival):
     """AdamW with corrected decay."""
 
-    def apply_(
-        self, weights: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
-    ) -> None:
+    def apply_(self, weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
         """Decay by the rate relative to its peak, except in the head."""
         decay = group["weight_decay"]
         if group["role"] != "head":

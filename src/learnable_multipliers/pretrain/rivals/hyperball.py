@@ -8,13 +8,12 @@ matrices, and does not say what it does with embedding and head, which train wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from learnable_multipliers.pretrain.rivals.rival import Rival
+from learnable_multipliers.pretrain.rivals.rival import Rival, write_
 
 _TINY = 1e-15
 """Norm below which a matrix has no direction; it becomes 0, as in the public code."""
@@ -23,21 +22,18 @@ _TINY = 1e-15
 class Hyperball(Rival):
     """AdamW or Muon on a ball."""
 
-    def apply_(
-        self, weights: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
-    ) -> None:
+    def apply_(self, weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
         """Move hidden matrices along their ball."""
         if group["role"] != "hidden":
             super().apply_(weights, updates, group)
             return
-        for weight, update in zip(weights, updates, strict=True):
-            radius = self.radius(weight)
-            weight.sub_(self.scaled(update, radius), alpha=group["lr"])
-            weight.copy_(to_norm(weight, radius))
+        radii = torch.stack([self.radius(weight) for weight in weights])[:, None, None]
+        moved = torch.stack(weights).sub_(self.scaled(updates, radii), alpha=group["lr"])
+        write_(weights, to_norm(moved, radii))
 
-    def scaled(self, update: Tensor, radius: Tensor) -> Tensor:
-        """Return an update as long as the weight."""
-        return to_norm(update, radius)
+    def scaled(self, updates: Tensor, radii: Tensor) -> Tensor:
+        """Return updates as long as their weights."""
+        return to_norm(updates, radii)
 
     def radius(self, weight: Tensor) -> Tensor:
         """Return the norm that a matrix had before its first step."""
@@ -47,7 +43,7 @@ class Hyperball(Rival):
         return state["radius"]
 
 
-def to_norm(matrix: Tensor, radius: Tensor) -> Tensor:
-    """Return a matrix scaled to a Frobenius norm."""
-    norm = torch.linalg.vector_norm(matrix)
-    return matrix * torch.where(norm < _TINY, 0, radius / norm.clamp_min(_TINY))
+def to_norm(matrices: Tensor, radii: Tensor) -> Tensor:
+    """Return a batch of matrices, each scaled to a Frobenius norm."""
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True)
+    return matrices * ((norms >= _TINY) * radii / norms.clamp_min(_TINY))

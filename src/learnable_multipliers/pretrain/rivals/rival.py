@@ -2,7 +2,13 @@
 
 A hidden matrix W is trained by an update U, as W <- (1 - lr wd) W - lr U. Everything else is
 trained by AdamW. Rivals differ in U or in what becomes of it.
+
+Weights of one shape are trained together, as a batch or by torch._foreach_*: one by one, a step on
+a GPU would be thousands of kernels too small to keep it busy. State is kept by weight.
 """
+
+# torch lists its _foreach functions nowhere; its own optimizers are made of them.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -17,6 +23,8 @@ from learnable_multipliers.optim._batches import lr_factor, update_dtype
 from learnable_multipliers.optim._newton_schulz import orthogonalize
 
 Kind = Literal["adamw", "muon"]
+State = dict[str, Any]
+"""Of a weight."""
 
 
 class Rival(Optimizer):
@@ -53,78 +61,102 @@ class Rival(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if not weights:
-                continue
-            if group["role"] == "hidden":
-                self.step_hidden_(weights, group)
-            else:
-                rest = {**group, "lr": group["lr"] * group["adamw_lr_scale"]}
-                self.apply_(weights, self.adamw_updates(weights, rest), rest)
+            with_grad = [weight for weight in group["params"] if weight.grad is not None]
+            for weights in of_one_shape(with_grad):
+                if group["role"] == "hidden":
+                    self.step_hidden_(weights, group)
+                else:
+                    rest = {**group, "lr": group["lr"] * group["adamw_lr_scale"]}
+                    self.apply_(weights, self.adamw_updates(weights, rest), rest)
         return loss
 
-    def step_hidden_(self, weights: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Train hidden matrices."""
+    def step_hidden_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Train hidden matrices of one shape."""
         updates = self.muon_updates if self.kind == "muon" else self.adamw_updates
         self.apply_(weights, updates(weights, group), group)
 
-    def apply_(
-        self, weights: Sequence[Tensor], updates: Sequence[Tensor], group: dict[str, Any]
-    ) -> None:
-        """Take a step along updates: W <- (1 - lr wd) W - lr U."""
-        for weight, update in zip(weights, updates, strict=True):
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+    def apply_(self, weights: list[Tensor], updates: Tensor, group: dict[str, Any]) -> None:
+        """Take a step along updates (weights, *shape): W <- (1 - lr wd) W - lr U."""
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(weights, updates.unbind(), alpha=group["lr"])
 
-    def adamw_updates(self, weights: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def adamw_updates(self, weights: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return m / (sqrt(v) + eps) of each gradient, both corrected for their start."""
-        updates = []
-        for weight in weights:
-            grad, state = self.grad_and_state(weight, "exp_avg", "exp_avg_sq")
-            state["step"] += 1
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            updates.append(adam_(grad, *moments, state["step"], group["betas"], group["eps"]))
-        return updates
+        names = "exp_avg", "exp_avg_sq"
+        grads, states = self.grads_and_states(weights, *names)
+        return adam_(grads, states, names, group["betas"], group["eps"])
 
-    def muon_updates(self, weights: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def muon_updates(self, weights: list[Tensor], group: dict[str, Any]) -> Tensor:
         """Return the orthogonalized momentum of each gradient, in AdamW's size."""
-        momenta = [self.nesterov_momentum(weight, group["momentum"]) for weight in weights]
-        orthogonal = orthogonalized(momenta)
-        return [update * lr_factor("match_rms_adamw", *update.shape) for update in orthogonal]
+        momenta = self.nesterov_momenta(weights, group["momentum"])
+        return orthogonalized(momenta) * lr_factor("match_rms_adamw", *momenta.shape[1:])
 
-    def nesterov_momentum(self, weight: Tensor, momentum: float) -> Tensor:
-        """Return the averaged gradient of a matrix with a look ahead."""
-        grad, state = self.grad_and_state(weight, "momentum_buffer")
-        return grad.lerp(state["momentum_buffer"].lerp_(grad, 1 - momentum), momentum)
+    def nesterov_momenta(self, weights: list[Tensor], momentum: float) -> Tensor:
+        """Return the averaged gradient of each matrix with a look ahead."""
+        grads, states = self.grads_and_states(weights, "momentum_buffer")
+        buffers = each(states, "momentum_buffer")
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        return torch.stack(torch._foreach_lerp(grads, buffers, momentum))
 
-    def grad_and_state(self, weight: Tensor, *zeros: str) -> tuple[Tensor, dict[str, Any]]:
-        """Return the gradient of a weight and its state, with a step and zeros at first."""
-        assert weight.grad is not None
-        state = self.state[weight]
-        if not state:
-            # On the host, so that nothing waits for it.
-            state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(weight) for name in zeros}
-        return weight.grad, state
+    def grads_and_states(
+        self, weights: list[Tensor], *zeros: str
+    ) -> tuple[list[Tensor], list[State]]:
+        """Return the gradients of weights and their states, with a step and zeros at first."""
+        grads, states = [], []
+        for weight in weights:
+            assert weight.grad is not None
+            state = self.state[weight]
+            if not state:
+                # On the host, so that nothing waits for it.
+                state["step"] = torch.zeros(())
+                state |= {name: torch.zeros_like(weight) for name in zeros}
+            grads.append(weight.grad)
+            states.append(state)
+        return grads, states
+
+
+def of_one_shape(weights: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the weights that can be one batch together: of one shape, dtype and device."""
+    batches: dict[tuple[Any, ...], list[Tensor]] = {}
+    for weight in weights:
+        batches.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
+    return batches.values()
+
+
+def each(states: Sequence[State], name: str) -> list[Tensor]:
+    """Return a tensor of each state."""
+    return [state[name] for state in states]
+
+
+def write_(tensors: list[Tensor], batch: Tensor) -> None:
+    """Copy a batch to the tensors that it was made of."""
+    torch._foreach_copy_(tensors, batch.unbind())
 
 
 def adam_(
-    grad: Tensor, m: Tensor, v: Tensor, steps: Tensor, betas: tuple[float, float], eps: float
+    grads: list[Tensor] | tuple[Tensor, ...],
+    states: Sequence[State],
+    names: tuple[str, str],
+    betas: tuple[float, float],
+    eps: float,
 ) -> Tensor:
-    """Average a gradient and its square in place; return Adam's update."""
-    (beta1, beta2), step = betas, steps.item()
-    m.lerp_(grad, 1 - beta1)
-    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    return (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+    """Count a step, average gradients and their squares in place; return Adam's updates."""
+    (beta1, beta2), steps = betas, each(states, "step")
+    ms, vs = (each(states, name) for name in names)
+    torch._foreach_add_(steps, 1)
+    torch._foreach_lerp_(ms, grads, 1 - beta1)
+    torch._foreach_mul_(vs, beta2)
+    torch._foreach_addcmul_(vs, grads, grads, 1 - beta2)
+    # A weight may have missed gradients, so that each has a count of its own.
+    counts = torch.stack(steps).tolist()
+    sizes = torch._foreach_div(vs, [1 - beta2**count for count in counts])
+    torch._foreach_sqrt_(sizes)
+    torch._foreach_add_(sizes, eps)
+    updates = torch._foreach_div(ms, [1 - beta1**count for count in counts])
+    torch._foreach_div_(updates, sizes)
+    return torch.stack(updates)
 
 
-def orthogonalized(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return U V^T of each matrix U S V^T by Newton-Schulz, those of one shape together."""
-    by_shape: dict[torch.Size, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        by_shape.setdefault(matrix.shape, []).append(index)
-    found: dict[int, Tensor] = {}
-    for indices in by_shape.values():
-        batch = torch.stack([matrices[index] for index in indices])
-        done = orthogonalize(batch.to(update_dtype(batch)), "quintic").to(batch.dtype)
-        found |= dict(zip(indices, done.unbind(), strict=True))
-    return [found[index] for index in range(len(matrices))]
+def orthogonalized(batch: Tensor) -> Tensor:
+    """Return U V^T of each matrix U S V^T in a batch, by Newton-Schulz."""
+    return orthogonalize(batch.to(update_dtype(batch)), "quintic").to(batch.dtype)

@@ -19,6 +19,6 @@ from learnable_multipliers.pretrain.rivals.hyperball import Hyperball
 class Sphere(Hyperball):
     """AdamW or Muon on a sphere: as on a ball, with updates of any length."""
 
-    def scaled(self, update: Tensor, radius: Tensor) -> Tensor:
-        """Return an update as it is."""
-        return update
+    def scaled(self, updates: Tensor, radii: Tensor) -> Tensor:
+        """Return updates as they are."""
+        return updates
