@@ -10,6 +10,7 @@ import sys
 import time
 import typing
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -207,21 +208,35 @@ def test_help_of_a_recipe_shows_its_own_values(ask, name):
         option = "--" + path.replace("_", "-")
         if value is True:
             option = re.sub(r"([\w-]+)$", r"no-\1", option)
-        told = re.search(rf"{re.escape(option)} .*?\(default: (.*?)\)", text)
+        # Up to the next option.
+        told = re.search(rf"{re.escape(option)} .*?(?= --[a-zA-Z.-]+ |$)", text)
         assert told, path
         several = isinstance(value, tuple | dict)
         shown = " ".join(map(str, value)) if several else str(value)
-        assert told[1].strip("'") == shown, path
+        if isinstance(value, bool):
+            shown = "on" if value else "off"
+        defaults = [default.strip("'") for default in re.findall(r"\(default: (.*?)\)", told[0])]
+        assert defaults == ([] if shown in ("", "None") else [shown]), path
 
 
-def test_a_switch_is_described_by_what_it_is_about(ask):
+def test_a_switch_that_is_on_is_described_as_turned_off(ask):
     text = in_one_line(ask("train", "tiny", "--help")[1])
-    told = re.findall(r"--log\.no-[\w-]+ (.*?) \(default: True\)", text)
-    # Such words read right behind --log.drift and behind --log.no-drift.
+    told = re.findall(r"--log\.no-[\w-]+ (.*?) \(default: on\)", text)
     assert [about.split(",")[0] for about in told] == [
-        "Scale symmetries of the model",
-        "Scalars for TensorBoard",
+        "Turn off: scale symmetries of the model",
+        "Turn off: scalars for TensorBoard",
     ]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_lines_of_help_are_as_long_as_the_terminal_allows(ask, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = ask("train", "tiny", "--help")[1].splitlines()
+    told = [re.fullmatch(r". {7}(\S.*?) *.?", line) for line in lines]
+    pairs = [(one[1], two[1]) for one, two in pairwise(told) if one and two]
+    assert len(pairs) > 20
+    for line, following in pairs:
+        assert len(f"{line} {following.split()[0]}") > columns - 10, following
 
 
 def test_the_usage_of_a_preparation_names_the_options_that_it_lists(ask):

@@ -8,16 +8,19 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import is_dataclass, replace
 from decimal import Decimal, InvalidOperation
 from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin
 
 import tyro
 
 Config = TypeVar("Config")
 _WIDEST = 100
 _MOST_LINES = 30
+_SWITCHED = {"True": "on", "False": "off"}
+"""How defaults of switches are shown: `--log.no-drift` has no value that could be True."""
 
 
 def _whole_number(word: str) -> int:
@@ -57,8 +60,38 @@ def _factors(words: Sequence[str]) -> dict[str, float]:
     return found
 
 
+def _default_hint(label: str) -> str:
+    """Return what the help says of a default; of an empty one the text says what it means."""
+    if label in ("", "''", "None"):
+        return ""
+    return f"(default: {_SWITCHED.get(label, label)})"
+
+
+def _shown(field: tyro.constructors.StructFieldSpec) -> tyro.constructors.StructFieldSpec:
+    """Return a field whose help is one paragraph, and reads right for the option it describes."""
+    # A group of options, each with its own default.
+    if is_dataclass(field.type):
+        return field
+
+    def helptext() -> str | None:
+        found = field.helptext() if callable(field.helptext) else field.helptext
+        if found is None:
+            return None
+        # tyro keeps the line breaks of an indented docstring, and wraps each line by itself.
+        text = " ".join(found.split())
+        # The option is shown as `--no-...`, and its docstring is about what it switches off.
+        return f"Turn off: {text[0].lower()}{text[1:]}" if field.default is True else text
+
+    annotated = get_origin(field.type) is Annotated
+    kind, *more = get_args(field.type) if annotated else (field.type,)
+    # In front: what a command says of a default of its own comes after, and counts.
+    hint = tyro.conf.arg(help_behavior_hint=_default_hint)
+    shown: Any = Annotated[kind, hint, *more]
+    return replace(field, type=shown, helptext=helptext)
+
+
 def _registry() -> tyro.constructors.ConstructorRegistry:
-    """Return tyro's registry with our own readers of words."""
+    """Return tyro's registry with our own readers of words and texts of options."""
     registry = tyro.constructors.ConstructorRegistry()
     for kind, metavar, parse in ((int, "INT", _whole_number), (Path, "PATH", _path)):
         spec = tyro.constructors.PrimitiveConstructorSpec(
@@ -84,6 +117,22 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     @registry.primitive_rule
     def _(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
         return factors if info.type == dict[str, float] else None
+
+    asked: list[tyro.constructors.StructTypeInfo] = []
+
+    @registry.struct_rule
+    def _(info: tyro.constructors.StructTypeInfo) -> Any:
+        # tyro's own rule makes the fields: while it is asked, ours does not apply.
+        if not is_dataclass(info.type) or any(info is other for other in asked):
+            return None
+        asked.append(info)
+        try:
+            spec = registry.get_struct_spec(info)
+        finally:
+            asked.pop()
+        if not isinstance(spec, tyro.constructors.StructConstructorSpec):
+            return spec
+        return replace(spec, fields=tuple(map(_shown, spec.fields)))
 
     return registry
 

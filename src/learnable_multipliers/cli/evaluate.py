@@ -43,7 +43,7 @@ class EvaluateConfig:
     num_fewshot: int | None = None
     """Examples in each prompt; none: as usual for the task (docs/evaluate.md)."""
     max_new_tokens: int = 0
-    """Most tokens of an answer in writing; 0 is each task's own number."""
+    """Maximum generated tokens per answer; 0 is each task's own number."""
     limit: int = 0
     """Items of each task, taken evenly from all over its file; 0 is all."""
     against: Path | None = None

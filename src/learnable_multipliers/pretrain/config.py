@@ -238,7 +238,7 @@ class LogConfig:
     sample_tokens: int = 120
     """Length of a sample; 0 samples nothing."""
     prompt: str = "The"
-    """What a sample goes on from."""
+    """Prompt for samples."""
     tensorboard: bool = True
     """Scalars for TensorBoard, where it is installed."""
     wandb: str = ""
@@ -262,7 +262,8 @@ class ParallelConfig:
     """How the processes that torchrun starts share the work; one process needs nothing of it."""
 
     data: int = 0
-    """Copies of the model, each trained on its part of a batch; 0 is what the other two leave."""
+    """Copies of the model, each trained on its part of a batch; 0 is world size / (shard x
+    tensor)."""
     shard: int = 1
     """Ranks that one copy is sharded over (FSDP2)."""
     tensor: int = 1
