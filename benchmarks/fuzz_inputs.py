@@ -105,7 +105,7 @@ VALID: dict[str, Valid] = {
     ),
     "plan": _valid("plan tiny", PlanConfig),
     "plan by rules": _valid("plan tiny --rules", PlanConfig, ". only=head kind=row", "@rules.txt"),
-    "plan of a folder": _valid("plan hf --json plan.json", PlanConfig),
+    "plan of a folder": _valid("plan hf --json", PlanConfig),
     "scaling": _valid("scaling tiny --ranks 16", ScalingConfig),
     "symmetries": _valid("symmetries hf --placement scalar", SymmetriesConfig, weight=2),
     "simulate": _valid("simulate --steps 20 --shape 4 4", SimulateConfig, weight=6),

@@ -192,7 +192,7 @@ def _owned(words: Sequence[str]) -> set[str]:
         own |= {*named}
     # Files that are named to be written.
     page = words[:1] in (["report"], ["diagnose"])
-    flags = ("--json", "--plot", "--requests-only", *(("--out",) if page else ()))
+    flags = ("--plot", "--requests-only", *(("--out",) if page else ()))
     own |= {word for flag, word in zip(words, words[1:], strict=False) if flag in flags}
     return {os.path.normpath(word) for word in own if word}
 

@@ -140,12 +140,10 @@ def test_factors_by_role_that_cannot_be_read_are_usage_errors(ask, words, messag
 def test_a_plan_takes_rules_in_words(ask):
     Path("rules.txt").write_text("up_proj kind=none\n")
     rules = ("--rules", ". only=head kind=scalar", "@rules.txt")
-    code, out, _ = ask("plan", "tiny-llama", *rules, "--json", "plan.json")
+    code, out, _ = ask("plan", "tiny-llama", *rules, "--json")
     assert code == 0
     expected = [lrm.Rule(".", "scalar", only="head"), lrm.Rule("up_proj", "none")]
-    assert Plan.from_json(Path("plan.json").read_text()) == lrm.plan(
-        build(PRESETS["tiny-llama"]), "full", expected
-    )
+    assert Plan.from_json(out) == lrm.plan(build(PRESETS["tiny-llama"]), "full", expected)
     code, _, complaints = ask("plan", "tiny-llama", "--rules", "head")
     assert code == 1
     assert complaints.startswith("lrm plan: rule 'head' sets nothing")
@@ -378,12 +376,37 @@ def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
 # -- what commands do -------------------------------------------------------------------------
 
 
-def test_plan_prints_the_plan_of_a_preset_and_writes_it(ask):
-    code, text, complaints = ask("plan", "tiny", "--placement", "scalar", "--json", "plan.json")
-    assert (code, complaints) == (0, "")
+def test_plan_prints_the_plan_of_a_preset_as_a_table_or_json(ask):
     expected = lrm.plan(build(PRESETS["tiny"]), "scalar")
-    assert text == f"{expected}\n"
-    assert lrm.Plan.from_json(Path("plan.json").read_text()) == expected
+    assert ask("plan", "tiny", "--placement", "scalar") == (0, f"{expected}\n", "")
+    code, text, complaints = ask("plan", "tiny", "--placement", "scalar", "--json")
+    assert (code, complaints) == (0, "")
+    assert lrm.Plan.from_json(text) == expected
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120, 140, 200])
+def test_in_a_terminal_a_plan_is_no_wider_than_it(ask, monkeypatch, columns):
+    expected = lrm.plan(build(PRESETS["tiny"]), "symmetry-aware")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    code, text, _ = ask("plan", "tiny", "--placement", "symmetry-aware")
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= columns
+    words = " ".join(text.split())
+    assert expected.summary in words
+    # Without room for columns, rows are paragraphs.
+    told = [
+        f"{entry.role}, multipliers {entry.multipliers}: {entry.reason}" in words
+        for entry in expected.entries
+        if entry.carries
+    ]
+    assert set(told) == {columns < 200}
+    assert (text == f"{expected}\n") == (columns == 200)
+
+
+def test_a_share_below_the_digits_shown_is_a_bound(ask):
+    text = ask("plan", "falcon-h1-0.5b", "--placement", "scalar")[1]
+    assert "469 numbers beside 521,411,104 parameters (<0.001%)." in text
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Bert"])

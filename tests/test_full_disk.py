@@ -162,7 +162,6 @@ def entries(folder: Path) -> dict[str, bytes]:
 # Command -> the arguments before its output, and how much of it is written before the disk is full.
 WRITING = {
     "report": (["report", "{run}", "--out", "{out}.html"], 1000),
-    "plan": (["plan", "tiny", "--json", "{out}.json"], 1000),
     "simulate": (["simulate", "--steps", "20", "--plot", "{out}.svg"], 1000),
     "diagnose": (["diagnose", "{run}", "--plot", "{out}.png"], 1000),
     "export, the weights": (["export", "{run}", "{out}"], 20_000),
@@ -241,7 +240,7 @@ def test_a_read_only_disk_names_the_file_that_was_asked_for(tmp_path, monkeypatc
     "words",
     [
         ["report", "{run}", "--out"],
-        ["plan", "tiny", "--json"],
+        ["simulate", "--steps", "4", "--shape", "4", "4", "--plot"],
         ["export", "{run}"],
         ["demo", "--out"],
         ["train", "tiny", "--data.path", "{data}", "--model.vocab-size", "257", "--out"],

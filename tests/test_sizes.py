@@ -118,7 +118,6 @@ def test_numbers_out_of_range_are_refused_by_the_command_line(ask, line, says):
         ["data", "prepare", "--out", ""],
         ["verify-resume", "tiny", "--out", ""],
         ["doctor", "tiny", "--out", ""],
-        ["plan", "tiny", "--json", ""],
         ["report", "run", "--out", ""],
         ["export", "run", ""],
         ["diagnose", ""],

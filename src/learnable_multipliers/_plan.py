@@ -25,6 +25,10 @@ _FORMAT = 1
 """Version of the JSON that `Plan.to_json` writes."""
 _HEADER = ("parameter", "shape", "role", "multipliers", "reason")
 _REASON_WIDTH = 64
+_LEAST_REASON = 24
+"""Columns below which a reason goes to lines of its own."""
+_PROSE_WIDTH, _NARROWEST = 100, 40
+"""Columns that sentences are wrapped to at most, and at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,7 @@ class Plan:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        return _render(self)
+        return render(self)
 
     @property
     def num_parameters(self) -> int:
@@ -126,11 +130,12 @@ class Plan:
         matrices = [entry for entry in self.entries if not entry.vector]
         carrying = [entry for entry in matrices if entry.carries]
         share = self.num_multipliers / max(self.num_parameters, 1)
+        percent = f"{share:.3%}" if share >= 1e-5 or not share else "<0.001%"
         unknown = sum("unknown" in entry.role for entry in matrices)
         text = (
             f"{len(carrying)} of {len(matrices)} matrices carry multipliers: "
             f"{self.num_multipliers:,} numbers beside {self.num_parameters:,} parameters "
-            f"({share:.3%})."
+            f"({percent})."
         )
         return text + (f" {unknown} of unknown role." if unknown else "")
 
@@ -209,28 +214,44 @@ def _entry_from(content: dict[str, Any]) -> PlanEntry:
     return PlanEntry(shape=shape, aliases=aliases, matrix=matrix, **content)
 
 
-def _render(plan: Plan) -> str:
-    """Return the plan as a table in which repeated layers share a line."""
+def render(plan: Plan, columns: int | None = None) -> str:
+    """Return the plan as a table in which repeated layers share a line.
+
+    Args:
+        columns: Width of the terminal that the table has to fit into; None for as wide as it is.
+    """
     lines: dict[tuple[str, ...], list[PlanEntry]] = {}
     for entry in plan.entries:
         lines.setdefault((layer_template(entry.name), *_cells(entry)), []).append(entry)
     vectors_last = sorted(lines.items(), key=lambda line: line[1][0].vector)
     rows = [(_joined_names(entries), *key[1:]) for key, entries in vectors_last]
-    widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(4)]
     text = [f"{plan.placement} placement for {plan.model}", ""]
-    for row in [_HEADER, tuple("-" * width for width in [*widths, _REASON_WIDTH]), *rows]:
-        text += _wrapped(row, widths)
-    text += ["", plan.summary]
+    text += _table(rows, columns) + [""]
+    ends = [plan.summary]
     if plan.folds:
         folded = ", ".join(f"{field} {value:.4g}" for field, value in plan.folds)
-        text += [f"Taken over from the model by initialize_: {folded}."]
+        ends += [f"Taken over from the model by initialize_: {folded}."]
+    for sentence in ends:
+        text += [sentence] if columns is None else textwrap.wrap(sentence, max(columns, _NARROWEST))
+    prose = min(_PROSE_WIDTH, max(columns or _PROSE_WIDTH, _NARROWEST))
     for sentence in plan.assumptions:
-        text += textwrap.wrap(f"Assumes: {sentence}.", 100, subsequent_indent="  ")
+        text += textwrap.wrap(f"Assumes: {sentence}.", prose, subsequent_indent="  ")
     if plan.symmetries:
         text += ["Symmetries that remain:"]
     for sentence in plan.symmetries:
-        text += textwrap.wrap(sentence, 100, initial_indent="  ", subsequent_indent="    ")
+        text += textwrap.wrap(sentence, prose, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(line.rstrip() for line in text)
+
+
+def _table(rows: list[tuple[str, ...]], columns: int | None) -> list[str]:
+    """Return the lines of a table; without room for its columns, a paragraph for each row."""
+    widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(4)]
+    left = _REASON_WIDTH if columns is None else columns - sum(widths) - 2 * len(widths)
+    if left < min(_LEAST_REASON, max(len(row[4]) for row in [_HEADER, *rows])):
+        return [line for row in rows for line in _paragraph(row, max(columns or 0, _NARROWEST))]
+    widths.append(min(_REASON_WIDTH, left))
+    rules = tuple("-" * width for width in widths)
+    return [line for row in [_HEADER, rules, *rows] for line in _wrapped(row, widths)]
 
 
 def _cells(entry: PlanEntry) -> tuple[str, str, str, str]:
@@ -273,7 +294,16 @@ def _joined_names(entries: list[PlanEntry]) -> str:
 
 
 def _wrapped(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    reasons = textwrap.wrap(row[4], _REASON_WIDTH) or [""]
-    first = "  ".join(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True))
-    indent = " " * (sum(widths) + 2 * len(widths))
+    *others, last = widths
+    reasons = textwrap.wrap(row[4], last) or [""]
+    first = "  ".join(cell.ljust(width) for cell, width in zip(row[:4], others, strict=True))
+    indent = " " * (sum(others) + 2 * len(others))
     return [f"{first}  {reasons[0]}", *(indent + line for line in reasons[1:])]
+
+
+def _paragraph(row: tuple[str, ...], columns: int) -> list[str]:
+    name, shape, role, multipliers, reason = row
+    carried = {"-": "", "none": ", no multipliers"}.get(multipliers, f", multipliers {multipliers}")
+    text = f"{shape}, {role}{carried}" + (f": {reason}" if reason else "")
+    wrapper = textwrap.TextWrapper(columns - 4, break_on_hyphens=False)
+    return [name, *(" " * 4 + line for line in wrapper.wrap(text))]

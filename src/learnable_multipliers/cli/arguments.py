@@ -217,6 +217,11 @@ def wrapped(text: str, first: str = "") -> str:
     )
 
 
+def terminal_columns() -> int | None:
+    """Return the width of the terminal; None where the output goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
 def closest(word: str, known: Sequence[str]) -> str | None:
     """Return the known word nearest to a misspelt one."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)

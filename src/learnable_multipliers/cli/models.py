@@ -16,10 +16,10 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
-from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import size
 from learnable_multipliers._placement import Placement
-from learnable_multipliers.cli.arguments import closest, command
+from learnable_multipliers._plan import render
+from learnable_multipliers.cli.arguments import closest, command, terminal_columns
 from learnable_multipliers.pretrain.model.config import MAX_LAYERS
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -41,8 +41,8 @@ class PlanConfig:
     """Rows and columns (full), without redundant ones (symmetry-aware), or one each (scalar)."""
     rules: tuple[str, ...] = ()
     """Exceptions, each in quotes, as for lrm train: '. only=head kind=scalar', or @FILE."""
-    json: Path | None = None
-    """Also write the plan to this file."""
+    json: bool = False
+    """Print JSON, which Plan.from_json reads, instead of a table."""
 
 
 @command(PlanConfig)
@@ -53,9 +53,7 @@ def plan(config: PlanConfig) -> None:
     """
     rules = parse_rules(config.rules)
     planned = _planner.plan(named_model(config.model, weights=False), config.placement, rules)
-    print(planned)
-    if config.json is not None:
-        write_output(config.json, (planned.to_json() + "\n").encode())
+    print(planned.to_json() if config.json else render(planned, terminal_columns()))
 
 
 @dataclass(frozen=True, kw_only=True)
