@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.dry_run import describe
+from learnable_multipliers.pretrain.trainer import memory
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.memory import (
     activation_bytes,
@@ -17,6 +19,7 @@ from learnable_multipliers.pretrain.trainer.memory import (
     state_bytes,
 )
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.schedule import repetition
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
 
@@ -96,10 +99,26 @@ def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
     assert float(run[2]) == pytest.approx(trainer.tokens / 1e3, abs=0.005)
     assert float(run[3]) == pytest.approx(trainer.tokens / trainer.data.num_tokens, abs=0.005)
     assert float(run[4]) == pytest.approx(trainer.data.num_tokens / 1e3, rel=0.005)
-    rates = [float(rate) for rate in re.search(r"rate (\S+) -> (\S+) -> (\S+)", text).groups()]
+    rates = [
+        float(rate)
+        for rate in re.search(r"rate: first (\S+), peak (\S+), final (\S+)", text).groups()
+    ]
     used = [4e-3 * step.lr_factor for step in trainer.schedule]
     assert rates == pytest.approx([used[0], max(used), used[-1]], rel=5e-3)
     assert "batch 2 -> 4 sequences of 32" in text
+
+
+def test_a_run_is_warned_of_and_refused_as_when_it_starts(data, tmp_path, monkeypatch):
+    config = small_run(data, tmp_path / "run")
+    assert not re.search("Warning|Does not fit", describe(config))
+    num_tokens = TrainingData.open(config.data, config.model.vocab_size, config.seed).num_tokens
+    config = replace(config, schedule=replace(config.schedule, tokens=10 * num_tokens))
+    assert f"\n  Warning: {repetition(config.schedule, num_tokens)}\n" in describe(config)
+    monkeypatch.setattr(memory, "total_memory", lambda _: 2**20)
+    with pytest.raises(ValueError, match="--dry-run shows what takes how much$") as refused:
+        Trainer(config)
+    why, _, _ = str(refused.value).partition("; --dry-run")
+    assert f"\n  Does not fit: {why}\n" in describe(config)
 
 
 @pytest.mark.parametrize("micro", [0, 2])

@@ -15,7 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from learnable_multipliers._formats import count, duration
-from learnable_multipliers.cli.arguments import closest, read, usage_error, wrapped
+from learnable_multipliers.cli.arguments import (
+    closest,
+    read,
+    terminal_columns,
+    usage_error,
+    wrapped,
+)
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.distributed import AXES
@@ -33,7 +39,7 @@ def train(arguments: Sequence[str]) -> None:
     """Train a model by a named recipe; options override its settings."""
     config = configure(arguments)
     if config.dry_run:
-        print(dry_run.describe(config))
+        print(dry_run.describe(config, terminal_columns()))
         return
     # One rank prints for all.
     console = Console(file=_SteadyOutput(sys.stdout), quiet=int(os.environ.get("RANK", "0")) > 0)  # pyright: ignore[reportArgumentType]

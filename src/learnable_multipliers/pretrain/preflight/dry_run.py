@@ -7,23 +7,24 @@ import math
 import torch
 
 from learnable_multipliers._formats import count, size
+from learnable_multipliers._plan import render
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, planned_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
-from learnable_multipliers.pretrain.trainer.memory import estimate
+from learnable_multipliers.pretrain.trainer.memory import estimate, shortage
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.schedule import Schedule
+from learnable_multipliers.pretrain.trainer.schedule import Schedule, repetition
 from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 # How much of the first batch is shown.
 _TOKENS, _LINES = 48, 8
 
 
-def describe(config: TrainConfig) -> str:
-    """Return the description of a run, for a reader."""
+def describe(config: TrainConfig, columns: int | None = None) -> str:
+    """Return the description of a run, with the plan as wide as the terminal."""
     device = choose_device(config.runtime)
     data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
     config = resolved(config, data)
@@ -31,7 +32,7 @@ def describe(config: TrainConfig) -> str:
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)
     taken = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
-    lines = [str(planned), ""]
+    lines = [render(planned, columns), ""]
     lines += _run(config, data, taken) + [""]
     axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
     lines += _memory(config, device, axes) + [""]
@@ -47,16 +48,18 @@ def _run(config: TrainConfig, data: TrainingData, taken: Schedule) -> list[str]:
     total = taken.tokens_before(len(taken))
     peak = taken.peak_factor * config.optimizer.lr
     full = config.data.batch_sequences
-    return [
+    lines = [
         f"Run: {len(taken):,} steps, {count(total)} tokens, "
         f"{total / data.num_tokens:.2f} epochs of {count(data.num_tokens)} tokens at "
         f"{data.folder}",
         f"  batch {taken[0].sequences}"
         + (f" -> {full}" if taken[0].sequences != full else "")
-        + f" sequences of {config.data.sequence_length}, learning rate "
-        f"{taken[0].lr_factor * config.optimizer.lr:.3g} -> {peak:.3g} -> "
-        f"{last.lr_factor * config.optimizer.lr:.3g}",
+        + f" sequences of {config.data.sequence_length}",
+        f"  learning rate: first {taken[0].lr_factor * config.optimizer.lr:.3g}, peak {peak:.3g}, "
+        f"final {last.lr_factor * config.optimizer.lr:.3g}",
     ]
+    repeated = repetition(config.schedule, data.num_tokens)
+    return lines if repeated is None else [*lines, f"  Warning: {repeated}"]
 
 
 def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
@@ -71,7 +74,8 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     ]
     if not estimated.accumulates:
         lines.append("  Gradients are written while activations are freed: the larger one counts.")
-    return lines
+    short = shortage(estimated, device)
+    return lines if short is None else [*lines, f"  Does not fit: {short}"]
 
 
 def _first_batch(data: TrainingData, sequences: int) -> list[str]:

@@ -103,14 +103,20 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
 
 def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None:
     """Raise a ValueError for a run that the device cannot hold, before anything is built."""
+    short = shortage(estimate(config, device, axes), device)
+    if short is not None:
+        raise ValueError(f"{short}; --dry-run shows what takes how much")
+
+
+def shortage(estimated: MemoryEstimate, device: Device) -> str | None:
+    """Return what to say of a run that the device cannot hold; None of others."""
     total = total_memory(device.device)
-    needed = estimate(config, device, axes).peak
-    if total is not None and needed > total * (1 + _ERROR):
-        raise ValueError(
-            f"this run needs about {size(needed)} of memory (estimated from shapes), and "
-            f"{device.name} has {size(total)}: {LESS_MEMORY}, or choose a smaller model; --dry-run "
-            "shows what takes how much"
-        )
+    if total is None or estimated.peak <= total * (1 + _ERROR):
+        return None
+    return (
+        f"this run needs about {size(estimated.peak)} of memory (estimated from shapes), and "
+        f"{device.name} has {size(total)}: {LESS_MEMORY}, or choose a smaller model"
+    )
 
 
 def total_memory(device: torch.device) -> int | None:
