@@ -319,7 +319,10 @@ def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, sa
         ("simulate --momentum 0.9", "adamw has no momentum; it takes betas"),
         ("simulate --betas 0.9 1", "betas must lie in [0, 1), got 1.0"),
         ("simulate --lr 20", "lr * weight_decay < 2, got lr=20.0"),
-        ("diagnose nowhere", "nowhere is neither a run nor a checkpoint"),
+        (
+            "diagnose nowhere",
+            "Hugging Face Trainer (optimizer.pt), or a folder of torch.distributed",
+        ),
         ("export nowhere out", "nowhere is neither a run nor a checkpoint"),
         ("report nowhere", "no run folder 'nowhere'"),
         ("data prepare nowhere --out data", "no file or folder 'nowhere'"),

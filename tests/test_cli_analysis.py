@@ -185,7 +185,7 @@ def test_the_summary_of_a_diagnosis_tells_the_share_of_the_trapped(data, ask):
     assert counts["free"] > 0
     assert counts["open"] > 0
     assert found.summary().startswith(
-        f"trapped are {counts['trapped']} of {total} matrices ({counts['trapped'] / total:.0%}: "
+        f"{counts['trapped']} of {total} matrices trapped ({counts['trapped'] / total:.0%}: "
         f"{counts['free']} free, {counts['open']} open), "
     )
 
@@ -224,13 +224,25 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(ask, data):
     assert re.search("^lrm diagnose: .*step-00000012 cannot be used: optimizer.saf", complaints)
 
 
+def test_what_is_no_run_is_told_what_diagnose_reads(ask):
+    Path("empty").mkdir()
+    for source in ("nowhere", "empty"):
+        assert ask("diagnose", source) == (
+            1,
+            "",
+            f"lrm diagnose: {source} is neither a run nor a checkpoint: give the folder that lrm "
+            "train wrote (--out), one of those in its checkpoints folder, an output folder or "
+            "checkpoint-1000 of the Hugging Face Trainer (optimizer.pt), or a folder of "
+            "torch.distributed.checkpoint (.metadata)",
+        )
+
+
 def test_what_export_refuses_diagnose_refuses_in_the_same_words(ask, data):
     trained(data)
-    Path("empty").mkdir()
     Path("new/checkpoints").mkdir(parents=True)
     damaged = "run/checkpoints/step-00000012"
     damage(Path(damaged, "model.safetensors"))
-    for source in ("nowhere", "empty", "new", damaged):
+    for source in ("new", damaged):
         code, out, complaints = ask("diagnose", source)
         assert (code, out) == (1, "")
         words = ask("export", source, "out")[2].removeprefix("lrm export: ")

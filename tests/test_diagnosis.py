@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -270,6 +271,24 @@ def test_a_signal_makes_a_tensor_free(name):
     assert all(found[matrix].indicator > 3 for matrix in HIDDEN)
     assert {found[matrix].verdict for matrix in HIDDEN} == {"free"}
     assert found["norm.weight"].verdict == "free"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "indicator", "told"),
+    [
+        (0.0, 9.0, "free (signal in gradients)"),
+        (None, 9.0, "free (signal in gradients)"),
+        (1.0, 9.0, "free"),
+        (1.0, 1.0, "free"),
+        (0.0, 1.0, "trapped"),
+    ],
+)
+def test_a_tensor_that_is_free_by_its_signal_alone_is_told_as_such(ratio, indicator, told):
+    optimizer, lrs, start = on_noise("adamw")
+    found = lrm.diagnose(optimizer, lrs=lrs, start=start)["up_proj.weight"]
+    verdict = verdict_of(ratio, found.error, found.settling, indicator, found.size)
+    changed = replace(found, log_ratio=ratio, indicator=indicator, verdict=verdict)
+    assert lrm.Diagnosis((changed,), {}).table()[1][-1] == told
 
 
 def test_rare_rows_are_predicted_as_many_of_them_walk():

@@ -174,7 +174,7 @@ def test_plain_run_is_diagnosed_live_and_from_disk(tmp_path):
     shares = dict(re.findall(r"^step (\d+): .* (\d+)% of the matrices trapped", printed, re.M))
     assert [shares[step] for step in ("100", "200", "300", "400")] == ["0"] * 4
     assert int(shares["700"]) >= 100 * 6 // 16
-    live = re.search(r"^trapped are .*$", printed, re.M)[0]
+    live = re.search(r"^\d+ of \d+ matrices trapped .*$", printed, re.M)[0]
     assert f"from diagnose_existing_run, step 700: {live}" in printed
 
 

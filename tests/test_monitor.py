@@ -75,7 +75,7 @@ def test_noise_traps_and_a_steady_gradient_frees():
     assert numbers["trapped/matrices"] == 1.0
     assert numbers["free/matrices"] == 0.0
     assert numbers["noise/matrices"] == pytest.approx(1.0, abs=0.15)
-    assert "trapped are 3 of 3 matrices (100%)" in str(on_noise)
+    assert "3 of 3 matrices trapped (100%)" in str(on_noise)
     model, _, opt = set_up(multiplier_lr_scale=1e-6)
     monitor = lrm.Monitor(opt)
     take_steps(model, opt, 200, gradient=torch.ones_like)

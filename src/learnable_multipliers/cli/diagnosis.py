@@ -19,13 +19,14 @@ from learnable_multipliers.equilibrium import diagnose as diagnose_optimizer
 from learnable_multipliers.integrations.dcp_checkpoint import METADATA, read_dcp_checkpoint
 from learnable_multipliers.integrations.saved_run import SavedRun
 from learnable_multipliers.integrations.trainer_checkpoint import (
+    OPTIMIZER,
     newest_checkpoint,
     read_trainer_checkpoint,
 )
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.run_folder import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import (
     check_model,
     parse_state,
@@ -106,6 +107,13 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
             f"{source} has a model but no optimizer state, as an export: give the folder of the "
             "run, such as runs/tiny, or a checkpoint with optimizer state, such as the Hugging "
             "Face Trainer's checkpoint-1000 with optimizer.pt"
+        )
+    if not is_run(source):
+        raise ValueError(
+            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
+            "(--out), one of those in its checkpoints folder, an output folder or checkpoint-1000 "
+            f"of the Hugging Face Trainer ({OPTIMIZER}), or a folder of "
+            f"torch.distributed.checkpoint ({METADATA})"
         )
     return _diagnose_run(source)
 

@@ -16,23 +16,27 @@ from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._prediction import Expectations, steady_expectation
 from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._readings import (
+    WITHIN,
     Band,
     TensorReading,
     TokenRows,
     Verdict,
     read_rows,
     read_tensor,
+    verdict_of,
 )
 from learnable_multipliers.equilibrium._sources import Source
 
 PLURAL = {"matrix": "matrices", "multiplier": "multipliers", "vector": "vectors"}
 _COLUMNS = {
     "measured": "rms",
-    "predicted": "noise gives",
+    "predicted": "predicted rms",
     "log_ratio": "log ratio",
     "settling": "2 wd sum lr",
     "indicator": "indicator",
 }
+_BY_SIGNAL = "signal in gradients"
+"""Why a tensor is free whose rms alone would not make it so."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Diagnosis:
         return count_verdicts(self.readings)
 
     def summary(self) -> str:
-        """Return the verdicts in a line: `trapped are 12 of 14 matrices (86%: 1 free, 1 open)`."""
+        """Return the verdicts in a line: `12 of 14 matrices trapped (86%: 1 free, 1 open)`."""
         return summarize(self.verdicts())
 
     def table(self) -> list[tuple[str, ...]]:
@@ -213,7 +217,9 @@ def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) ->
         bands = [("rows by frequency", "n", *columns.values(), "verdict")]
         for band in found.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
-            bands.append((label, str(band.num_rows), *_medians([band], columns), band.verdict))
+            by_signal = band.verdict == "free" and abs(band.log_ratio or 0.0) <= WITHIN
+            verdict = f"free ({_BY_SIGNAL})" if by_signal else band.verdict
+            bands.append((label, str(band.num_rows), *_medians([band], columns), verdict))
         text += ["", name, *aligned(bands, (0, len(bands[0]) - 1))]
     return text
 
@@ -226,8 +232,8 @@ def summarize(verdicts: Mapping[str, Mapping[Verdict, int]]) -> str:
         others = ", ".join(f"{counts[word]} {word}" for word in ("free", "open") if counts[word])
         rest = f": {others}" if others else ""
         share = counts["trapped"] / total
-        shares.append(f"{counts['trapped']} of {total} {PLURAL[kind]} ({share:.0%}{rest})")
-    return f"trapped are {', '.join(shares)}" if shares else "there is nothing to read"
+        shares.append(f"{counts['trapped']} of {total} {PLURAL[kind]} trapped ({share:.0%}{rest})")
+    return ", ".join(shares) or "there is nothing to read"
 
 
 def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
@@ -236,7 +242,15 @@ def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
         word if count == len(readings) else f"{count} {word}" for word, count in verdicts.items()
     )
     notes = {reading.note for reading in readings} - {""}
+    if any(_is_free_by_signal(reading) for reading in readings):
+        notes.add(_BY_SIGNAL)
     return f"{verdict} ({'; '.join(sorted(notes))})" if notes else verdict
+
+
+def _is_free_by_signal(reading: TensorReading) -> bool:
+    """Return whether a tensor is free by its gradients alone, and not by its rms."""
+    by_rms = verdict_of(reading.log_ratio, reading.error, reading.settling, None, reading.size)
+    return reading.verdict == "free" and by_rms != "free"
 
 
 def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) -> Iterator[str]:

@@ -223,11 +223,17 @@ def check_unused(path: Path) -> None:
         )
 
 
+def is_run(source: Path) -> bool:
+    """Return whether a folder is that of a run, or of one checkpoint."""
+    written = any((source / name).is_file() for name in (MANIFEST, METRICS))
+    return written or checkpoint_folder(source).is_dir()
+
+
 def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
     """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
     if (source / MANIFEST).is_file():
         return checkpoints.load(source), []
-    if not (source / METRICS).is_file() and not (checkpoint_folder(source)).is_dir():
+    if not is_run(source):
         raise ValueError(
             f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
             "(--out), or one of those in its checkpoints folder"
