@@ -197,6 +197,7 @@ def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
     ("line", "code", "says"),
     [
         ("run", 2, "name the folder of the evaluation sets: --eval-data DIR"),
+        ("nowhere", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
         ("run --eval-data nowhere", 1, "nowhere is no folder"),
         ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),

@@ -264,7 +264,9 @@ def test_the_list_counts_runs_and_their_records(ask, small, reference):
     append(Path("experiments/small.jsonl"), reference[0])
     code, text, _ = ask("experiment", "list")
     assert code == 0
-    rows = [line.split("  ") for line in text.splitlines()]
+    table, _, said = text.partition("\n\n")
+    assert said == "Records in experiments; others with --out.\n"
+    rows = [line.split("  ") for line in table.splitlines()]
     assert [[cell.strip() for cell in row if cell] for row in rows[1:]] == [
         [name, "Fig. 0", "C0", "1 of 3", "Loss by learning rate"] for name in ("small", "again")
     ]

@@ -21,6 +21,7 @@ from learnable_multipliers.evaluate.evaluation import Evaluation
 from learnable_multipliers.evaluate.results import Estimate, Result
 from learnable_multipliers.evaluate.tasks import TASKS, Task, check_folder, named
 from learnable_multipliers.pretrain.config import RuntimeConfig
+from learnable_multipliers.pretrain.data.shards import is_dataset
 from learnable_multipliers.pretrain.trainer.device import choose_device
 
 _METRICS = ("accuracy", "by group", "normalized", "flexible", "bits per byte")
@@ -74,6 +75,9 @@ def evaluate(config: EvaluateConfig) -> None:
     be compared item by item; answers in writing are written down too.
     """
     _check(config)
+    # Prepared data have a tokenizer, which is all that requests need.
+    if config.requests_only is None or not is_dataset(config.model):
+        _check_model(config.model)
     if config.eval_data is not None and (missing := _chosen(config, config.eval_data)[1]):
         left_out = _with_files(missing)
         print(f"lrm evaluate: left out, not in {config.eval_data}: {left_out}", file=sys.stderr)
@@ -83,9 +87,9 @@ def evaluate(config: EvaluateConfig) -> None:
         count = len(built.requests) + len(built.prompts)
         print(f"{config.requests_only}: {count:,} requests")
         return
-    if config.against is not None and not results.read_results(config.against):
-        # Raises for what is no model, before the first one is scored for hours.
-        models.is_hugging_face(config.against)
+    if config.against is not None:
+        # Before the first one is scored for hours.
+        _check_model(config.against)
     first = _results_of(config, config.model)
     _print(first)
     if config.against is not None:
@@ -112,6 +116,12 @@ def _check(config: EvaluateConfig) -> None:
             "lrm evaluate: --requests are complete: --eval-data, --limit, --num-fewshot, "
             "--max-new-tokens and --requests-only do not go with them"
         )
+
+
+def _check_model(source: Path) -> None:
+    """Raise a ValueError for what is neither a model nor a folder of results."""
+    if not results.read_results(source):
+        models.is_hugging_face(source)
 
 
 def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:

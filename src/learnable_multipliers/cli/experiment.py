@@ -114,6 +114,7 @@ def _list(config: ExperimentConfig) -> None:
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print(line.rstrip())
+    print(f"\nRecords in {config.out}; others with --out.")
 
 
 # -- report ------------------------------------------------------------------------------------
