@@ -9,7 +9,14 @@ from statistics import fmean
 
 import pytest
 
-from learnable_multipliers.experiments import headline, headline_report, page, table
+from learnable_multipliers.experiments import (
+    headline,
+    headline_arms,
+    headline_report,
+    page,
+    table,
+)
+from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.search import LEAST_GAIN
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
@@ -102,7 +109,7 @@ def test_every_arm_has_the_same_number_of_trials(played):
     _, runs, _ = played
     tuning = [run.labels for run in runs.values() if run.labels["stage"] == "tuning"]
     trials = Counter((t["family"], t["optimizer"], t["arm"]) for t in tuning)
-    rivals = {arm.name for arms in headline.RIVALS.values() for arm in arms}
+    rivals = {arm.name for arms in headline_arms.RIVALS.values() for arm in arms}
     for (family, _, arm), count in trials.items():
         # A search ends before, where it has tried every neighbour of its best.
         most = 6 if arm in rivals - {"magnitude-direction"} else 8
@@ -173,9 +180,9 @@ def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(playe
 
 
 def test_variations_set_what_they_say():
-    config = headline.shape("gpu", "llama", 0.5)
-    config = headline.replace(config, model=headline.replace(config.model, vocab_size=64))
-    config = headline.with_optimizer(config, placement="full", kind="muon", lr=8e-3)
+    config = headline_arms.shape("gpu", "llama", 0.5)
+    config = replace(config, model=replace(config.model, vocab_size=64))
+    config = with_optimizer(config, placement="full", kind="muon", lr=8e-3)
 
     def matrix(name, *variations):
         changed = varied(config, variations)
@@ -214,15 +221,15 @@ def test_runs_are_what_their_labels_say(played):
             continue
         seen.add(arm)
         # It can be planned and checked.
-        model = empty_model(headline.replace(config.model, vocab_size=64))
+        model = empty_model(replace(config.model, vocab_size=64))
         planned = make_plan(model, config.optimizer)
         assert bool(planned.num_multipliers) == (
             labels["arm"] in ("scalar", "symmetry-aware", "magnitude-direction", *VARIATIONS)
             or str(labels["arm"]).startswith("vector")
         )
-        headline.replace(config, model=headline.replace(config.model, vocab_size=64)).check()
+        replace(config, model=replace(config.model, vocab_size=64)).check()
     sizes = {
-        labels["size"]: empty_model(headline.replace(run.config.model, vocab_size=64))
+        labels["size"]: empty_model(replace(run.config.model, vocab_size=64))
         for run in runs.values()
         if (labels := run.labels)["family"] == "llama"
     }
@@ -324,13 +331,13 @@ def test_arms_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
     rows = {row[:3]: row for row in compared.rows}
     assert rows["Llama", "Muon", "normuon"][3:7] == ("0", "", "", "not run")
     assert rows["Llama", "Muon", "vector"][6] == "better"
-    assert len(rows) == len(headline.expected())
+    assert len(rows) == len(headline_arms.expected())
 
 
 def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
     first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
     (tuning,) = (each for each in headline.tables(first) if each.title == "Tuning")
-    every = [axis.name for axis in headline.baseline_axes("llama", "muon")]
+    every = [axis.name for axis in headline_arms.baseline_axes("llama", "muon")]
     assert tuning.rows[0][7] == ", ".join(every)
 
 

@@ -8,156 +8,49 @@ runs of other seeds at full length, on text that tuning did not see.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from statistics import fmean
-from typing import Any, Literal
 
 from learnable_multipliers.experiments import headline_report, table
 from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.headline_arms import (
+    AWARE,
+    KINDS,
+    PLAIN,
+    RIVALS,
+    SCALAR,
+    SCALES,
+    VARIED,
+    VECTOR,
+    Arm,
+    Family,
+    Kind,
+    Settings,
+    baseline_axes,
+    combinable,
+    combination,
+    configured,
+    expected,
+    shape,
+)
 from learnable_multipliers.experiments.plot import Plot, Table
-from learnable_multipliers.experiments.presets import base, with_optimizer
+from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
-from learnable_multipliers.experiments.search import Axis, Point, Search, best
+from learnable_multipliers.experiments.search import Point, Search, best
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
-from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
-from learnable_multipliers.pretrain.recipes import RECIPES
 
 TITLE = "Against a tuned baseline and other papers"
 FIGURE = "not in the paper"
 CLAIMS: tuple[Claim, ...] = ()
 BENCHMARKS = ("lambada", "blimp", "arc_easy", "sciq", "piqa", "openbookqa", "winogrande")
 """Those that small models can answer; reported runs are scored on them."""
-
-Kind = Literal["adamw", "muon"]
-Family = Literal["llama", "hybrid"]
-Settings = Mapping[str, float]
-"""What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `decay_factor` over
-its last fifth, `one_minus_beta2`, and `rest_lr`, the learning rate of what is not a hidden
-matrix."""
-KINDS: tuple[Kind, ...] = ("muon", "adamw")
-"""In the order of the runs: seeds of Muon scatter less."""
 GPU_JOBS = 1
 """Runs at a time: more gain nothing at this size, and times are compared."""
-FINE = 2**0.5
 VARIATION_SEEDS = (6, 7, 8)
 """Neither that of the tuning nor those of the report."""
-_STD = 0.02
-"""Matrices start with it, and stay there on a sphere."""
-
-_START: dict[tuple[Family, Kind], dict[str, float]] = {
-    ("llama", "adamw"): {"lr": 8e-3, "weight_decay": 0.1},
-    ("llama", "muon"): {"lr": 5.66e-3, "weight_decay": 0.1, "adamw_lr_scale": 2.0},
-    ("hybrid", "adamw"): {"lr": 4e-3, "weight_decay": 0.1},
-    ("hybrid", "muon"): {"lr": 8e-3, "weight_decay": 0.1, "adamw_lr_scale": 1.0},
-}
-"""Best of results/baseline-search.jsonl, 27 runs of 110M tokens."""
-_RATIO: dict[Kind, float] = {"adamw": 2.0, "muon": 4.0}
-"""Learning rate of multipliers over that of matrices that their tuning starts from."""
-_ANGLE: dict[Kind, float] = {"adamw": 0.01, "muon": 0.005}
-"""Norm of a step over that of the matrix, where rivals on a sphere start: about that of the tuned
-baselines in equilibrium."""
-_UPDATE: dict[Kind, float] = {"adamw": 0.25, "muon": 0.2}
-"""RMS of an update."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """How much of the protocol a preset has."""
-
-    tokens: int
-    """1x."""
-    baseline_trials: int
-    trials: int
-    rival_trials: int
-    seeds: tuple[int, ...]
-    """Of the reported runs; tuning has seed 0."""
-    few_seeds: tuple[int, ...]
-    """Of stages (d) and (e)."""
-
-
-SCALES: dict[Preset, Scale] = {
-    "cpu": Scale(
-        tokens=51_200,
-        baseline_trials=2,
-        trials=2,
-        rival_trials=1,
-        seeds=(1, 2, 3),
-        few_seeds=(1, 2, 3),
-    ),
-    "gpu": Scale(
-        tokens=220_000_000,
-        baseline_trials=28,
-        trials=8,
-        rival_trials=6,
-        seeds=(1, 2, 3, 4, 5),
-        few_seeds=(1, 2, 3),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to train: settings that are fixed, and axes to tune from a baseline's best ones."""
-
-    name: str
-    fixed: Mapping[str, Any]
-    axes: Callable[[Kind, Settings], tuple[Axis, ...]]
-    variations: tuple[str, ...] = ()
-    """Names of `VARIATIONS`."""
-
-
-def _decayed(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    return Axis("lr", plain["lr"], FINE), Axis("weight_decay", plain["weight_decay"], 2.0)
-
-
-def _with_multipliers(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    return (Axis("multiplier_lr_scale", _RATIO[kind], 2.0), *_decayed(kind, plain))
-
-
-def _on_ball(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    return Axis("lr", _ANGLE[kind], 2.0), Axis("rest_lr", _rest_lr(plain), 2.0)
-
-
-def _on_sphere(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    lr, gains = _ANGLE[kind] * _STD / _UPDATE[kind], plain["lr"] * _RATIO[kind]
-    rest = Axis("rest_lr", _rest_lr(plain), 2.0)
-    return Axis("lr", lr, 2.0), Axis("multiplier_lr", gains, 2.0), rest
-
-
-def _rest_lr(plain: Settings) -> float:
-    return plain["lr"] * plain.get("adamw_lr_scale", 1.0)
-
-
-PLAIN = Arm("plain", {"placement": "none"}, _decayed)
-SCALAR = Arm("scalar", {"placement": "scalar"}, _with_multipliers)
-VECTOR = Arm("vector", {"placement": "full"}, _with_multipliers)
-VARIED = Arm("vector, varied", {"placement": "full"}, _with_multipliers)
-AWARE = Arm("symmetry-aware", {"placement": "symmetry-aware"}, _with_multipliers)
-
-
-def _rival(name: str, axes: Callable[[Kind, Settings], tuple[Axis, ...]] = _decayed) -> Arm:
-    return Arm(name, {"placement": "none", "variant": name}, axes)
-
-
-_DECOUPLED = Arm(
-    "magnitude-direction",
-    {"placement": "full", "variant": "sphere", "multiplier_weight_decay": 0.0},
-    _on_sphere,
-)
-RIVALS: dict[Kind, tuple[Arm, ...]] = {
-    "adamw": (_DECOUPLED, _rival("hyperball", _on_ball), _rival("cautious"), _rival("adamc")),
-    "muon": (
-        _DECOUPLED,
-        _rival("muown"),
-        _rival("hyperball", _on_ball),
-        _rival("cautious"),
-        _rival("normuon"),
-    ),
-}
 
 
 def runs(preset: Preset) -> list[Run]:
@@ -284,8 +177,7 @@ class _Program:
 
     def _combined(self, kind: Kind) -> Iterator[Run]:
         """(d) Vector multipliers on top of the best rival that has none of its own."""
-        allowed = [arm for arm in RIVALS[kind] if arm.axes is _decayed and arm.name != "muown"]
-        rival = self._best("llama", kind, allowed)
+        rival = self._best("llama", kind, combinable(kind))
         arm = combination(rival)
         settings = self._tuned["llama", kind, rival.name]
         search = Search(arm.axes(kind, settings), self._scale.trials)
@@ -377,100 +269,6 @@ class _Program:
     def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
         """Return the arm that tuning left with the lowest loss: no run of the report decides."""
         return min(arms, key=lambda arm: self._losses[family, kind, arm.name])
-
-
-def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
-    """Return what is tuned of plain runs."""
-    start = _START[family, kind]
-    axes = [Axis("lr", start["lr"], FINE), Axis("weight_decay", start["weight_decay"], 2.0)]
-    if kind == "muon":
-        axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
-    if family == "llama":
-        axes += [Axis("warmup", 0.1, 2.0), Axis("one_minus_beta2", 0.05, 2.0)]
-        axes.append(Axis("decay_factor", 8.0, 4.0))
-    return tuple(axes)
-
-
-def expected() -> dict[tuple[Family, Kind, str], tuple[str, ...]]:
-    """Return the settings that are tuned, for every arm of the protocol.
-
-    Of the combinations one for each optimizer is run.
-    """
-    found: dict[tuple[Family, Kind, str], tuple[str, ...]] = {}
-    nothing = {"lr": 1.0, "weight_decay": 1.0}
-    families: dict[Family, dict[Kind, tuple[Arm, ...]]] = {
-        "llama": {kind: (SCALAR, VECTOR, AWARE, *RIVALS[kind]) for kind in KINDS},
-        "hybrid": {kind: (VECTOR,) for kind in KINDS},
-    }
-    for family, kinds in families.items():
-        for kind, arms in kinds.items():
-            plain = tuple(axis.name for axis in baseline_axes(family, kind))
-            found[family, kind, PLAIN.name] = plain
-            for arm in arms:
-                found[family, kind, arm.name] = tuple(axis.name for axis in arm.axes(kind, nothing))
-    return found
-
-
-def combination(rival: Arm) -> Arm:
-    """Return vector multipliers on top of a rival."""
-    return Arm(f"vector + {rival.name}", {**rival.fixed, "placement": "full"}, _with_multipliers)
-
-
-def shape(preset: Preset, family: Family, part: float, size: int = 1) -> TrainConfig:
-    """Return a plain run of a part of 1x, quiet; `size` 2 has twice the parameters."""
-    if preset == "cpu":
-        config = base(preset, family)
-    else:
-        config = RECIPES["20m-llama" if family == "llama" else "20m"][1]
-        # The factor is a sound start for both: `lrm experiment initialization`.
-        model = replace(config.model, vocab_size=0, mup_embedding=2**2.5)
-        config = replace(config, model=model, checkpoint=CheckpointConfig(every=0))
-    if size == 2:
-        model = config.model
-        # Twice the layers' parameters: 1.5 times the layers, and sqrt(4/3) the width in heads.
-        heads = round(model.num_heads * math.sqrt(4 / 3))
-        model = replace(
-            model,
-            num_layers=round(1.5 * model.num_layers),
-            num_heads=heads,
-            num_kv_heads=heads,
-            hidden_size=heads * model.head_dim,
-            intermediate_size=round(model.intermediate_size * heads / model.num_heads / 64) * 64,
-        )
-        config = replace(config, model=model)
-    tokens = round(SCALES[preset].tokens * part)
-    schedule = replace(
-        config.schedule, tokens=tokens, warmup_tokens=tokens // 10, decay_tokens=tokens // 5
-    )
-    quiet = replace(
-        config.log,
-        every=20,
-        weights_every=0,
-        evaluate_every=0,
-        evaluate_tokens=config.log.evaluate_tokens if preset == "cpu" else 0,
-        sample_tokens=0,
-        drift=False,
-        tensorboard=False,
-    )
-    return replace(config, schedule=schedule, log=quiet)
-
-
-def configured(config: TrainConfig, values: Settings) -> TrainConfig:
-    """Return a run with settings that tuning chose."""
-    changes: dict[str, Any] = dict(values)
-    warmup = changes.pop("warmup", None)
-    one_minus_beta2 = changes.pop("one_minus_beta2", None)
-    rest_lr = changes.pop("rest_lr", None)
-    if rest_lr is not None:
-        changes["adamw_lr_scale"] = rest_lr / changes["lr"]
-    if one_minus_beta2 is not None:
-        changes["betas"] = (config.optimizer.betas[0], 1 - one_minus_beta2)
-    schedule = config.schedule
-    if warmup is not None:
-        schedule = replace(schedule, warmup_tokens=round(warmup * schedule.tokens))
-    if (factor := changes.pop("decay_factor", None)) is not None:
-        schedule = replace(schedule, decay_factor=factor)
-    return with_optimizer(replace(config, schedule=schedule), **changes)
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
