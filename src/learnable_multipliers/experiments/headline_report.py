@@ -272,9 +272,14 @@ def _bracketed(name: str, winner: Labelled, tried: Sequence[Labelled]) -> bool:
 def _arms(
     records: Sequence[Labelled], expected: Iterable[Sequence[str]] = ()
 ) -> list[dict[str, str | float]]:
-    """Return the labels of the arms there are, then of those expected, each once."""
+    """Return the labels of the arms there are, then of those expected, each once.
+
+    Those of a model and an optimizer stand together, in the order of their first runs.
+    """
     there = (tuple(one.labels[name] for name in _ARM) for one in records)
-    found = dict.fromkeys((*there, *map(tuple, expected)))
+    found = list(dict.fromkeys((*there, *map(tuple, expected))))
+    groups = list(dict.fromkeys(values[:2] for values in found))
+    found.sort(key=lambda values: groups.index(values[:2]))
     return [dict(zip(_ARM, values, strict=True)) for values in found]
 
 
