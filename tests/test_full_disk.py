@@ -240,7 +240,6 @@ def test_a_read_only_disk_names_the_file_that_was_asked_for(tmp_path, monkeypatc
     "words",
     [
         ["report", "{run}", "--out"],
-        ["simulate", "--steps", "4", "--shape", "4", "4", "--plot"],
         ["export", "{run}"],
         ["demo", "--out"],
         ["train", "tiny", "--data.path", "{data}", "--model.vocab-size", "257", "--out"],
