@@ -1,11 +1,11 @@
-"""The gate of the MLP: the kernels against the reference."""
+"""The gate of the MLP: the kernels against the reference; that of the mixer against autograd."""
 
 import os
 
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.model.gate import gated, gated_reference
+from learnable_multipliers.pretrain.model.gate import gated, gated_by, gated_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [(2, 5, 96), (1, 3, 2), (3, 1, 2600)]
@@ -48,3 +48,15 @@ def test_kernels_equal_the_reference_on_a_gpu(shape, dtype, limit):
     truth = with_gradient(gated_reference, joined.double(), 0.7)
     for value, true in zip(found, truth, strict=True):
         assert (value.double() - true).norm() <= limit * true.norm()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_the_gate_of_the_mixer_is_differentiated_as_by_autograd(factor):
+    generator = torch.Generator().manual_seed(0)
+    y, z = torch.randn(2, 3, 7, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    assert torch.equal(gated_by(y, z, factor), y * torch.nn.functional.silu(factor * z))
+    assert torch.autograd.gradcheck(gated_by, (y, z, factor))
+    low = gated_by(y.bfloat16(), z.bfloat16(), factor)
+    assert low.dtype == torch.bfloat16
+    truth = gated_by(y.bfloat16().double(), z.bfloat16().double(), factor)
+    assert torch.equal(low, truth.bfloat16())

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.model.attention import angles
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -194,6 +196,25 @@ def test_a_model_of_state_space_mixers_alone_trains_every_parameter():
     assert not any("self_attn" in name or "feed_forward" in name for name in model.state_dict())
     with pytest.raises(ValueError, match="no model of this shape"):
         hugging_face.to_config(config)
+
+
+def test_the_gradient_of_joined_projections_is_joined_once():
+    class Joined(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.cat.default:
+                widths.append(out.shape[-1])
+            return out
+
+    widths = []
+    layer = build(HYBRID).model.layers[0]
+    mamba, attention = sum(layer.mamba.input_sizes), layer.self_attn.input_size
+    h = torch.randn(1, 8, HYBRID.hidden_size, requires_grad=True)
+    y = layer(h, angles(8, HYBRID.head_dim, 1e4, h.device))
+    with Joined():
+        y.sum().backward()
+    assert widths.count(mamba + attention) == 1
+    assert mamba not in widths
 
 
 def test_frozen_norms_stay_at_one_but_the_last():

@@ -48,10 +48,14 @@ class Attention(nn.Module):
         """The projections that feed `attend`, in its order."""
         return self.q_proj, self.k_proj, self.v_proj
 
+    @property
+    def input_size(self) -> int:
+        """The features of `inputs` together."""
+        return sum(linear.out_features for linear in self.inputs)
+
     def forward(self, x: Tensor, by: Angles) -> Tensor:
         """Return what attention adds to the residual stream."""
-        (projected,) = project(x, self.inputs)
-        return project_sum([self.attend(projected, by)], [self.o_proj])
+        return project_sum([self.attend(project(x, self.inputs), by)], [self.o_proj])
 
     def attend(self, projected: Tensor, by: Angles) -> Tensor:
         """Return the heads' outputs side by side, (batch, length, num_heads * head_dim)."""

@@ -4,6 +4,9 @@ A program walks through time with a few channels, and keeps what the taps reach 
 registers, so that nothing is read twice; rows are fetched ahead of their use. The backward pass
 computes the pre-activation again instead of keeping it. Gradients of taps and bias are summed
 over programs in a fixed order, so that results repeat bit for bit.
+
+What is convolved together leaves in three tensors, the x, B and C of the mixer, and their
+gradients come in as three: one launch serves all, and nothing is split or joined by copies.
 """
 
 # Triton's constants are upper case.
@@ -11,6 +14,7 @@ over programs in a fixed order, so that results repeat bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,27 +60,47 @@ def _taps(weight, bias, channel, mask):
 
 
 @triton.jit
+def _part(first, second, third, size0, size1, size2, BLOCK_CHANNELS: tl.constexpr):
+    """Return which of three tensors this program works on, its size, where it begins, and the
+    program's channels in it."""
+    block = tl.program_id(1)
+    blocks0, blocks1 = tl.cdiv(size0, BLOCK_CHANNELS), tl.cdiv(size1, BLOCK_CHANNELS)
+    tensor, size, start = first, size0, 0
+    if block >= blocks0 + blocks1:
+        tensor, size, start = third, size2, size0 + size1
+        block -= blocks0 + blocks1
+    elif block >= blocks0:
+        tensor, size, start = second, size1, size0
+        block -= blocks0
+    return tensor, size, start, block * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+
+
+@triton.jit
 def convolve_kernel(
     x,
     weight,
     bias,
-    y,
+    y0,
+    y1,
+    y2,
     length,
-    channels,
+    size0,
+    size1,
+    size2,
     stride_batch,
     stride_time,
     ALIGN: tl.constexpr,
     BLOCK_TIME: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Compute BLOCK_TIME rows of y, which is contiguous."""
+    """Compute BLOCK_TIME rows of one y; each is contiguous."""
     batch = tl.program_id(2).to(tl.int64)
-    x += tl.multiple_of(batch * stride_batch, ALIGN)
+    y, channels, first, channel = _part(y0, y1, y2, size0, size1, size2, BLOCK_CHANNELS)
+    x += tl.multiple_of(batch * stride_batch, ALIGN) + tl.multiple_of(first, ALIGN)
     y += tl.multiple_of(batch * length * channels, ALIGN)
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     mask = channel < channels
     start = tl.program_id(0) * BLOCK_TIME
-    w0, w1, w2, w3, b = _taps(weight, bias, channel, mask)
+    w0, w1, w2, w3, b = _taps(weight, bias, first + channel, mask)
     x1 = _row(x, start - 3, length, stride_time, channel, mask, ALIGN).to(tl.float32)
     x2 = _row(x, start - 2, length, stride_time, channel, mask, ALIGN).to(tl.float32)
     x3 = _row(x, start - 1, length, stride_time, channel, mask, ALIGN).to(tl.float32)
@@ -102,15 +126,17 @@ def convolve_backward_kernel(
     x,
     weight,
     bias,
-    dy,
+    dy0,
+    dy1,
+    dy2,
     dx,
     parts,
     length,
-    channels,
+    size0,
+    size1,
+    size2,
     stride_batch,
     stride_time,
-    dy_stride_batch,
-    dy_stride_time,
     ALIGN: tl.constexpr,
     BLOCK_TIME: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
@@ -118,16 +144,18 @@ def convolve_backward_kernel(
     """Compute BLOCK_TIME rows of dx, and their parts of the gradients of taps and bias.
 
     du = dy silu'(u), dx_t = w0 du_{t+3} + w1 du_{t+2} + w2 du_{t+1} + w3 du_t; parts are
-    (programs over batch and time, taps + 1, channels), the bias last.
+    (programs over batch and time, taps + 1, channels), the bias last. Each dy, and dx, is
+    contiguous.
     """
     batch = tl.program_id(2).to(tl.int64)
-    x += tl.multiple_of(batch * stride_batch, ALIGN)
-    dy += tl.multiple_of(batch * dy_stride_batch, ALIGN)
-    dx += tl.multiple_of(batch * length * channels, ALIGN)
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    mask = channel < channels
+    dy, own, first, channel = _part(dy0, dy1, dy2, size0, size1, size2, BLOCK_CHANNELS)
+    channels = size0 + size1 + size2
+    x += tl.multiple_of(batch * stride_batch, ALIGN) + tl.multiple_of(first, ALIGN)
+    dy += tl.multiple_of(batch * length * own, ALIGN)
+    dx += tl.multiple_of(batch * length * channels, ALIGN) + tl.multiple_of(first, ALIGN)
+    mask = channel < own
     start = tl.program_id(0) * BLOCK_TIME
-    w0, w1, w2, w3, b = _taps(weight, bias, channel, mask)
+    w0, w1, w2, w3, b = _taps(weight, bias, first + channel, mask)
     x1 = _row(x, start - 3, length, stride_time, channel, mask, ALIGN).to(tl.float32)
     x2 = _row(x, start - 2, length, stride_time, channel, mask, ALIGN).to(tl.float32)
     x3 = _row(x, start - 1, length, stride_time, channel, mask, ALIGN).to(tl.float32)
@@ -135,10 +163,10 @@ def convolve_backward_kernel(
     x_next1 = _row(x, start + 1, length, stride_time, channel, mask, ALIGN)
     x_next2 = _row(x, start + 2, length, stride_time, channel, mask, ALIGN)
     x_next3 = _row(x, start + 3, length, stride_time, channel, mask, ALIGN)
-    d_next0 = _row(dy, start, length, dy_stride_time, channel, mask, ALIGN)
-    d_next1 = _row(dy, start + 1, length, dy_stride_time, channel, mask, ALIGN)
-    d_next2 = _row(dy, start + 2, length, dy_stride_time, channel, mask, ALIGN)
-    d_next3 = _row(dy, start + 3, length, dy_stride_time, channel, mask, ALIGN)
+    d_next0 = _row(dy, start, length, own, channel, mask, ALIGN)
+    d_next1 = _row(dy, start + 1, length, own, channel, mask, ALIGN)
+    d_next2 = _row(dy, start + 2, length, own, channel, mask, ALIGN)
+    d_next3 = _row(dy, start + 3, length, own, channel, mask, ALIGN)
     # Zeros of their own: Triton takes variables that start as one value and are handed on among
     # themselves for variables that the loop leaves alone.
     du1 = tl.zeros([BLOCK_CHANNELS], tl.float32)
@@ -156,16 +184,16 @@ def convolve_backward_kernel(
         x_next0, x_next1, x_next2 = x_next1, x_next2, x_next3
         d_next0, d_next1, d_next2 = d_next1, d_next2, d_next3
         x_next3 = _row(x, time + 4, length, stride_time, channel, mask, ALIGN)
-        d_next3 = _row(dy, time + 4, length, dy_stride_time, channel, mask, ALIGN)
+        d_next3 = _row(dy, time + 4, length, own, channel, mask, ALIGN)
         u = b + w0 * x1 + w1 * x2 + w2 * x3 + w3 * x4
         gate = 1.0 / (1.0 + tl.exp(-u))
         du = b_dy * gate * (1.0 + u * (1.0 - gate))
-        own = tl.where(time < start + BLOCK_TIME, du, 0.0)
-        sum0 += own * x1
-        sum1 += own * x2
-        sum2 += own * x3
-        sum3 += own * x4
-        sum_b += own
+        counted = tl.where(time < start + BLOCK_TIME, du, 0.0)
+        sum0 += counted * x1
+        sum1 += counted * x2
+        sum2 += counted * x3
+        sum3 += counted * x4
+        sum_b += counted
         grad = (w0 * du + w1 * du1 + w2 * du2 + w3 * du3).to(dx.dtype.element_ty)
         at = time - 3
         inside = _between(at, start, length, channel) & mask
@@ -173,7 +201,8 @@ def convolve_backward_kernel(
         tl.store(dx + place + channel, grad, mask=inside)
         x1, x2, x3 = x2, x3, x4
         du1, du2, du3 = du, du1, du2
-    to_parts = parts + (batch * tl.num_programs(0) + tl.program_id(0)) * 5 * channels + channel
+    row = (batch * tl.num_programs(0) + tl.program_id(0)) * 5
+    to_parts = parts + row * channels + first + channel
     tl.store(to_parts, sum0, mask=mask)
     tl.store(to_parts + channels, sum1, mask=mask)
     tl.store(to_parts + 2 * channels, sum2, mask=mask)
@@ -182,66 +211,81 @@ def convolve_backward_kernel(
 
 
 @torch.library.custom_op("learnable_multipliers::convolve_silu", mutates_args=())
-def convolve_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the activated convolution; weight and bias are float32, x may be a strided view."""
+def convolve_silu(
+    x: Tensor, weight: Tensor, bias: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the activated convolution in three parts, of `sizes` channels.
+
+    weight and bias are float32, x may be a strided view.
+    """
     x = _readable(x)
-    y = x.new_empty(x.shape)
-    tensors = x, weight.contiguous(), bias.contiguous(), y
-    strides = x.stride()[:2]
-    convolve_kernel[_grid(x)](
-        *tensors, *x.shape[1:], *strides, ALIGN=_alignment(x, y), **_CONSTANTS
+    y = _empty_parts(x, sizes)
+    convolve_kernel[_grid(x, sizes)](
+        *(x, weight.contiguous(), bias.contiguous(), *y),
+        *(x.shape[1], *sizes, *x.stride()[:2]),
+        ALIGN=_alignment(sizes, x, *y),
+        **_CONSTANTS,
     )
     return y
 
 
 @convolve_silu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_parts(x, sizes)
 
 
 @torch.library.custom_op("learnable_multipliers::convolve_silu_backward", mutates_args=())
 def convolve_silu_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+    dy0: Tensor, dy1: Tensor, dy2: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
-    x, dy = _readable(x), _readable(dy)
+    x, dy = _readable(x), [part.contiguous() for part in (dy0, dy1, dy2)]
+    sizes = [part.shape[2] for part in dy]
     dx = x.new_empty(x.shape)
-    programs, _, batch = grid = _grid(x)
+    programs, _, batch = grid = _grid(x, sizes)
     parts = weight.new_empty(batch * programs, 5, x.shape[2])
-    tensors = x, weight.contiguous(), bias.contiguous(), dy, dx, parts
-    strides = *x.stride()[:2], *dy.stride()[:2]
     convolve_backward_kernel[grid](
-        *tensors, *x.shape[1:], *strides, ALIGN=_alignment(x, dy, dx), **_CONSTANTS
+        *(x, weight.contiguous(), bias.contiguous(), *dy, dx, parts),
+        *(x.shape[1], *sizes, *x.stride()[:2]),
+        ALIGN=_alignment(sizes, x, *dy, dx),
+        **_CONSTANTS,
     )
     *taps, shift = parts.sum(0)
     return dx, torch.stack(taps, 1), shift.clone()
 
 
 @convolve_silu_backward.register_fake
-def _(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _(dy0: Tensor, dy1: Tensor, dy2: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in inputs)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return convolve_silu_backward(dy, *ctx.saved_tensors)
+def _backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+    return *convolve_silu_backward(*dy, *ctx.saved_tensors), None
 
 
 convolve_silu.register_autograd(_backward, setup_context=_keep)
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    batch, length, channels = x.shape
-    return triton.cdiv(length, _BLOCK_TIME), triton.cdiv(channels, _BLOCK_CHANNELS), batch
+def _empty_parts(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (x.new_empty(*x.shape[:2], size) for size in sizes)
+    return first, second, third
 
 
-def _alignment(*tensors: Tensor) -> int:
-    """Return what all strides and starts are multiples of, as far as wide loads need it."""
+def _grid(x: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
+    blocks = sum(triton.cdiv(size, _BLOCK_CHANNELS) for size in sizes)
+    return triton.cdiv(x.shape[1], _BLOCK_TIME), blocks, x.shape[0]
+
+
+def _alignment(sizes: Sequence[int], *tensors: Tensor) -> int:
+    """Return what all sizes, strides and starts are multiples of, as far as wide loads need it."""
     places = [place for t in tensors for place in (*t.stride()[:2], t.storage_offset())]
-    return 1 if any(place % _VECTOR for place in places) else _VECTOR
+    return 1 if any(place % _VECTOR for place in (*sizes, *places)) else _VECTOR
 
 
 def _readable(tensor: Tensor) -> Tensor:

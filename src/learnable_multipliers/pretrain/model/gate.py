@@ -1,6 +1,8 @@
-"""The gate of an MLP: what is between its two projections."""
+"""Gates: what is between the two projections of an MLP, and behind the scan of a mixer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,3 +35,32 @@ def gated_reference(joined: Tensor, mup_gate: float) -> Tensor:
     """Return the same by PyTorch's own operators."""
     gate, up = joined.chunk(2, -1)
     return up * F.silu(scaled(gate, mup_gate))
+
+
+def gated_by(y: Tensor, z: Tensor, factor: float) -> Tensor:
+    """Return y * silu(factor * z) in the dtype of y; y and z alone are kept for the backward pass.
+
+    Automatic differentiation would keep `factor * z` and its silu as well, and the compiler the
+    former.
+    """
+    return _GatedBy.apply(y, z, factor)
+
+
+class _GatedBy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(y, z)
+        ctx.factor = factor
+        return (y * F.silu(_widened(z, factor))).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, z = ctx.saved_tensors
+        u = _widened(z, ctx.factor)
+        grad = grads[0].to(u.dtype)
+        dz = torch.ops.aten.silu_backward(grad * y, u)
+        return (grad * F.silu(u)).to(y.dtype), scaled(dz, ctx.factor).to(z.dtype), None
+
+
+def _widened(z: Tensor, factor: float) -> Tensor:
+    return scaled(z.to(torch.promote_types(z.dtype, torch.float32)), factor)

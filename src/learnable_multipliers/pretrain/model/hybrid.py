@@ -54,8 +54,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the MLP adds to the residual stream."""
-        (joined,) = project(x, (self.gate_proj, self.up_proj))
-        inner = gated(joined, self.mup_gate)
+        inner = gated(project(x, (self.gate_proj, self.up_proj)), self.mup_gate)
         return scaled(project_sum([inner], [self.down_proj]), self.mup_down)
 
 
@@ -93,8 +92,10 @@ class Layer(nn.Module):
             return attention(x, by)
         if not attention.joinable:
             return attention(x, by) + mamba(x)
-        to_mamba, to_attention = project(x, [mamba.in_proj], attention.inputs)
-        inner = mamba.mix(to_mamba), attention.attend(to_attention, by)
+        projected = project(x, (mamba.in_proj, *attention.inputs))
+        sizes = [*mamba.input_sizes, attention.input_size]
+        *to_mamba, to_attention = projected.split(sizes, -1)
+        inner = mamba.mix(*to_mamba), attention.attend(to_attention, by)
         return project_sum(inner, (mamba.out_proj, attention.o_proj))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.model.gate import gated_by
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.model.ssd import KERNEL_TYPES, ssd
 
@@ -59,22 +62,23 @@ class Mamba(nn.Module):
         )
         self.out_proj = nn.Linear(config.ssm_size, config.hidden_size, bias=False)
 
+    @property
+    def input_sizes(self) -> list[int]:
+        """The features of what `mix` takes, in its order."""
+        z, x, B, C, dt = self.block_sizes  # noqa: N806
+        return [z, x + B + C, dt]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return what the mixer adds to the residual stream."""
-        (projected,) = project(x, [self.in_proj])
-        return project_sum([self.mix(projected)], [self.out_proj])
+        projected = project(x, [self.in_proj])
+        inner = self.mix(*projected.split(self.input_sizes, -1))
+        return project_sum([inner], [self.out_proj])
 
-    def mix(self, projected: Tensor) -> Tensor:
-        """Return the gated heads of an input projection, (batch, length, ssm_size)."""
-        z, *convolved, dt = projected.split(self.block_sizes, -1)
-        # Each with its own filters, so that nothing is joined and split again.
+    def mix(self, z: Tensor, convolved: Tensor, dt: Tensor) -> Tensor:
+        """Return the gated heads of the parts of an input projection, (batch, length, ssm_size)."""
         bias = self.conv1d.bias
         assert bias is not None
-        filters = zip(self._taps(), bias.split(self.block_sizes[1:4]), strict=True)
-        x, B, C = (  # noqa: N806
-            convolve(part, taps, shift)
-            for part, (taps, shift) in zip(convolved, filters, strict=True)
-        )
+        x, B, C = convolve(convolved, self._taps(), bias, self.block_sizes[1:4])  # noqa: N806
         dt = scaled(dt.to(self.dt_bias.dtype), self.mup_ssm_in * self.mup_dt)
         dt = F.softplus(dt + self.dt_bias)
         y = ssd(
@@ -86,29 +90,36 @@ class Mamba(nn.Module):
             self.D,
             self.chunk_size,
         ).flatten(-2)
-        gated = y * F.silu(scaled(z, self.mup_ssm_in * self.mup_z))
+        gated = gated_by(y, z, self.mup_ssm_in * self.mup_z)
         return scaled(self.norm(gated), self.mup_ssm_out).to(z.dtype)
 
-    def _taps(self) -> list[Tensor]:
+    def _taps(self) -> Tensor:
         """Return the filters of x, B and C, their fixed factors in them."""
-        factors = (self.mup_ssm_in * each for each in (self.mup_x, self.mup_B, self.mup_C))
-        parts = self.conv1d.weight.squeeze(1).split(self.block_sizes[1:4])
-        return [scaled(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        factors = [self.mup_ssm_in * each for each in (self.mup_x, self.mup_B, self.mup_C)]
+        taps = self.conv1d.weight.squeeze(1)
+        if all(factor == 1.0 for factor in factors):
+            return taps
+        parts = taps.split(self.block_sizes[1:4])
+        return torch.cat([scaled(*each) for each in zip(parts, factors, strict=True)])
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, backend: Backend = "auto") -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor, sizes: Sequence[int], backend: Backend = "auto"
+) -> tuple[Tensor, ...]:
     """Return silu(bias + weight * x), a causal convolution over time, in the dtype of x.
 
     Chooses between PyTorch and Triton, by device and by the `backend` asked for. x is
-    (batch, length, channels), weight (channels, taps), bias (channels,).
+    (batch, length, channels), weight (channels, taps), bias (channels,); what comes out is split
+    into three, of `sizes` channels.
     """
     if not takes_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
-        return convolve_reference(x, weight, bias)
-    return kernels.convolve_silu(x, weight.float(), bias.float())
+        parts = zip(x.split(sizes, -1), weight.split(sizes), bias.split(sizes), strict=True)
+        return tuple(convolve_reference(*part) for part in parts)
+    return kernels.convolve_silu(x, weight.float(), bias.float(), sizes)
 
 
 def convolve_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the same, as shifted products; sums are taken in float32 or wider.
+    """Return one part of the same, as shifted products; sums are taken in float32 or wider.
 
     u_t = bias + sum_k weight_k x_{t - taps + 1 + k},  y_t = u_t sigmoid(u_t)
     """

@@ -42,14 +42,13 @@ def weight_of(module: nn.Linear | nn.Embedding) -> Tensor:
     return weight.to_local()
 
 
-def project(x: Tensor, *groups: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Apply linears to the same features; return one tensor for each group, its outputs joined."""
-    weights = [[weight_of(linear) for linear in group] for group in groups]
-    flat = [weight for group in weights for weight in group]
-    if len(flat) == 1:
-        return (F.linear(x, flat[0]),)
-    joined = F.linear(x, torch.cat(flat))
-    return joined.split([sum(len(weight) for weight in group) for group in weights], -1)
+def project(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+    """Apply linears to the same features; return their outputs side by side.
+
+    To be split once: the gradients of nested splits are joined, and copied, once for each level.
+    """
+    weights = [weight_of(linear) for linear in linears]
+    return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
 def project_sum(xs: Sequence[Tensor], linears: Sequence[nn.Linear]) -> Tensor:

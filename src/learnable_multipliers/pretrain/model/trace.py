@@ -52,7 +52,7 @@ def trace(model: HybridLM, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
     features = backbone.final_layernorm(h)
     yield "head_input", features
     for sequence in features:
-        yield "head", project(sequence, [model.lm_head])[0]
+        yield "head", project(sequence, [model.lm_head])
 
 
 def _layer(layer: Layer, h: Tensor, by: Angles) -> Named:
@@ -68,7 +68,7 @@ def _layer(layer: Layer, h: Tensor, by: Angles) -> Named:
 
 
 def _attention(attention: Attention, x: Tensor, by: Angles) -> Named:
-    (projected,) = project(x, attention.inputs)
+    projected = project(x, attention.inputs)
     sizes = [linear.out_features for linear in attention.inputs]
     yield from zip(("query", "key", "value"), projected.split(sizes, -1), strict=True)
     inner = attention.attend(projected, by)
@@ -79,9 +79,9 @@ def _attention(attention: Attention, x: Tensor, by: Angles) -> Named:
 
 
 def _mamba(mamba: Mamba, x: Tensor) -> Named:
-    (projected,) = project(x, [mamba.in_proj])
+    projected = project(x, [mamba.in_proj])
     yield from zip(SSM_ROLES, projected.split(mamba.block_sizes, -1), strict=True)
-    inner = mamba.mix(projected)
+    inner = mamba.mix(*projected.split(mamba.input_sizes, -1))
     yield "ssm_inner", inner
     out = project_sum([inner], [mamba.out_proj])
     yield "ssm-out", out
@@ -90,7 +90,7 @@ def _mamba(mamba: Mamba, x: Tensor) -> Named:
 
 def _mlp(mlp: MLP, x: Tensor) -> Named:
     yield "mlp_input", x
-    gate, up = project(x, (mlp.gate_proj,), (mlp.up_proj,))
+    gate, up = project(x, (mlp.gate_proj, mlp.up_proj)).chunk(2, -1)
     yield "gate", gate
     yield "up", up
     inner = up * F.silu(scaled(gate, mlp.mup_gate))

@@ -285,17 +285,16 @@ class _Kept:
         model = self.model
         size, _, states, _, num_heads = model.ssm_block_sizes
         projected = sum(model.ssm_block_sizes) + self.heads + 2 * self.kv_heads
-        scaled = size * (model.mup_ssm_in * model.mup_z != 1.0)
         chunk = model.ssm_chunk_size
         chunk_states = size * model.ssm_state_size // chunk
-        kept = projected + scaled + 2 * states + chunk_states
+        kept = projected + 2 * states + chunk_states
         if self.kernels:
-            return kept + (2 + self.eager) * size
+            return kept + 2 * size
         # The scan in PyTorch keeps decays between all pairs of steps in a chunk, two of them in
         # float32 without a compiler.
         tables = (2 * _FLOAT // self.width if self.eager else 0) + 1
         tables = tables * num_heads * chunk + model.ssm_groups * chunk
-        return kept + (6 + 2 * self.eager) * size + tables + chunk_states + 2 * states
+        return kept + (6 + self.eager) * size + tables + chunk_states + 2 * states
 
 
 def _has_kernels(device: Device) -> bool:
