@@ -334,6 +334,14 @@ def test_arms_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
     assert len(rows) == len(headline_arms.expected())
 
 
+def test_arms_stand_in_a_line_each_model_and_optimizer_before_any_is_run(labelled):
+    first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
+    compared = headline.tables(first)[0]
+    named = [arm for row in compared.rows for arm in row[2].split(", ")]
+    assert len(named) == len(headline_arms.expected())
+    assert len({row[:2] for row in compared.rows}) == len(compared.rows)
+
+
 def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
     first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
     (tuning,) = (each for each in headline.tables(first) if each.title == "Tuning")

@@ -82,6 +82,8 @@ def gains(
 
 def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
     finals = table.select(records, stage="final", length=1.0, size=1)
+    if not finals:
+        return _nothing_compared(expected)
     first, *others = texts(finals) or [None]
     # Other text may have tokens of another length: bits per byte compare.
     reads = [loss_on(first), *(loss_on(name, "bits_per_byte") for name in others)]
@@ -108,6 +110,17 @@ def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
         "over seeds. Gains are paired by seed: the same start and the same text in the same order."
     )
     return Table("Comparison", caption, (*header, "tokens/s"), rows)
+
+
+def _nothing_compared(expected: Expected) -> Table:
+    """Return a line for each model and optimizer with the arms of the protocol."""
+    arms: dict[tuple[str, str], list[str]] = {}
+    for labels in _arms((), expected):
+        model, optimizer, arm = _named(labels)
+        arms.setdefault((model, optimizer), []).append(arm)
+    rows = [(*names, ", ".join(found)) for names, found in arms.items()]
+    caption = "No full-length run with tuned settings has been made; these arms are to be compared."
+    return Table("Comparison", caption, ("model", "optimizer", "not run"), rows)
 
 
 def _benchmarks(records: Sequence[Labelled], metric: str, unit: float, caption: str) -> Table:
