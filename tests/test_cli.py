@@ -240,8 +240,8 @@ def test_lines_of_help_are_as_long_as_the_terminal_allows(ask, monkeypatch, colu
 def test_the_usage_of_a_preparation_names_the_options_that_it_lists(ask):
     text = in_one_line(ask("data", "prepare", "--help")[1])
     usage, _, listed = text.partition("options")
-    assert "lrm data prepare --sources SOURCES --out DATA: tokenize" in usage
-    assert "Sources may also come first, without --sources." in usage
+    assert "lrm data prepare --sources SOURCES --out DATA" in usage
+    assert "They may also come first, without --sources." in usage
     assert "--sources [STR [STR ...]]" in listed
 
 

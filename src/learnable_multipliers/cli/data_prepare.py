@@ -29,10 +29,10 @@ def data_prepare(arguments: Sequence[str]) -> None:
         PrepareConfig,
         "data prepare",
         arguments,
-        description="lrm data prepare --sources SOURCES --out DATA: tokenize text files (plain, "
-        "JSON Lines, parquet; also .xz, .gz, .zst), folders of them, or a Hugging Face dataset "
-        "into shards to train on. Without sources: the source code of Python's standard library. "
-        "Sources may also come first, without --sources.",
+        description="Tokenize text into shards to train on: lrm data prepare --sources SOURCES "
+        "--out DATA. Sources are files (plain text, JSON Lines, parquet; also .xz, .gz, .zst), "
+        "folders of them, or a Hugging Face dataset; without any, the source code of Python's "
+        "standard library. They may also come first, without --sources.",
     )
     start = time.perf_counter()
     progress = _Progress()

@@ -42,7 +42,7 @@ class EvaluateConfig:
     quick (by log-likelihood, without examples), paper (the paper's seven), all. Without: those of
     quick whose files are there."""
     num_fewshot: int | None = None
-    """Examples in each prompt; none: as usual for the task (docs/evaluate.md)."""
+    """Examples in each prompt; none: the task's own number (docs/evaluate.md)."""
     max_new_tokens: int = 0
     """Maximum generated tokens per answer; 0 is each task's own number."""
     limit: int = 0
@@ -50,7 +50,7 @@ class EvaluateConfig:
     against: Path | None = None
     """Second model or folder of results: also print the differences, paired by item."""
     last: int = 1
-    """Average the scores of this many last checkpoints of a run."""
+    """Average scores over this many of the newest checkpoints of a run."""
     requests_only: Path | None = None
     """Write the requests as tokens to this file, and score nothing."""
     requests: Path | None = None
@@ -64,15 +64,15 @@ class EvaluateConfig:
     max_length: int = 0
     """Tokens read at once, context and answer; 0 is what the model was made for."""
     batch_tokens: int = scoring.BATCH_TOKENS
-    """Most tokens in a batch; more write faster on a GPU, as far as its memory goes."""
+    """Most tokens in a batch; more generate faster on a GPU, as far as its memory goes."""
 
 
 @command(EvaluateConfig)
 def evaluate(config: EvaluateConfig) -> None:
     """Score a model on benchmarks in local files: accuracy, bits per byte, standard errors.
 
-    Prompts are lm-eval's. Results are written with the score of each item, so that two models can
-    be compared item by item; answers in writing are written down too.
+    Prompts are lm-eval's. Results are saved with the score of each item, so that two models can be
+    compared item by item, and with the text of generated answers.
     """
     _check(config)
     # Prepared data have a tokenizer, which is all that requests need.

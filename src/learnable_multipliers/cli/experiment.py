@@ -38,10 +38,10 @@ class ExperimentConfig:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="list|all|report|NAME ...", help_behavior_hint="(required)"),
     ]
-    """List the experiments, run all or some of them, or judge the claims from their records."""
+    """list: the experiments; all, or names: run them; report: judge the claims from the records."""
     preset: Preset = "cpu"
-    """Size of the runs: seconds each on a CPU or on one GPU, or those of the paper, whose commands
-    are printed."""
+    """Size of the runs: cpu and gpu take seconds each; paper prints the commands of the paper's own
+    runs."""
     data: Path | None = None
     """Folder that lrm data prepare wrote. The preset cpu may do without: it then takes the
     sources of the Python standard library."""
@@ -53,18 +53,18 @@ class ExperimentConfig:
     ledger: Path | None = None
     """Folder of the report's claims.json and README.md, if not the one of the records."""
     jobs: int = 0
-    """Runs at a time; 0 is one for each core, or what suits a GPU."""
+    """Runs at a time; 0 is one for each core of a CPU; on a GPU three, of headline one."""
     seconds: float = 0.0
-    """Start no run that would not end within this time; 0 is no limit."""
+    """Start no run that would not end within this many seconds; 0 is no limit."""
     again: bool = False
     """Repeat runs that were made before a claim they judge was defined as it is now."""
 
 
 @command(ExperimentConfig)
 def experiment(config: ExperimentConfig) -> None:
-    """Run the experiments of the paper: each figure and table is one.
+    """Run the experiments of the paper, one for each figure and table, and judge its claims.
 
-    A run is trained once and kept as one record. The same command, given again, goes on where it
+    A run is trained once and kept as one record. The same command, given again, continues where it
     was stopped.
     """
     match config.what:

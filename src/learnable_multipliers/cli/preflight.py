@@ -99,15 +99,16 @@ class VerifyConfig(TrainConfig):
 def verify_resume(arguments: Sequence[str]) -> None:
     """Check a recipe, print a table, and fail if the runs differ."""
     name, settings = _name_and_settings(arguments)
-    what, default = recipe("verify-resume", name)
+    _, default = recipe("verify-resume", name)
     defaults: dict[str, Any] = vars(default) | {"out": VerifyConfig.out}
     config = read(
         VerifyConfig,
         f"verify-resume {name}",
         settings,
-        description=f"Train the first steps of a {what} twice: once without a stop, once killed "
-        "and resumed. Compare weights, optimizer, counters and metrics bit for bit. Exit code 1 if "
-        "anything differs. The options are those of lrm train.",
+        description=f"Train the first steps of {name} twice: once without a stop, once killed and "
+        "resumed. Compare weights, optimizer, counters and metrics bit for bit. Exit code 1 if "
+        "anything differs. Any recipe may come first: lrm verify-resume 20m --data.path DATA. The "
+        "options are those of lrm train.",
         default=VerifyConfig(**defaults),
     )
     training = TrainConfig(**{f.name: getattr(config, f.name) for f in fields(TrainConfig)})

@@ -43,9 +43,9 @@ class SimulateConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
-    """Decoupled from the gradient, as in AdamW."""
+    """Weight decay, decoupled from the gradient as in AdamW."""
     steps: int = 20_000
-    """Length of the run."""
+    """Length of the run, in steps."""
     shape: tuple[int, int] = (64, 64)
     """Rows and columns of the weight; the rms has a sampling error of 1/sqrt(2 rows columns)."""
     start_rms: float = 0.0
@@ -80,12 +80,11 @@ class SimulateConfig:
 
 @command(SimulateConfig)
 def simulate(config: SimulateConfig) -> None:
-    """Train a matrix on pure noise and print its rms.
+    """Predict the rms that gradient noise and weight decay alone give a matrix.
 
-    Three of them: simulated with the optimizer's own update rule; expected at that step, from the
-    start under the same rates; and the equilibrium that noise and decay would lead to at the rate
-    of that step. If a matrix of a real run has the expected rms, its scale was set by noise and
-    decay, not by the data.
+    Prints it simulated with the optimizer's own update rule, as expected at that step under the
+    same rates, and at the equilibrium of that step's rate. If a matrix of a real run has the
+    expected rms, its scale was set by noise and decay, not by the data.
     """
     lrs = rates(config)
     if config.plot is not None:

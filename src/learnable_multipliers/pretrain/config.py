@@ -47,8 +47,8 @@ class OptimizerConfig:
     kind: Literal["adamw", "muon"] = "adamw"
     """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
     variant: Variant = "none"
-    """Another paper's change to it, to compare with (docs/rivals.md): cautious, hyperball, sphere
-    of either, adamc of AdamW, normuon and muown of Muon."""
+    """Another paper's change to the optimizer, to compare with (docs/rivals.md): cautious,
+    hyperball, sphere of either, adamc of AdamW, normuon and muown of Muon."""
     placement: Placement = "full"
     """Which multipliers matrices carry: none, row and column (full), those free of symmetries
     (symmetry-aware), or one number each (scalar)."""
@@ -59,11 +59,11 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
-    """Of matrices (paper: 0.1); norms, biases and other vectors have none."""
+    """Weight decay of matrices (paper: 0.1); norms, biases and other vectors have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averaging."""
+    """Decay rates of AdamW's two moments."""
     eps: float = 1e-8
-    """AdamW's floor under the second moment."""
+    """What AdamW adds to the root of the second moment."""
     lr_factors: dict[str, float] = field(default_factory=dict)
     """Factors on the learning rate of matrices, by role: head 2 gate 0.5."""
     weight_decay_factors: dict[str, float] = field(default_factory=dict)
@@ -78,22 +78,22 @@ class OptimizerConfig:
     multiplier_lr_scale: float = 1.0
     """Learning rate of the multipliers over that of the matrices."""
     multiplier_lr: float = 0.0
-    """Peak learning rate of the multipliers itself, whatever lr is; 0 is lr times
-    multiplier_lr_scale."""
+    """Peak learning rate of the multipliers, in place of lr times multiplier_lr_scale; 0 keeps that
+    product."""
     multiplier_weight_decay: float = 2e-3
-    """Of multipliers (paper: 2e-3)."""
+    """Weight decay of multipliers (paper: 2e-3)."""
     multiplier_scale: Literal["linear", "log"] = "linear"
     """What is learned: the multiplier, or its logarithm, whose decay pulls to 1."""
     multiplier_init: Literal["one", "fold"] = "fold"
     """Multipliers take over the model's fixed mup_* factors, where it has any (fold), or start at
     1 beside them."""
     momentum: float = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     split: Literal["blocks", "heads"] = "blocks"
     """What Muon orthogonalizes by itself: whole projections, or each head of queries, keys and
     values."""
     adamw_lr_scale: float = 1.0
-    """With Muon or a variant: learning rate of what is not a hidden matrix, over that of those."""
+    """With Muon or a variant: learning rate of the rest over that of the hidden matrices."""
 
     @property
     def rest_lr_scale(self) -> float:
@@ -185,17 +185,18 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """What is done about loss spikes, and about steps that are skipped."""
+    """Loss spikes, and steps that are skipped."""
 
     max_rollbacks: int = 0
-    """Times a run may go back to the checkpoint before a spike and on with other data; 0 only
-    warns."""
+    """How often a run may go back to the checkpoint before a spike and continue with other data; 0
+    only warns."""
     window: int = 50
     """Logged losses (log.every steps each) that define the usual loss; none is judged before."""
     deviations: float = 6.0
     """How far above their median a loss is high, in robust standard deviations."""
     min_rise: float = 0.2
-    """How far above it at least, in nats: a smooth curve has next to no deviation."""
+    """How far above the median it must be at least, in nats: a smooth curve has next to no
+    deviation."""
     patience: int = 3
     """High logged losses in a row that make a spike; one that is not finite is high."""
     max_skipped: int = 50
@@ -218,17 +219,17 @@ class LogConfig:
     """What is logged, and how often (in steps)."""
 
     every: int = 10
-    """Steps between lines of loss, rate and speed; 0 is the first step alone."""
+    """Steps between lines of loss, rate and speed; 0 logs only the first step."""
     weights_every: int = 100
     """Steps between statistics of norms and multipliers; there is always one at either end."""
     drift: bool = True
     """Scale symmetries of the model, found at the start in seconds to half a minute the first time,
     and how far multipliers drift along them."""
     drift_bound: float = 10.0
-    """Factor of drift from which on there is a warning."""
+    """Factor of drift that raises an alarm."""
     signals_every: int = 0
-    """Steps between sizes of activations and of rows of weights, layer by layer; with it there is
-    always one at either end, 0 is never."""
+    """Steps between records of the sizes of activations and of rows, layer by layer, with one at
+    either end; 0 is never."""
     evaluate_every: int = 250
     """Steps between evaluations on held-out text; there is always one at the end."""
     evaluate_tokens: int = 500_000
@@ -252,7 +253,7 @@ class CheckpointConfig:
     """Checkpoints to continue from."""
 
     every: int = 1000
-    """Steps between checkpoints; 0 saves at the end and when interrupted alone."""
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
     keep: int = 2
     """Number of newest checkpoints to keep, at least 2."""
 
@@ -262,10 +263,10 @@ class ParallelConfig:
     """How the processes that torchrun starts share the work; one process needs nothing of it."""
 
     data: int = 0
-    """Copies of the model, each trained on its part of a batch; 0 is world size / (shard x
+    """Replicas of the model (DDP), each trained on its part of a batch; 0 is world size / (shard x
     tensor)."""
     shard: int = 1
-    """Ranks that one copy is sharded over (FSDP2)."""
+    """Ranks that a replica is sharded over (FSDP2)."""
     tensor: int = 1
     """Tensor-parallel ranks: heads, MLP features and vocabulary are sharded over them."""
     timeout: float = 600.0
@@ -295,7 +296,7 @@ class RuntimeConfig:
     num_threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
     peak_tflops: float = 0.0
-    """What the device can do in that precision, for MFU; 0 looks the device up."""
+    """Peak TFLOP/s of the device in that precision, for MFU; 0 looks the device up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +308,7 @@ class TrainConfig:
     name: str = ""
     """What the run is called in reports; the folder's name where empty."""
     seed: int = 0
-    """Of weights and sample order."""
+    """Seed of weights and sample order."""
     z_loss: float = 1e-4
     """Weight of the squared log normalizer in the loss (paper: 1e-4)."""
     resume: bool = False

@@ -67,33 +67,33 @@ class ModelConfig:
     """Standard deviation of the embedding at the start, also of the head where the two are tied; 0
     is init_std."""
     mup_embedding: float = 1.0
-    """On the embedding's output."""
+    """Factor on the embedding's output."""
     mup_head: float = 1.0
-    """On the logits."""
+    """Factor on the logits."""
     mup_attention_in: float = 1.0
-    """On what goes into attention."""
+    """Factor on what goes into attention."""
     mup_key: float = 1.0
-    """On the keys."""
+    """Factor on the keys."""
     mup_attention_out: float = 1.0
-    """On what comes out of attention."""
+    """Factor on what comes out of attention."""
     mup_ssm_in: float = 1.0
-    """On what goes into the state-space mixer."""
+    """Factor on what goes into the state-space mixer."""
     mup_z: float = 1.0
-    """On the gate of the state-space mixer."""
+    """Factor on the gate of the state-space mixer."""
     mup_x: float = 1.0
-    """On its values."""
+    """Factor on the values of the state-space mixer."""
     mup_B: float = 1.0  # noqa: N815 - the paper's name
-    """On what writes to its state."""
+    """Factor on what writes to the mixer's state."""
     mup_C: float = 1.0  # noqa: N815 - the paper's name
-    """On what reads its state."""
+    """Factor on what reads the mixer's state."""
     mup_dt: float = 1.0
-    """On its time steps."""
+    """Factor on the mixer's time steps."""
     mup_ssm_out: float = 1.0
-    """On what comes out of the state-space mixer."""
+    """Factor on what comes out of the state-space mixer."""
     mup_gate: float = 1.0
-    """On the MLP's gate."""
+    """Factor on the MLP's gate."""
     mup_down: float = 1.0
-    """On the MLP's output."""
+    """Factor on the MLP's output."""
 
     @property
     def has_attention(self) -> bool:
