@@ -35,6 +35,7 @@ from learnable_multipliers.optim._groups import (
 from learnable_multipliers.optim._owner import WeightOwner
 from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.optim._skipping import SkippedSteps
+from learnable_multipliers.optim._surroundings import undisturbed
 
 _DEFAULTS = {
     "lr": 1e-3,
@@ -164,6 +165,10 @@ class MultiplierOptimizer(WeightOwner):
     def _step(self) -> None:
         self._tell_of_unfrozen()
         bound = self._current()
+        with undisturbed(bound.device):
+            self._take_step(bound)
+
+    def _take_step(self, bound: Binding) -> None:
         bound.guard.raise_pending()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise _bad_norm(self.max_grad_norm)
@@ -264,7 +269,8 @@ class MultiplierOptimizer(WeightOwner):
         if not active:
             return torch.zeros(())
         counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
-        _, norm, _ = bound.gradients(active, counted)
+        with undisturbed(bound.device):
+            _, norm, _ = bound.gradients(active, counted)
         clip = clip_factor(norm, max_norm)
         for state in active:
             grad = state.parameter.grad

@@ -67,7 +67,7 @@ class Copies:
                 warnings.warn(
                     f"{text}: ranks on devices or releases that round differently do this, or one "
                     "that missed a step at a small learning rate",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
             return
         cause = (

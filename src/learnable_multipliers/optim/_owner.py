@@ -28,6 +28,7 @@ from learnable_multipliers.optim._groups import (
 )
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full, is_sharded, local
+from learnable_multipliers.optim._surroundings import undisturbed
 from learnable_multipliers.optim._unwrap import innermost
 from learnable_multipliers.optim._write_guard import wrong_shape
 
@@ -119,7 +120,7 @@ class WeightOwner(Optimizer):
         self = innermost(self)
         if self._binding is None:
             # What is made here is trained: also where somebody looks at it for inference.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), undisturbed(torch.device("cpu")):
                 self._bind()
         assert self._binding is not None
         return self._binding

@@ -38,6 +38,6 @@ class SkippedSteps:
             warnings.warn(
                 f"the last {number} optimizer steps were skipped: gradients were not "
                 "finite, and nothing is trained. Look at the loss, or restart from a checkpoint",
-                stacklevel=5,
+                stacklevel=6,
             )
         self._has_warned = number >= _IN_A_ROW
