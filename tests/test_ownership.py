@@ -204,9 +204,26 @@ def test_a_tensor_put_into_the_state_is_used(cls, key):
         else:
             kept[key].copy_(value)
         train(model, optimizer, 2)
-    for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_state_that_was_sent_away_and_back_is_the_one_that_is_saved(cls):
+    """Offloading as it is often written: every tensor of the state gets another storage."""
+    runs = [trained(cls), trained(cls)]
+    for (model, optimizer), sends in zip(runs, (True, False), strict=True):
+        for _ in range(2):
+            for kept in optimizer.state.values() if sends else ():
+                for value in kept.values():
+                    value.data = value.data.clone()
+            train(model, optimizer, 1)
+    assert_same_run(*runs)
+
+
+def assert_same_run(one, other):
+    for p, q in zip(one[0].parameters(), other[0].parameters(), strict=True):
         assert torch.equal(p, q)
-    saved = [optimizer.state_dict()["state"] for _, optimizer in runs]
+    saved = [optimizer.state_dict()["state"] for _, optimizer in (one, other)]
     for index, kept in saved[0].items():
         assert all(torch.equal(value, saved[1][index][name]) for name, value in kept.items())
 

@@ -94,6 +94,9 @@ class Binding:
             ParameterSet, tuple[ParameterSet, tuple[ParameterState, ...]]
         ] = WeakKeyDictionary()
         self._classify()
+        # Whoever moves one tensor of a parameter moves all: this one is looked at.
+        self._kept = [state.kept[-1] for state in states if not state.sharded]
+        self._addresses = list(map(Tensor.data_ptr, self._kept))
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
         self._owners: list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]] | None = None
 
@@ -111,7 +114,8 @@ class Binding:
             # Ours come first in the state; what others have added follows.
             if len(kept) < len(state.kept) or not all(map(is_, kept.values(), state.kept)):
                 return False
-        return True
+        # `tensor.data = tensor.data.to(device)`, as offloading code does, leaves the same objects.
+        return list(map(Tensor.data_ptr, self._kept)) == self._addresses
 
     # -- of a step ----------------------------------------------------------------------------
 
