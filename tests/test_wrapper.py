@@ -174,6 +174,30 @@ def test_an_optimizer_that_keeps_a_list_of_its_parameters_is_refused(through_dat
         optimizer.step()
 
 
+def test_a_step_of_the_wrapped_optimizer_alone_is_refused():
+    model = Toy().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    around = lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
+    before = copy.deepcopy(model.state_dict())
+    for steps in (0, 1):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(
+            RuntimeError, match=r"the SGD inside .* call step\(\) and zero_grad\(\)"
+        ):
+            optimizer.step()
+        if not steps:
+            assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        around.step()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = Toy()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="LBFGS computes the loss again"):
+        lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
+
+
 def test_around_torch_muon():
     torch.manual_seed(0)
     model = torch.nn.Sequential(

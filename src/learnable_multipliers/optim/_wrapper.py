@@ -45,13 +45,16 @@ _INNER = "inner."
 _STEPS_OF_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
 """Classes whose steps are about as long as the learning rate, whatever the gradients."""
 _FIRST_MULTIPLIER_LR = 1e-3
+_STEPPING: set[int] = set()
+"""Ids of wrapped optimizers whose step was called by what is around them."""
 
 
 class LearnableMultipliers(MultiplierOptimizer):
     """Any torch optimizer, training raw weights; AdamW trains their multipliers.
 
     The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops
-    use this object in its place. It must be fresh: wrap it before its first step.
+    use this object in its place, for `zero_grad` too. It must be fresh: wrap it before its first
+    step.
 
     Args:
         optimizer: One of torch on parameters of `model`.
@@ -88,6 +91,13 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
                 "that does not, or use it as it is"
             )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"a step of {type(optimizer).__name__} computes the loss again for weights of its "
+                "own, which are raw weights here and not the model's: wrap an optimizer whose step "
+                "needs no closure"
+            )
         plan.resolve(model)
         names = {parameter: name for name, parameter in named_parameters(model)}
         fixed = [e.name for e in plan.entries if e.train == "multipliers"]
@@ -118,6 +128,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             if multiplier_lr_scale is None:
                 settings["multiplier_lr_scale"] = _multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
+        optimizer.register_step_pre_hook(_check_caller)
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
@@ -226,7 +237,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             group["lr"] = group["lr"] * 0
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
-        self.inner.step()
+        self._call_inner()
         for parameter, grad in zip(held, grads, strict=True):
             parameter.grad = grad
         for group, before in zip(self.inner.param_groups, groups, strict=True):
@@ -280,13 +291,20 @@ class LearnableMultipliers(MultiplierOptimizer):
                 write_effective(state)
         bound.guard.remember(active)
 
+    def _call_inner(self) -> None:
+        _STEPPING.add(id(self.inner))
+        try:
+            self.inner.step()
+        finally:
+            _STEPPING.discard(id(self.inner))
+
     def _step_inner(self, active: ParameterSet) -> None:
         """Let the wrapped optimizer step; raise where it trained the model's weights, not ours."""
         owned = [state for state in active if state.owns_raw]
         versions = [state.parameter._version for state in owned]
         # Writes through `.data` leave no trace but their numbers. Read until a step has moved.
         before = None if self._has_moved else _sums(owned)
-        self.inner.step()
+        self._call_inner()
         written = [s for s, old in zip(owned, versions, strict=True) if s.parameter._version != old]
         if before is not None:
             differ = (_sums(owned) != before).tolist()
@@ -416,6 +434,20 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._mirror_state()
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
+
+
+def _check_caller(optimizer: Optimizer, *_: Any) -> None:
+    """Raise where a wrapped optimizer is stepped by itself: it would train no multipliers."""
+    if id(optimizer) not in _STEPPING:
+        raise RuntimeError(
+            f"step() was called on the {type(optimizer).__name__} inside lrm.LearnableMultipliers, "
+            "which would leave out the multipliers: call step() and zero_grad() on "
+            "lrm.LearnableMultipliers"
+        )
+
+
+def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, Tensor) and value.dtype == parameter.dtype
 
 
 def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
