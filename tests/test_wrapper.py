@@ -198,6 +198,45 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
         lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
 
 
+def test_state_made_before_wrapping_has_the_precision_of_the_raw_weights():
+    """Adagrad makes its sums in its constructor, in the dtype of the model's weights."""
+    start = torch.linspace(-1, 1, 12).view(3, 4).bfloat16()
+    model = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+    model.weight.data.copy_(start)
+    plan = lrm.plan(model, "none")
+    around = lrm.LearnableMultipliers(torch.optim.Adagrad(model.parameters(), LR), model, plan)
+    master = start.float().requires_grad_()
+    expected = torch.optim.Adagrad([master], LR)
+    # Squares of 1 stop adding up in bfloat16 at 256.
+    for _ in range(300):
+        model.weight.grad = torch.ones_like(model.weight)
+        master.grad = torch.ones_like(master)
+        around.step()
+        expected.step()
+    assert torch.equal(lrm.optim.raw_weights(around)["weight"], master)
+
+
+def test_a_state_can_be_loaded_again_after_training_from_it():
+    model = Toy()
+    around = lrm.LearnableMultipliers.from_model(torch.optim.AdamW, model, lr=LR)
+
+    def step():
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        around.step()
+
+    step()
+    saved = copy.deepcopy((model.state_dict(), around.state_dict()))
+    expected = copy.deepcopy(saved[1])
+    for _ in range(2):
+        model.load_state_dict(saved[0])
+        around.load_state_dict(saved[1])
+        step()
+    for index, kept in expected["state"].items():
+        for key, value in kept.items():
+            assert torch.equal(saved[1]["state"][index][key], value), key
+
+
 def test_around_torch_muon():
     torch.manual_seed(0)
     model = torch.nn.Sequential(

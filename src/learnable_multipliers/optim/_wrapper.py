@@ -213,8 +213,13 @@ class LearnableMultipliers(MultiplierOptimizer):
                 elif held is not state.parameter:
                     # Put in its place by a framework that shards or casts parameters.
                     group["params"][place] = state.parameter
-                if held in self.inner.state and held is not group["params"][place]:
-                    self.inner.state[group["params"][place]] = self.inner.state.pop(held)
+                new = group["params"][place]
+                if held in self.inner.state and held is not new:
+                    # What was made for a weight in 16 bits would stay in them.
+                    self.inner.state[new] = {
+                        key: value.to(new.dtype) if _is_like(value, held) else value
+                        for key, value in self.inner.state.pop(held).items()
+                    }
 
     def _step(self) -> None:
         self._pick_up()
@@ -431,6 +436,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             # No room is needed for it beside what is loaded.
             self.inner.state.clear()
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+        for kept in self.inner.state.values():
+            # torch keeps the tensors it is given: training would change the state that was loaded.
+            kept.update({k: v.clone() for k, v in kept.items() if isinstance(v, Tensor)})
         self._mirror_state()
         # What was saved before the first step was only shown, too.
         self._only_shown = not made_early and not bool(bound.steps.any())
