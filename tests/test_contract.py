@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -205,6 +206,8 @@ BAD = {
     ),
     "scale": ({"multiplier_lr_scale": math.inf}, "multiplier_lr_scale must be a number"),
     "multipliers' decay": ({"multiplier_weight_decay": -1.0}, "multiplier_weight_decay must be"),
+    "numpy's rate": ({"lr": np.float32(-1e-2)}, "lr must be a number of at least 0, got -0.0"),
+    "numpy's scale": ({"multiplier_lr_scale": np.float32("nan")}, "multiplier_lr_scale must be"),
 }
 
 
@@ -234,6 +237,9 @@ def test_settings_that_give_nan_at_the_first_step_are_refused(cls, case):
 def test_a_rate_read_as_text_and_a_whole_model_are_told_what_to_be(cls):
     with pytest.raises(TypeError, match="lr must be a number, got the text '1e-3'"):
         cls.from_model(net(), lr="1e-3")
+    # What YAML makes of 1e-8.
+    with pytest.raises(TypeError, match="eps must be a number, got the text '1e-8'"):
+        cls.from_model(net(), eps="1e-8")
     name = cls.__name__
     with pytest.raises(TypeError, match=rf"{name} was given a model: use lrm.{name}.from_model"):
         cls(net(), lr=1e-3)
@@ -243,6 +249,8 @@ def test_settings_of_clipping_momentum_and_wrapped_multipliers_are_checked_too()
     model = net()
     with pytest.raises(ValueError, match="max_grad_norm must be positive or None, got nan"):
         lrm.AdamW.from_model(model, max_grad_norm=math.nan)
+    with pytest.raises(TypeError, match="max_grad_norm must be a number, got the text '1'"):
+        lrm.AdamW.from_model(model, max_grad_norm="1")
     with pytest.raises(ValueError, match=r"momentum must lie in \[0, 1\), got nan"):
         lrm.Muon.from_model(model, momentum=math.nan)
     with pytest.raises(ValueError, match="adamw_lr_scale must be a number of at least 0, got inf"):
@@ -250,6 +258,35 @@ def test_settings_of_clipping_momentum_and_wrapped_multipliers_are_checked_too()
     for settings in ({"multiplier_eps": 0.0}, {"multiplier_betas": (0.9, 1.0)}):
         with pytest.raises(ValueError, match="eps must be at least|beta2 must lie"):
             lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1, **settings)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_clipping_by_hand_to_no_norm_is_refused(max_norm):
+    """Gradients would be zero or uphill."""
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    model(IDS).square().mean().backward()
+    before = model.up.weight.grad.clone()
+    with pytest.raises(ValueError, match="max_norm must be positive or None, got"):
+        lrm.clip_grad_norm_(optimizer, max_norm)
+    assert torch.equal(model.up.weight.grad, before)
+
+
+def test_a_decay_in_a_tensor_is_read_at_every_step():
+    model, other = net(), net()
+    given = torch.tensor(0.0)
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2, multiplier_weight_decay=given)
+    expected = lrm.AdamW.from_model(other, lr=1e-2, multiplier_weight_decay=0.0)
+    train(model, optimizer, 2)
+    train(other, expected, 2)
+    given.fill_(1.0)
+    for group in expected.param_groups:
+        group["multiplier_weight_decay"] = 1.0
+    train(model, optimizer, 2)
+    train(other, expected, 2)
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_the_smallest_eps_leaves_weights_without_a_gradient_alone():

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -242,6 +243,15 @@ def test_rules_set_scale_decay_and_learning_rate():
     assert (entry.matrix.scale, entry.weight_decay, entry.lr_scale) == ("log", 0.2, 0.5)
     assert entry.multipliers == "row+col"
     assert plan["model.norm.weight"].lr_scale == 2
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor])
+def test_numbers_of_other_libraries_count_as_numbers(number):
+    rule = Rule("down_proj", init=number(2.0), lr_scale=number(0.5), weight_decay=number(0.25))
+    assert rule == Rule("down_proj", init=2.0, lr_scale=0.5, weight_decay=0.25)
+    plan = lrm.plan(build("llama"), "full", [rule])
+    assert plan["model.layers.0.mlp.down_proj.weight"].matrix.blocks[0].init == 2.0
+    assert lrm.Plan.from_json(plan.to_json()) == plan
 
 
 def test_head_may_carry_rows_when_asked():

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from learnable_multipliers._multiplier import KINDS, Kind, Scale
 from learnable_multipliers.roles import check_role
@@ -73,12 +73,18 @@ class Rule:
                 check_role(role)
         for name in ("lr_scale", "weight_decay"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if value is None:
+                continue
+            if not 0 <= as_number(name, value) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {value}")
+            # Plans and states are read back without the libraries that other numbers are of.
+            object.__setattr__(self, name, float(value))
         if self.scale not in (None, *get_args(Scale)):
             raise ValueError(f"scale is 'linear' or 'log', got {self.scale!r}")
         if isinstance(self.init, str) and self.init != "fold":
             raise ValueError(f"init is a number or 'fold', got {self.init!r}")
+        if self.init not in (None, "fold"):
+            object.__setattr__(self, "init", as_number("init", self.init))
         if self.train not in (None, *get_args(Train)):
             raise ValueError(f"train is 'all' or 'multipliers', got {self.train!r}")
         if self.init_keeps not in ("function", "raw"):
@@ -97,6 +103,14 @@ class Rule:
     def finds(self, name: str) -> bool:
         """Return whether the pattern occurs in a parameter's name."""
         return re.search(self.pattern, name) is not None
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a setting as a float, whichever library's number it is; raise where it is none."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        got = f"the text {value!r}" if isinstance(value, str) else repr(value)
+        raise TypeError(f"{name} must be a number, got {got}")
+    return float(value)
 
 
 def quoted(pattern: str) -> str:

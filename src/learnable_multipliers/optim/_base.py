@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
-from learnable_multipliers._rules import Rule
+from learnable_multipliers._rules import Rule, as_number
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
 from learnable_multipliers.kernels._reference import effective_of
@@ -74,8 +74,7 @@ class MultiplierOptimizer(WeightOwner):
         backend: Backend,
         process_group: Any = None,
     ):
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise _bad_norm(max_grad_norm)
+        _check_norm("max_grad_norm", max_grad_norm)
         if isinstance(params, nn.Module):
             name = type(self).__name__
             raise TypeError(
@@ -170,8 +169,7 @@ class MultiplierOptimizer(WeightOwner):
 
     def _take_step(self, bound: Binding) -> None:
         bound.guard.raise_pending()
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise _bad_norm(self.max_grad_norm)
+        _check_norm("max_grad_norm", self.max_grad_norm)
         bound.check_replaced()
         for packed in bound.packed.values():
             packed.write_factors_()
@@ -251,8 +249,8 @@ class MultiplierOptimizer(WeightOwner):
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),
             float(group["lr"]) * group["multiplier_lr_scale"],
-            group["multiplier_weight_decay"],
             # A tensor that is written to would be the same one at the next step.
+            float(group["multiplier_weight_decay"]),
             *map(float, self.adamw_settings(group)),
         )
 
@@ -262,6 +260,7 @@ class MultiplierOptimizer(WeightOwner):
 
         `clip_multipliers` is the optimizer's own unless given.
         """
+        _check_norm("max_norm", max_norm)
         bound = self._current()
         for packed in bound.packed.values():
             packed.write_factors_()
@@ -288,5 +287,6 @@ class MultiplierOptimizer(WeightOwner):
         return "\n".join([*lines, ")"])
 
 
-def _bad_norm(value: float) -> ValueError:
-    return ValueError(f"max_grad_norm must be positive or None, got {value}")
+def _check_norm(name: str, value: float | None) -> None:
+    if value is not None and not as_number(name, value) > 0:
+        raise ValueError(f"{name} must be positive or None, got {value}")

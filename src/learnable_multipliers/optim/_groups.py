@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._planner import plan as make_plan
 from learnable_multipliers._reparametrize import is_reparametrized
-from learnable_multipliers._rules import Rule, Train
+from learnable_multipliers._rules import Rule, Train, as_number
 
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
@@ -186,9 +186,7 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
     """Raise a ValueError for settings that give NaN, or nonsense, at the first step."""
     for name in _SIZES:
         value = group.get(name)
-        if isinstance(value, str):
-            raise TypeError(f"{name} must be a number, got the text {value!r}")
-        if isinstance(value, int | float | Tensor) and not 0 <= value < math.inf:
+        if value is not None and not 0 <= as_number(name, value) < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {value}")
     if group.get("maximize"):
         raise ValueError(
@@ -208,9 +206,9 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
             "step would decay a multiplier to nothing or beyond; lower one of them"
         )
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
+        if not 0 <= as_number(name, beta) < 1:
             raise ValueError(f"{name} must lie in [0, 1), got {beta}")
-    if not SMALLEST_EPS <= eps < math.inf:
+    if not SMALLEST_EPS <= as_number("eps", eps) < math.inf:
         raise ValueError(
             f"eps must be at least {SMALLEST_EPS:.2g}, got {eps}: below, it is 0 in float32, and "
             "what never had a gradient (a token that did not occur) becomes 0 / 0, which is NaN"

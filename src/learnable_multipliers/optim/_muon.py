@@ -15,6 +15,7 @@ from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._rules import as_number
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet
 from learnable_multipliers.optim._base import MultiplierOptimizer
@@ -140,7 +141,7 @@ class Muon(MultiplierOptimizer):
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         super()._check_settings(group)
-        if not 0 <= group["momentum"] < 1:
+        if not 0 <= as_number("momentum", group["momentum"]) < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 
     def _update_(

@@ -63,7 +63,8 @@ class WeightOwner(Optimizer):
 
     def adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
         """Return beta1, beta2 and eps of the AdamW side."""
-        return (*group["betas"], group["eps"])
+        beta1, beta2 = group["betas"]
+        return beta1, beta2, group["eps"]
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         """Raise a ValueError for settings of a group that no step can be taken with."""
