@@ -245,6 +245,56 @@ def test_a_rate_read_as_text_and_a_whole_model_are_told_what_to_be(cls):
         cls(net(), lr=1e-3)
 
 
+SGD = torch.optim.SGD
+MISTAKEN = {
+    "swapped": (
+        lambda m: lrm.AdamW.from_model("full", m),
+        r"a model \(torch.nn.Module\), got 'full'",
+    ),
+    "parameters": (lambda m: lrm.Muon.from_model(m.parameters()), "a model .* got a generator"),
+    "a plan alone": (
+        lambda m: lrm.AdamW(lrm.plan(m)),
+        r"given a plan: .*from_model\(model, plan\)",
+    ),
+    "a rule alone": (
+        lambda m: lrm.plan(m, rules=Rule("up", "row")),
+        "a list of lrm.Rule, got a Rule",
+    ),
+    "names for rules": (lambda m: lrm.plan(m, rules=["up"]), "a list of lrm.Rule, got 'up'"),
+    "no pattern": (lambda m: Rule(None, "row"), "a pattern as text, got a NoneType"),
+    "groups": (lambda m: lrm.param_groups(m, "full"), "a plan, as .* got 'full'"),
+    "explicit": (lambda m: lrm.reparametrize(m, "full"), "a plan, as .* got 'full'"),
+    "a placement": (
+        lambda m: lrm.LearnableMultipliers(SGD(m.parameters()), m, "full"),
+        "a plan, as .* got 'full'",
+    ),
+    "the model first": (
+        lambda m: lrm.LearnableMultipliers(m, SGD(m.parameters()), lrm.plan(m)),
+        "an optimizer of torch in front of model and plan, got a Net",
+    ),
+    "made already": (
+        lambda m: lrm.LearnableMultipliers.from_model(SGD(m.parameters()), m),
+        "give it the class SGD",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKEN)
+def test_arguments_that_are_something_else_are_told_apart(case):
+    make, message = MISTAKEN[case]
+    with pytest.raises(TypeError, match=message):
+        make(net())
+
+
+def test_a_model_without_weights_yet_is_told():
+    with torch.device("meta"):
+        model = Net()
+    optimizer = lrm.AdamW.from_model(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=r"meta device: give the model its weights \(to_empty"):
+        train(model, optimizer, 1)
+
+
 def test_settings_of_clipping_momentum_and_wrapped_multipliers_are_checked_too():
     model = net()
     with pytest.raises(ValueError, match="max_grad_norm must be positive or None, got nan"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -10,8 +11,16 @@ from torch import nn
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+def expect(value: Any, kind: type, told: str) -> None:
+    """Raise where an argument is not what it should be: swapped with another, or its name."""
+    if not isinstance(value, kind):
+        got = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise TypeError(f"expected {told}, got {got}")
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile, DistributedDataParallel and their like."""
+    expect(model, nn.Module, "a model (torch.nn.Module)")
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")

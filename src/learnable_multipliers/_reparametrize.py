@@ -24,7 +24,7 @@ from learnable_multipliers._multiplier import (
     raw_dtype,
 )
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
-from learnable_multipliers._plan import Plan
+from learnable_multipliers._plan import Plan, expect_plan
 
 _NAMES = ("row", "col", "scalar")
 _ORDER = "_order_before_multipliers"
@@ -86,6 +86,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
     Raw weights and multipliers are float32 under a bfloat16 or float16 model. A tied weight is
     parametrized once and shared.
     """
+    expect_plan(plan)
     if is_reparametrized(model):
         raise ValueError("the model carries multipliers already; lrm.merge(model) removes them")
     plan.check_initialized()
@@ -157,7 +158,7 @@ def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 def is_reparametrized(model: nn.Module) -> bool:
     """Return whether any matrix of the model carries multipliers on the explicit path."""
-    return next(_parametrized(model), None) is not None
+    return next(_parametrized(unwrap(model)), None) is not None
 
 
 def _attach(owner: nn.Module, leaf: str, carried: Multipliers) -> None:

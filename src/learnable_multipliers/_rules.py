@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 from learnable_multipliers._multiplier import KINDS, Kind, Scale
+from learnable_multipliers._names import expect
 from learnable_multipliers.roles import check_role
 
 Train = Literal["all", "multipliers"]
@@ -60,6 +61,7 @@ class Rule:
     """Let the rule match nothing."""
 
     def __post_init__(self) -> None:
+        expect(self.pattern, str, "a pattern as text")
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"unknown kind {self.kind!r}; choose from {', '.join(KINDS)}")
         try:
@@ -103,6 +105,15 @@ class Rule:
     def finds(self, name: str) -> bool:
         """Return whether the pattern occurs in a parameter's name."""
         return re.search(self.pattern, name) is not None
+
+
+def listed(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return rules as a tuple; raise where they are anything else."""
+    expect(rules, Iterable, "a list of lrm.Rule")
+    found = tuple(rules)
+    for rule in found:
+        expect(rule, Rule, "a list of lrm.Rule")
+    return found
 
 
 def as_number(name: str, value: Any) -> float:

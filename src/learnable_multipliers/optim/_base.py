@@ -75,11 +75,12 @@ class MultiplierOptimizer(WeightOwner):
         process_group: Any = None,
     ):
         _check_norm("max_grad_norm", max_grad_norm)
-        if isinstance(params, nn.Module):
+        if isinstance(params, nn.Module | Plan):
             name = type(self).__name__
+            what = "plan" if isinstance(params, Plan) else "model"
             raise TypeError(
-                f"{name} was given a model: use lrm.{name}.from_model(model), which plans its "
-                "multipliers"
+                f"{name} was given a {what}: use lrm.{name}.from_model(model), which plans its "
+                "multipliers, or from_model(model, plan)"
             )
         given = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
         defaults = {**defaults, **{n: v for n, v in _DEFAULTS.items() if n in defaults}, **given}

@@ -305,4 +305,10 @@ def _device_of(states: list[ParameterState]) -> torch.device:
     devices = {state.weight.device for state in states}
     if len(devices) > 1:
         raise ValueError(f"parameters lie on several devices: {sorted(map(str, devices))}")
-    return devices.pop()
+    device = devices.pop()
+    if device.type == "meta":
+        raise ValueError(
+            "the parameters are on the meta device: give the model its weights (to_empty, "
+            "load_state_dict(..., assign=True)), then make the optimizer"
+        )
+    return device

@@ -13,7 +13,7 @@ from torch import nn
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan
+from learnable_multipliers._plan import Plan, expect_plan
 from learnable_multipliers._planner import plan as make_plan
 from learnable_multipliers._reparametrize import is_reparametrized
 from learnable_multipliers._rules import Rule, Train, as_number
@@ -46,6 +46,7 @@ def param_groups(
     given) and, where `lr` is given, its own learning rate. Groups hold (name, parameter) pairs.
     """
     explicit = is_reparametrized(model)
+    expect_plan(plan)
     present = dict(named_parameters(model))
     fixed = {e.name for e in plan.entries if e.train == "multipliers" and not e.carries}
     trained = {n: p for n, p in present.items() if p.requires_grad and n not in fixed}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import expect, named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan
+from learnable_multipliers._plan import Plan, expect_plan
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
@@ -91,6 +91,8 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
                 "that does not, or use it as it is"
             )
+        expect(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
+        expect_plan(plan)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -164,6 +166,11 @@ class LearnableMultipliers(MultiplierOptimizer):
         `settings` are the optimizer's (`lr`, `momentum`, ...) and the constructor's
         (`multiplier_lr_scale`, `max_grad_norm`, ...). Vectors train without decay.
         """
+        if isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"from_model makes the optimizer: give it the class {type(optimizer).__name__}, or "
+                "wrap this one by lrm.LearnableMultipliers(optimizer, model, plan)"
+            )
         names = inspect.getfullargspec(cls.__init__).kwonlyargs
         own_settings = {name: settings.pop(name) for name in names if name in settings}
         plan = plan_for(model, placement, rules)
