@@ -90,17 +90,31 @@ def test_syncing_one_weight_keeps_small_multipliers_of_others():
     assert torch.equal(model.down.weight, before["down.weight"])
 
 
+class EmbedAndHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("part", ["embed", "head"])
+def test_a_weight_untied_later_is_refused(part, steps):
+    model = EmbedAndHead()
+    model.head.weight = model.embed.weight
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, steps)
+    layer = getattr(model, part)
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=rf"{part}\.weight is no longer tied .* untie .* before"):
+        train(model, optimizer, 1)
+
+
 def test_a_weight_tied_later_is_refused():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(11, 6)
-            self.head = nn.Linear(6, 11, bias=False)
-
-        def forward(self, ids):
-            return self.head(self.embed(ids))
-
-    model = Tied()
+    model = EmbedAndHead()
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     train(model, optimizer, 1)
     model.head.weight = model.embed.weight

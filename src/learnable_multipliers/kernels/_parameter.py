@@ -36,6 +36,8 @@ class ParameterState:
     moment_names: tuple[str, ...]
     """Names in the state of what is averaged beside the raw weight."""
     sharded: bool
+    tied_names: tuple[str, ...] = ()
+    """All names of a tied parameter."""
 
     weight: Tensor
     """The parameter itself: the effective weight."""

@@ -153,7 +153,19 @@ class Binding:
         held = {id(parameter) for parameter in present.values()}
         known = {id(state.parameter): state.name for state in self.states}
         for state in self.states:
-            if id(state.parameter) in held or state.sharded:
+            if state.sharded:
+                continue
+            for name in state.tied_names:
+                if (
+                    name in present
+                    and present[name].requires_grad
+                    and id(present[name]) not in known
+                ):
+                    raise RuntimeError(
+                        f"{name} is no longer tied to {state.name} as it was when the optimizer "
+                        "was made, and is not trained: untie weights before"
+                    )
+            if id(state.parameter) in held:
                 continue
             other = known.get(id(present.get(state.name)))
             if other is not None:

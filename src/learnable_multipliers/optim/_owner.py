@@ -130,6 +130,7 @@ class WeightOwner(Optimizer):
         self._drop_replaced()
         states: list[ParameterState] = []
         matrices = self._matrices()
+        tied = {e.name: (e.name, *e.aliases) for e in self.plan.entries if e.aliases}
         for group in self.param_groups:
             fixed = group.get("train") == "multipliers"
             for parameter, named in zip(group["params"], names_in(group), strict=True):
@@ -146,6 +147,7 @@ class WeightOwner(Optimizer):
                         matrix=matrix,
                         moment_names=() if fixed else self._moment_names(matrix),
                         sharded=is_sharded(parameter),
+                        tied_names=tied.get(name, ()),
                         weight=local(parameter.detach()),
                     )
                 )
