@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -246,6 +247,20 @@ def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
         OptimizerFactory()(tiny())
     with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):
         OptimizerFactory()(tiny(), args, optimizer="lion")
+    with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):
+        OptimizerFactory()(tiny(), args, optimizer=partial(torch.optim.SGD, momentum=0.9))
+
+
+def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
+    class Quiet(torch.optim.SGD):
+        def __init__(self, params, **settings):
+            super().__init__(params, **settings)
+
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match="Quiet does not show that it takes lr"):
+        OptimizerFactory()(tiny(), args, optimizer=Quiet)
+    found = OptimizerFactory()(tiny(), args, optimizer=Quiet, lr=args.learning_rate)
+    assert {group["lr"] for group in found.param_groups} == {1e-2}
 
 
 def test_another_optimizer_under_the_callback_is_refused(tmp_path):

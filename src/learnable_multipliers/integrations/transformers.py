@@ -74,7 +74,7 @@ class OptimizerFactory:
     ) -> MultiplierOptimizer:
         """Return the optimizer of a model."""
         made = _OURS.get(optimizer) if isinstance(optimizer, str) else optimizer
-        if made is None:
+        if not isinstance(made, type):
             known = ", ".join(repr(name) for name in _OURS)
             raise ValueError(
                 f"unknown optimizer {optimizer!r}; choose from {known} or give a class of torch"
@@ -82,6 +82,12 @@ class OptimizerFactory:
         if training_args is not None:
             _check_clipping(training_args)
             settings = {**_settings_of(training_args, made), **settings}
+            if "lr" not in settings:
+                raise ValueError(
+                    f"{made.__name__} does not show that it takes lr, so that the training "
+                    "arguments would not count: give OptimizerFactory its settings, "
+                    '{"lr": args.learning_rate, ...}'
+                )
         elif "lr" not in settings:
             raise ValueError(
                 "Trainer tells an optimizer factory nothing of its arguments, so its learning rate "
