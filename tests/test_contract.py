@@ -339,6 +339,22 @@ def test_a_decay_in_a_tensor_is_read_at_every_step():
     )
 
 
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon, lrm.LearnableMultipliers])
+def test_a_plan_from_before_a_matrix_was_unfrozen_is_refused(cls):
+    """The matrix would train without multipliers, where another plan has some."""
+    made = (torch.optim.SGD,) if cls is lrm.LearnableMultipliers else ()
+    model = net()
+    model.up.requires_grad_(False)
+    plans = lrm.plan(model), lrm.plan(model, "none")
+    model.up.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"up\.weight was frozen when the plan was made"):
+        cls.from_model(*made, model, plans[0], lr=1e-2)
+    optimizer = cls.from_model(*made, model, plans[1], lr=1e-2)
+    before = weights(model)
+    train(model, optimizer, 1)
+    assert not torch.equal(model.up.weight, before["up.weight"])
+
+
 def test_the_smallest_eps_leaves_weights_without_a_gradient_alone():
     model = net()
     optimizer = lrm.AdamW.from_model(model, "none", lr=1e-2, weight_decay=0.0, eps=1.2e-38)

@@ -67,6 +67,7 @@ def param_groups(
         shared |= ddp_of(model)
         plan.resolve(model)
     plan.check_initialized()
+    check_still_frozen(plan, present)
     # The plan's entries by the names their weights have in this model.
     entries = {
         _raw_name(entry.name) if explicit and entry.carries else entry.name: entry
@@ -102,6 +103,17 @@ def param_groups(
             unplanned.append(name)
     _refuse_misfit(plan, unplanned, "has, beyond the plan,")
     return [_finished(group, lr, explicit) for group in groups.values()]
+
+
+def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
+    """Raise where a matrix carries nothing only because it was frozen, and is trained now."""
+    for entry in plan.entries if plan.placement != "none" else ():
+        parameter = present.get(entry.name) if entry.matrix and entry.reason == "frozen" else None
+        if parameter is not None and parameter.requires_grad:
+            raise ValueError(
+                f"{entry.name} was frozen when the plan was made, and would train without "
+                "multipliers: make the plan again"
+            )
 
 
 def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:

@@ -24,6 +24,7 @@ from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
+    check_still_frozen,
     ddp_of,
     param_groups,
     plan_for,
@@ -100,7 +101,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                 "own, which are raw weights here and not the model's: wrap an optimizer whose step "
                 "needs no closure"
             )
-        plan.resolve(model)
+        check_still_frozen(plan, plan.resolve(model))
         names = {parameter: name for name, parameter in named_parameters(model)}
         fixed = [e.name for e in plan.entries if e.train == "multipliers"]
         if fixed:
