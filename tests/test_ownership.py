@@ -221,15 +221,20 @@ def test_a_tensor_put_into_the_state_is_used(cls, key):
     assert_same_run(*runs)
 
 
+@pytest.mark.parametrize("keys", ["", "row"])
 @pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
-def test_a_state_that_was_sent_away_and_back_is_the_one_that_is_saved(cls):
-    """Offloading as it is often written: every tensor of the state gets another storage."""
+def test_a_state_that_was_sent_away_and_back_is_the_one_that_is_saved(cls, keys):
+    """Offloading as it is often written: every tensor of the state gets another storage.
+
+    Large ones may come back to where they were.
+    """
     runs = [trained(cls), trained(cls)]
     for (model, optimizer), sends in zip(runs, (True, False), strict=True):
         for _ in range(2):
             for kept in optimizer.state.values() if sends else ():
-                for value in kept.values():
-                    value.data = value.data.clone()
+                for key, value in kept.items():
+                    if key.startswith(keys):
+                        value.data = value.data.clone()
             train(model, optimizer, 1)
     assert_same_run(*runs)
 

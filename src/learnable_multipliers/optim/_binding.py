@@ -94,8 +94,14 @@ class Binding:
             ParameterSet, tuple[ParameterSet, tuple[ParameterState, ...]]
         ] = WeakKeyDictionary()
         self._classify()
-        # Whoever moves one tensor of a parameter moves all: this one is looked at.
-        self._kept = [state.kept[-1] for state in states if not state.sharded]
+        # Whoever moves one tensor of a parameter moves all. Two are looked at: one that is a view
+        # of what is held here, whose old address no other storage can have, and a large one.
+        self._kept = [
+            tensor
+            for state in states
+            if not state.sharded
+            for tensor in (next(iter(state.multipliers.values()), state.step), state.kept[-1])
+        ]
         self._addresses = list(map(Tensor.data_ptr, self._kept))
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
         self._owners: list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]] | None = None
