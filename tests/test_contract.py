@@ -451,6 +451,24 @@ def test_multipliers_around_multipliers_are_refused():
         lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_multipliers_in_the_model_of_an_optimizer_that_has_some_are_refused(steps):
+    model = net()
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, optimizer, steps)
+    lrm.reparametrize(model, optimizer.plan)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"by lrm\.reparametrize after .* lrm\.merge\(model\)"):
+        train(model, optimizer, 1)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    lrm.merge(model)
+    train(model, optimizer, 1)
+    other = net()
+    train(other, lrm.AdamW.from_model(other, lr=1e-2), steps + 1)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 # -- what happens to a model and its optimizer behind each other's back --------------------------
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
+from learnable_multipliers._reparametrize import is_reparametrized
 from learnable_multipliers.kernels import choose_kernels
 from learnable_multipliers.kernels._backend import Backend, to_device
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
@@ -151,6 +152,12 @@ class Binding:
             for owner, leaf, parameter in self._owners
         ):
             return
+        if any(map(is_reparametrized, self._present_models())):
+            raise RuntimeError(
+                "the model was given multipliers by lrm.reparametrize after this optimizer was "
+                "made, which has multipliers of its own: call lrm.merge(model), or train it with "
+                "an optimizer of torch on lrm.param_groups(model, plan)"
+            )
         present = {
             name: parameter
             for model in self._present_models()
