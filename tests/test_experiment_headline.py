@@ -202,6 +202,23 @@ def test_variations_set_what_they_say():
     assert matrix("q_proj", "one for each head of query, key, value").num_multipliers > 1
 
 
+def test_of_variations_of_one_setting_the_first_has_its_way():
+    """Their factors are of the tuned value: two that are kept do not multiply."""
+    config = headline_arms.shape("gpu", "llama", 0.5)
+    config = with_optimizer(config, kind="muon", weight_decay=0.0125, adamw_lr_scale=2.0)
+    decays = ("decay of raw weights x 4", "decay of raw weights x 16")
+    rates = ("AdamW side at half the rate", "AdamW side at twice the rate")
+    schedules = ("multipliers without decay of their rate", "multipliers without warmup")
+    found = varied(config, (*decays, *rates, *schedules))
+    assert found.optimizer.weight_decay == 4 * 0.0125
+    assert found.optimizer.adamw_lr_scale == 1.0
+    assert found.schedule.multipliers == "no-decay"
+    assert varied(config, reversed(decays)).optimizer.weight_decay == 16 * 0.0125
+    # With AdamW there is no other side: the run is the same, and is not made twice.
+    config = with_optimizer(config, kind="adamw")
+    assert varied(config, rates) == config
+
+
 def test_runs_are_what_their_labels_say(played):
     _, runs, _ = played
     seen = set()

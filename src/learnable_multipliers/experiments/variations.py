@@ -6,52 +6,51 @@ The headline tries them on tuned runs. Those that are better, together, are one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from learnable_multipliers.experiments.presets import with_optimizer
-from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.config import OptimizerConfig, TrainConfig
 
 HIDDEN = ("query", "key", "value", "attention-out", "gate", "up", "down")
 """Roles of the hidden matrices of a Llama."""
+Fields = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Variation:
     """A change of settings, or of what matrices carry, by role."""
 
-    settings: Callable[[TrainConfig], TrainConfig] = lambda config: config
-    rules: Callable[[TrainConfig], Mapping[str, Mapping[str, object]]] = lambda config: {}
+    optimizer: Callable[[OptimizerConfig], Fields] = lambda tuned: {}
+    """Settings of the optimizer, given the tuned ones."""
+    schedule: Fields = field(default_factory=dict)
+    rules: Mapping[str, Fields] = field(default_factory=dict)
     """Role -> fields of `lrm.Rule`."""
 
 
 def _optimizer(**changes: object) -> Variation:
-    return Variation(lambda config: with_optimizer(config, **changes))
+    return Variation(lambda tuned: changes)
 
 
 def _schedule(**changes: object) -> Variation:
-    return Variation(
-        lambda config: replace(config, schedule=replace(config.schedule, **changes))  # pyright: ignore[reportArgumentType]
-    )
+    return Variation(schedule=changes)
 
 
 def _rest(factor: float) -> Variation:
-    """Change the rate of what is not a hidden matrix, over that of those."""
+    """Change the rate of what is not a hidden matrix, over that of those; AdamW has one rate."""
     return Variation(
-        lambda config: with_optimizer(
-            config, adamw_lr_scale=config.optimizer.adamw_lr_scale * factor
+        lambda tuned: (
+            {"adamw_lr_scale": tuned.adamw_lr_scale * factor} if tuned.kind == "muon" else {}
         )
     )
 
 
 def _rules(*roles: str, **fields: object) -> Variation:
-    return Variation(rules=lambda config: dict.fromkeys(roles, fields))
+    return Variation(rules=dict.fromkeys(roles, fields))
 
 
 def _decay(factor: float) -> Variation:
     """Change the decay of raw weights, whose scale the multipliers can make up for."""
-    return Variation(
-        lambda config: with_optimizer(config, weight_decay=config.optimizer.weight_decay * factor)
-    )
+    return Variation(lambda tuned: {"weight_decay": tuned.weight_decay * factor})
 
 
 VARIATIONS: Mapping[str, Variation] = {
@@ -77,14 +76,18 @@ VARIATIONS: Mapping[str, Variation] = {
 
 def varied(config: TrainConfig, names: Iterable[str]) -> TrainConfig:
     """Return a run with some variations; of two that set the same thing, the first has its way."""
-    by_role: dict[str, dict[str, object]] = {}
+    optimizer: Fields = {}
+    schedule: Fields = {}
+    by_role: dict[str, Fields] = {}
     for name in names:
-        for role, fields in VARIATIONS[name].rules(config).items():
+        found = VARIATIONS[name]
+        optimizer = {**found.optimizer(config.optimizer), **optimizer}
+        schedule = {**found.schedule, **schedule}
+        for role, fields in found.rules.items():
             by_role[role] = {**fields, **by_role.get(role, {})}
-    for name in reversed(list(names)):
-        config = VARIATIONS[name].settings(config)
     rules = tuple(
         " ".join([f". only={role}", *(f"{key}={value}" for key, value in fields.items())])
         for role, fields in by_role.items()
     )
-    return with_optimizer(config, rules=(*config.optimizer.rules, *rules))
+    config = replace(config, schedule=replace(config.schedule, **schedule))  # pyright: ignore[reportArgumentType]
+    return with_optimizer(config, **optimizer, rules=(*config.optimizer.rules, *rules))
