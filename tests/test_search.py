@@ -57,6 +57,12 @@ def test_noise_is_not_followed():
     assert list(losses) == [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
 
 
+def test_values_below_the_least_are_never_tried():
+    search = Search((Axis("decay_factor", 8.0, 4.0, least=1.0),), trials=50)
+    losses = trace(search, lambda at: at["decay_factor"])
+    assert [search.values(point)["decay_factor"] for point in losses] == [8.0, 32.0, 2.0]
+
+
 def test_trials_are_bounded():
     search = Search((RATE, DECAY), trials=3)
     losses = trace(search, bowl(8e-3, 0.1))

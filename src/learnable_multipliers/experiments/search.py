@@ -24,6 +24,8 @@ class Axis:
     name: str
     start: float
     ratio: float
+    least: float = 0.0
+    """Values below are never tried."""
 
     def value(self, offset: int) -> float:
         """Return the value so many steps from the start, to three digits."""
@@ -53,7 +55,12 @@ class Search:
             return (0,) * len(self.axes)
         if len(losses) >= self.trials:
             return None
-        return next((p for p in neighbours(best(losses)) if p not in losses), None)
+        untried = (p for p in neighbours(best(losses)) if p not in losses)
+        return next((p for p in untried if self._is_allowed(p)), None)
+
+    def _is_allowed(self, point: Point) -> bool:
+        pairs = zip(self.axes, point, strict=True)
+        return all(axis.value(offset) >= axis.least for axis, offset in pairs)
 
 
 def best(losses: Mapping[Point, float]) -> Point:
