@@ -280,8 +280,8 @@ def test_the_table_has_the_gains_of_the_world(labelled):
     assert rows["Llama", "Muon", "vector"][7] == ""
     reached = next(row for row in shorter.rows if row[:3] == ("Llama", "Muon", "vector"))
     # 0.2 nats a length: 0.02 is a tenth of it. All runs have one speed.
-    assert float(reached[4]) == pytest.approx(0.9, abs=0.02)
-    assert reached[5] == reached[4]
+    assert float(reached[5]) == pytest.approx(0.9, abs=0.02)
+    assert reached[6] == reached[5]
     plain = next(row for row in tuning.rows if row[:3] == ("Llama", "AdamW", "plain"))
     assert "lr 0.0113" in plain[6]
     assert "weight_decay 0.2" in plain[6]
@@ -383,10 +383,29 @@ def test_the_length_at_which_a_loss_is_reached_is_interpolated(losses, loss, exp
     assert found == (expected[0], pytest.approx(expected[1]))
 
 
+def test_lengths_are_compared_by_the_seeds_that_all_of_them_have(labelled):
+    """A stage that was stopped has fewer: means over other seeds differ by what seeds do."""
+
+    def shown(records):
+        (found,) = (each for each in headline.tables(records) if each.title.startswith("To reach"))
+        return next(row for row in found.rows if row[:3] == ("Llama", "Muon", "vector"))
+
+    for seed in (1, 4):
+        kept = [one for one in labelled if one.labels["seed"] == seed]
+        partly = [one for one in labelled if one.labels["length"] != 0.8 or one in kept]
+        assert shown(partly) == shown(kept)
+        assert shown(partly)[3] == "1"
+    assert shown(labelled)[3] == "5"
+
+
 def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
     assert headline_report.verdict([]) == "not run"
     assert headline_report.verdict([0.01, 0.011]) == "too few seeds"
     assert headline_report.verdict([0.01, 0.011, 0.012, -math.inf]) == "diverged"
+    # The gain over a plain run that diverged is infinite, whatever the arm has done.
+    assert headline_report.verdict([0.01, 0.011, math.inf]) == "plain diverged"
+    assert headline_report.verdict([0.01, -math.inf, math.inf]) == "diverged"
+    assert headline_report.verdict([0.01, 0.011, math.nan]) == "diverged"
     assert headline_report.verdict([0.01, 0.011, 0.012]) == "better"
     assert headline_report.verdict([-0.01, -0.011, -0.012]) == "worse"
     assert headline_report.verdict([0.01, -0.011, 0.012]) == "no difference seen"

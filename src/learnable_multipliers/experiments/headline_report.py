@@ -193,23 +193,26 @@ def _shorter(records: Sequence[Labelled]) -> Table:
     read = loss_on(next(iter(texts(finals)), None))
     rows = []
     for labels in _arms(finals):
-        runs = table.select(finals, **labels)
-        plain = table.select(finals, **{**labels, "arm": PLAIN}, length=1.0)
-        by_length = table.sweep(finals, "length", read, **labels)
-        by_length = {length: found for length, found in by_length.items() if length <= 1}
-        if labels["arm"] == PLAIN or len(by_length) < 2 or not plain:
+        plain = table.by_seed(table.select(finals, **{**labels, "arm": PLAIN}, length=1.0))
+        runs = [one for one in table.select(finals, **labels) if float(one.labels["length"]) <= 1]
+        lengths = {x: table.by_seed(runs, length=x) for x in table.distinct(runs, "length")}
+        # Without some, a mean moves by more than a length is worth.
+        seeds = sorted(set(plain).intersection(*lengths.values()))
+        if labels["arm"] == PLAIN or len(lengths) < 2 or not seeds:
             continue
-        sign, part = reached(by_length, fmean(read(one.record) for one in plain))
+        by_length = {x: [read(found[seed]) for seed in seeds] for x, found in lengths.items()}
+        sign, part = reached(by_length, fmean(read(plain[seed]) for seed in seeds))
         losses = ", ".join(f"{x:g}x {fmean(ys):.4f}" for x, ys in by_length.items())
-        speeds = [fmean(one.record.tokens_per_second for one in each) for each in (runs, plain)]
-        time = part * speeds[1] / speeds[0]
-        rows.append((*_named(labels), losses, f"{sign}{part:.2f}", f"{sign}{time:.2f}"))
+        ours = fmean(one.record.tokens_per_second for one in runs)
+        time = part * fmean(one.tokens_per_second for one in plain.values()) / ours
+        needs = f"{sign}{part:.2f}", f"{sign}{time:.2f}"
+        rows.append((*_named(labels), str(len(seeds)), losses, *needs))
     caption = (
-        "Mean loss over seeds, each length with its own decay; what an arm needs for plain's loss "
-        "at 1x, on a line between two lengths, as a part of plain's; < and > where it lies outside "
-        "of the lengths that were run."
+        "Mean loss over the seeds that plain and all lengths have, each length with its own decay; "
+        "what an arm needs for plain's loss at 1x, on a line between two lengths, as a part of "
+        "plain's; < and > where it lies outside of the lengths that were run."
     )
-    header = ("model", "optimizer", "arm", "loss by length", "tokens", "time")
+    header = ("model", "optimizer", "arm", "seeds", "loss by length", "tokens", "time")
     return Table("To reach plain's final loss", caption, header, rows)
 
 
@@ -327,7 +330,8 @@ def verdict(values: Sequence[float]) -> str:
     if not values:
         return "not run"
     if not all(map(math.isfinite, values)):
-        return "diverged"
+        # Plain's loss is infinite where the gain is: then no run of the arm may have diverged.
+        return "plain diverged" if math.inf in values and -math.inf not in values else "diverged"
     if len(values) < MIN_SEEDS:
         return "too few seeds"
     _, low, high = mean_interval(values)
