@@ -9,7 +9,7 @@ import small_experiment
 from evaluation_files import write_files
 from learnable_multipliers.evaluate.results import read_results
 from learnable_multipliers.experiments import catalogue, runner
-from learnable_multipliers.experiments.record import from_line, to_line
+from learnable_multipliers.experiments.record import from_line, read_records, to_line
 from learnable_multipliers.experiments.worker import train
 from runs import small_run, trained
 
@@ -78,6 +78,34 @@ def test_requests_that_do_not_fit_are_refused_before_a_run(ask, data, sets, requ
     assert code == 1
     assert "there is no file of requests none.jsonl" in told
     assert not list(Path("experiments").glob("*.jsonl"))
+
+
+def test_requests_other_than_those_of_earlier_records_are_refused(
+    ask, data, sets, requests, small, monkeypatch, place
+):
+    words = ("experiment", "small", "--data", data, "--jobs", "1", "--requests")
+    assert ask(*words, requests)[0] == 0
+    # One more run, and half of the questions.
+    first, *others = small_experiment.runs("cpu")
+    more = replace(first, config=replace(first.config, seed=99))
+    monkeypatch.setattr(small_experiment, "runs", lambda preset: [first, *others, more])
+    fewer = (
+        "--eval-data",
+        sets,
+        "--tasks",
+        *TASKS,
+        "--limit",
+        "10",
+        "--requests-only",
+        "few.jsonl",
+    )
+    assert ask("evaluate", data, *fewer)[0] == 0
+    code, _, told = ask(*words, "few.jsonl")
+    assert code == 1
+    assert "few.jsonl asks other questions of blimp, lambada, piqa than earlier records" in told
+    records = read_records(Path("experiments"))
+    assert more.key not in records
+    assert len(records) == 1 + len(others)
 
 
 def test_requests_are_refused_where_nothing_is_scored(ask, data, requests, place):

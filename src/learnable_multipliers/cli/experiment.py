@@ -176,7 +176,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         data = config.data or default_corpus(_CPU_VOCABULARY)
         tasks = catalogue.benchmarks_of(names)
         if config.requests is not None:
-            check_requests(config.requests, tasks, data)
+            check_requests(config.requests, tasks, data, records.values())
         jobs = runner.missing(
             names, config.preset, data, records, requests=config.requests, again=config.again
         )

@@ -6,7 +6,7 @@ tasks in `BENCHMARKS`, and marks the runs to be scored (`Run.scored`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from learnable_multipliers.evaluate.generation import Rereader
 from learnable_multipliers.evaluate.models import Loaded
 from learnable_multipliers.evaluate.requests import RequestSet, read_requests
 from learnable_multipliers.evaluate.scoring import BATCH_TOKENS
+from learnable_multipliers.experiments.record import Record
 from learnable_multipliers.pretrain.data.shards import Manifest
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
@@ -28,8 +29,11 @@ requests_of = cache(read_requests)
 """The requests in a file, which workers read once."""
 
 
-def check_requests(path: Path, tasks: Sequence[str], data: Path) -> None:
-    """Raise a ValueError unless a file holds the requests of these tasks, in tokens of the data."""
+def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterable[Record]) -> None:
+    """Raise a ValueError unless a file holds the requests of these tasks, in tokens of the data.
+
+    They must be those that earlier records were scored on: others cannot be compared.
+    """
     found = read_requests(path)
     if missing := [task for task in tasks if task not in found.items]:
         raise ValueError(
@@ -40,6 +44,13 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path) -> None:
         raise ValueError(
             f"{path} was made with another tokenizer than that of {data}: make it with "
             f"lrm evaluate {data} --eval-data FOLDER --requests-only {path}"
+        )
+    before = {(task, its["items"]) for each in records for task, its in each.benchmarks.items()}
+    if others := {task for task, items in before if found.items.get(task, items) != items}:
+        raise ValueError(
+            f"{path} asks other questions of {', '.join(sorted(others))} than earlier records were "
+            "scored on, and their scores would not compare: give the file that was used for those "
+            "(--requests), or choose another folder (--out)"
         )
 
 
