@@ -286,6 +286,21 @@ def test_protocol_tells_what_the_records_tell(folder):
     assert "different texts" in " ".join(page.protocol([other, *found[1:]], 6))
 
 
+def test_the_protocol_says_where_the_code_changed_between_runs(folder):
+    """Runs of other code are compared only by those who know of it."""
+    commits = ["a" * 40, "a" * 40, f"{'b' * 40}-changed", None]
+    found = record.labelled(runs("gpu"), record.read_records(folder))
+    found = [
+        replace(each, record=replace(each.record, commit=commit))
+        for each, commit in zip(found, commits, strict=False)
+    ]
+    (told,) = (each for each in page.protocol(found, 6) if "source tree" in each)
+    assert told == (
+        "Of more than one source tree, by commit: aaaaaaa (2), bbbbbbb-changed (1), unknown (1)."
+    )
+    assert not any("source tree" in each for each in page.protocol(found[:2], 6))
+
+
 @pytest.mark.parametrize(
     ("mean", "half", "text"),
     [

@@ -112,7 +112,7 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
 
 
 def protocol(records: Sequence[Labelled], num_runs: int, is_adaptive: bool = False) -> list[str]:
-    """Return how runs were made, as sentences: number, seeds, tokens, settling, device.
+    """Return how runs were made, as sentences: number, seeds, tokens, settling, device, code.
 
     Args:
         is_adaptive: Whether more runs may follow from the records.
@@ -125,6 +125,8 @@ def protocol(records: Sequence[Labelled], num_runs: int, is_adaptive: bool = Fal
     devices = sorted({record.device for record in kept})
     versions = sorted({record.torch for record in kept})
     texts = {record.data for record in kept}
+    trees = Counter(_short(record.commit) for record in kept)
+    named = ", ".join(f"{name} ({number})" for name, number in sorted(trees.items()))
     more = ", and more follow from them" if is_adaptive and len(kept) < num_runs else ""
     lost = [in_words(each.labels) for each in records if each.record.outcome == "diverged"]
     return [
@@ -134,9 +136,15 @@ def protocol(records: Sequence[Labelled], num_runs: int, is_adaptive: bool = Fal
         f"2 wd sum(lr) = {_range(settled, '{:.1f}'.format)}: matrices have settled from 4 on.",
         f"On {', '.join(devices)} with torch {', '.join(versions)}, "
         f"{duration(sum(record.seconds for record in kept))} in all.",
+        *([f"Of more than one source tree, by commit: {named}."] * (len(trees) > 1)),
         *(["The runs read different texts: their losses do not compare."] * (len(texts) > 1)),
         *([f"Diverged: {'; '.join(lost)}."] if lost else []),
     ]
+
+
+def _short(commit: str | None) -> str:
+    name, *changed = (commit or "unknown").partition("-")
+    return "".join((name[:7], *changed))
 
 
 def render(sections: Sequence[Section], elsewhere: Sequence[Entry], preset: Preset) -> str:
