@@ -104,6 +104,20 @@ def test_the_last_checkpoints_are_averaged_in_score(ask, copied, sets):
     assert f"holds {len(saved)} checkpoints, and 9 were asked for" in told
 
 
+def test_other_precision_or_length_leaves_earlier_results_alone(ask, copied, sets):
+    shared = ("--eval-data", sets, "--tasks", "piqa", "--device", "cpu")
+    assert ask("evaluate", "run", *shared)[0] == 0
+    folder = copied / "evaluations" / "step-00000012"
+    before = (folder / "piqa.json").read_bytes()
+    for words, name in (
+        (("--dtype", "bfloat16"), "dtype-bfloat16"),
+        (("--max-length", 40), "length-40"),
+    ):
+        assert ask("evaluate", "run", *shared, *words)[0] == 0
+        assert (folder / "piqa.json").read_bytes() == before
+        assert metrics(Path(f"{folder}-{name}")) != metrics(folder)
+
+
 def test_two_models_are_compared_item_by_item(ask, copied, sets, data):
     Trainer(small_run(data, Path("other"), steps=3, model=LLAMA)).train()
     shared = ("--eval-data", sets, "--tasks", *TASKS)
@@ -255,7 +269,7 @@ def test_answers_in_writing_are_kept_with_the_results(ask, copied, sets):
     shared = ("--eval-data", sets, "--tasks", *tasks, *SHORT)
     code, table, _ = ask("evaluate", "run", *shared)
     assert code == 0
-    folder = copied / "evaluations" / "step-00000012-shots-1-tokens-6-limit-4"
+    folder = copied / "evaluations" / "step-00000012-shots-1-tokens-6-limit-4-length-2000"
     found = results.read_results(folder)
     assert set(found) == set(tasks)
     for name, result in found.items():

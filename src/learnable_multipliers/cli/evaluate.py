@@ -149,6 +149,8 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
         shots=config.num_fewshot,
         tokens=config.max_new_tokens or None,
         limit=config.limit or None,
+        length=config.max_length or None,
+        dtype=None if config.dtype == "float32" else config.dtype,
     )
     averages = {
         name: results.averaged([each.results[name] for each in found]) for name in asked.items

@@ -57,7 +57,7 @@ def is_hugging_face(source: Path) -> bool:
     return is_model and not is_run
 
 
-def results_folder(source: Path, loaded: list[int], **settings: int | None) -> Path:
+def results_folder(source: Path, loaded: list[int], **settings: int | str | None) -> Path:
     """Return where results go: below the run, or below the Hugging Face folder.
 
     `settings` that are not None are part of the name: other ones give other results.
