@@ -105,9 +105,11 @@ def test_factors_that_multipliers_took_over_are_one_in_the_export(trained, tmp_p
     torch.testing.assert_close(logits_of(tmp_path / "out", tokens), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
 @pytest.mark.parametrize("placement", ["full", "symmetry-aware", "scalar"])
-def test_multipliers_lie_beside_the_weights(trained, tmp_path, placement):
-    trainer = trained(f"hybrid/{placement}", placement=placement)
+def test_multipliers_lie_beside_the_weights(trained, tmp_path, placement, scale):
+    changes = {"placement": placement, "multiplier_scale": scale}
+    trainer = trained(f"hybrid/{placement} {scale}", **changes)
     export(trainer.config.out, tmp_path / "out")
     written = load_file(tmp_path / "out" / "multipliers.safetensors")
     expected = {

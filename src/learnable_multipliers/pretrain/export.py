@@ -8,15 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.gguf import file as gguf_file
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import model_config, parse_state
 
@@ -44,6 +50,24 @@ def load_model(checkpoint: checkpoints.Checkpoint) -> HybridLM:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
     return model
+
+
+def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
+    """Return the multipliers by matrix and kind: `model.layers.0.mlp.up_proj.weight/row`."""
+    state = checkpoint.tensors.get("optimizer", {})
+    stored = {key: t for key, t in state.items() if key.rpartition("/")[2] in NAMES}
+    if not stored:
+        return {}
+    config = parse_state(checkpoint, TrainConfig, checkpoint.state.get("config"), "config")
+    with torch.device("meta"):
+        planned = make_plan(HybridLM(config.model), config.optimizer)
+    matrices = {key: planned[key.rpartition("/")[0]].matrix for key in stored}
+    # What is stored of one that is learned on a log scale is its logarithm.
+    return {
+        key: multiplier(matrix, stored[key])
+        for key, matrix in matrices.items()
+        if matrix is not None
+    }
 
 
 def export(
@@ -92,10 +116,7 @@ def export(
         }
         # Loaders look for this mark.
         save(weights, folder / "model.safetensors", {"format": "pt"})
-        # By matrix and kind: `model.layers.0.mlp.up_proj.weight/row`.
-        state = checkpoint.tensors.get("optimizer", {})
-        multipliers = {key: t for key, t in state.items() if key.rpartition("/")[2] in NAMES}
-        if multipliers:
+        if multipliers := multipliers_of(checkpoint):
             save(multipliers, folder / "multipliers.safetensors")
     architecture = config["architectures"][0]
     return Exported(out, checkpoint.step, architecture, model.num_parameters, tuple(notes))
