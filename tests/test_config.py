@@ -121,6 +121,7 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("optimizer", {"momentum": -0.5}, r"optimizer.momentum must lie in \[0, 1\), got -0.5"),
         ("optimizer", {"momentum": 1.0}, r"optimizer.momentum must lie in \[0, 1\), got 1"),
         ("optimizer", {"split": "heads"}, "optimizer.split=heads is for Muon: set"),
+        ("optimizer", {"adamw_lr_scale": 2.0}, "AdamW trains everything at one rate; set"),
         ("optimizer", {"split": "rows"}, "not one of blocks, heads"),
         # 0 / 0 for a token that did not occur.
         ("optimizer", {"eps": 0.0}, "optimizer.eps must be at least 1.2e-38, got 0: below"),

@@ -108,7 +108,7 @@ def config(case: str, data: Path, out: Path) -> TrainConfig:
             multiplier_weight_decay=2e-3,
             multiplier_init="one",
             momentum=0.95,
-            adamw_lr_scale=0.5,
+            adamw_lr_scale=0.5 if kind == "muon" else 1.0,
         ),
         log=LogConfig(
             every=1,

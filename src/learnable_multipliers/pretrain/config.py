@@ -418,6 +418,12 @@ class TrainConfig:
                 f"optimizer.split={optimizer.split} is for Muon: set optimizer.kind=muon, without "
                 "a variant"
             )
+        if optimizer.adamw_lr_scale != optimizer.rest_lr_scale:
+            raise ValueError(
+                f"optimizer.adamw_lr_scale={optimizer.adamw_lr_scale:g} is for Muon and variants: "
+                "AdamW trains everything at one rate; set optimizer.kind=muon, or factors by role "
+                "with optimizer.lr_factors"
+            )
         decay = optimizer.lr * max(1.0, optimizer.rest_lr_scale) * optimizer.weight_decay
         if decay >= 1:
             raise ValueError(
