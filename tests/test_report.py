@@ -5,6 +5,7 @@ import math
 import random
 import re
 import zlib
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations, pairwise
@@ -350,6 +351,20 @@ def test_gap_is_the_difference_at_matching_tokens(tmp_path, runs):
     # Evaluations every 20 and every 15 steps meet every 60 steps.
     common = [60 * 4096 * k for k in range(1, 6)]
     assert both_evaluated(shorter, runs[0]) == [(t, theirs[t], baseline[t]) for t in common]
+
+
+def test_runs_that_read_other_data_are_not_compared(runs):
+    def of(run, data):
+        return replace(run, environment={**run.environment, "data": data})
+
+    plain, full = runs
+    assert both_evaluated(of(full, "a"), of(plain, "b")) == []
+    told = summarize([of(plain, "a"), of(full, "b")])[0]
+    assert told.startswith("Run full read other data than plain, or the same in tokens of another")
+    # The same, and runs of before, which do not say.
+    for known in ("a", None):
+        found = both_evaluated(of(full, known), of(plain, "a"))
+        assert found == both_evaluated(full, plain) != []
 
 
 @pytest.mark.parametrize(("shift", "word"), [(0.5, "above"), (-0.5, "below"), (0.0, "equal")])

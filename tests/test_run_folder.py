@@ -29,6 +29,7 @@ def test_the_folder_tells_what_made_it(data, tmp_path):
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert environment["versions"]["torch"].startswith("2.")
     assert environment["parameters"] == trainer.model.num_parameters
+    assert environment["data"] == trainer.data.fingerprint
     plan = lrm.Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     assert plan == trainer.plan
 

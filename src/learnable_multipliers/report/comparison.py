@@ -20,11 +20,22 @@ _NOT_SETTINGS = ("out", "resume", "dry_run")
 
 
 def both_evaluated(run: Run, baseline: Run) -> list[tuple[float, float, float]]:
-    """Return (tokens, loss, loss of the baseline) where both have a finite validation loss."""
+    """Return (tokens, loss, loss of the baseline) where both have a finite validation loss.
+
+    Nothing for losses on other text, or in tokens of another tokenizer.
+    """
+    if read_other_data(run, baseline):
+        return []
     theirs = dict(zip(*baseline.series("eval", "loss"), strict=True))
     own = zip(*run.series("eval", "loss"), strict=True)
     found = [(tokens, loss, theirs.get(tokens, math.nan)) for tokens, loss in own]
     return [(tokens, loss, base) for tokens, loss, base in found if math.isfinite(loss - base)]
+
+
+def read_other_data(run: Run, other: Run) -> bool:
+    """Return whether two runs are known to have read different data; older ones do not say."""
+    found = {each.environment.get("data") for each in (run, other)} - {None}
+    return len(found) > 1
 
 
 def final_losses(runs: Sequence[Run]) -> list[float]:
@@ -143,8 +154,8 @@ def environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[str]]]:
     """Return each environment that runs were made in, with the names of the runs."""
     names: dict[str, list[str]] = {}
     for run in runs:
-        # These have a place of their own on the page.
-        elsewhere = ("command", "parameters", "multipliers")
+        # These have a place of their own on the page, or are a hash.
+        elsewhere = ("command", "parameters", "multipliers", "data")
         rest = {key: value for key, value in run.environment.items() if key not in elsewhere}
         names.setdefault(json.dumps(rest, sort_keys=True), []).append(run.name)
     return [(json.loads(environment), each) for environment, each in names.items()]

@@ -131,12 +131,14 @@ class RunFolder:
         model: HybridLM,
         plan: Plan,
         tokenizer: bytes,
+        data: str,
         *,
         ended: bool = False,
     ) -> None:
         """Write what the run is; on a resume, what is damaged of that and what it runs on now.
 
         Args:
+            data: Fingerprint of the text, with its tokenizer.
             ended: There are no steps left: nothing runs from here.
         """
         if not self._world.is_first:
@@ -146,7 +148,7 @@ class RunFolder:
         before = self._kept(step, "config.json", config)
         if before.get("schedule") != config["schedule"]:
             self._write("config.json", before | {"schedule": config["schedule"]})
-        self._kept(step, "environment.json", found | sizes)
+        self._kept(step, "environment.json", found | sizes | {"data": data})
         described = {"plan.json": f"{plan.to_json()}\n".encode(), TOKENIZER_FILE: tokenizer}
         for path, content in ((self.path / name, described[name]) for name in described):
             if not path.is_file() or path.read_bytes() != content:

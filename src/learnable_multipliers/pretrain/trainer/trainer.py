@@ -116,6 +116,7 @@ class Trainer:
             self.model,
             self.plan,
             self.data.tokenizer(),
+            self.data.fingerprint,
             ended=self._ended,
         )
         if not self._ended:
