@@ -57,10 +57,17 @@ def test_noise_is_not_followed():
     assert list(losses) == [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]
 
 
-def test_values_below_the_least_are_never_tried():
-    search = Search((Axis("decay_factor", 8.0, 4.0, least=1.0),), trials=50)
-    losses = trace(search, lambda at: at["decay_factor"])
-    assert [search.values(point)["decay_factor"] for point in losses] == [8.0, 32.0, 2.0]
+@pytest.mark.parametrize(
+    ("axis", "sign", "tried"),
+    [
+        (Axis("x", 8.0, 4.0, least=1.0), 1, [8.0, 32.0, 2.0]),
+        (Axis("x", 0.1, 2.0, most=0.8), -1, [0.1, 0.2, 0.4, 0.8]),
+    ],
+)
+def test_values_beyond_the_ends_of_an_axis_are_never_tried(axis, sign, tried):
+    search = Search((axis,), trials=50)
+    losses = trace(search, lambda at: sign * at["x"])
+    assert [search.values(point)["x"] for point in losses] == tried
 
 
 def test_trials_are_bounded():

@@ -25,7 +25,8 @@ class Axis:
     start: float
     ratio: float
     least: float = 0.0
-    """Values below are never tried."""
+    most: float = math.inf
+    """Values below or above are never tried."""
 
     def value(self, offset: int) -> float:
         """Return the value so many steps from the start, to three digits."""
@@ -60,7 +61,7 @@ class Search:
 
     def _is_allowed(self, point: Point) -> bool:
         pairs = zip(self.axes, point, strict=True)
-        return all(axis.value(offset) >= axis.least for axis, offset in pairs)
+        return all(axis.least <= axis.value(offset) <= axis.most for axis, offset in pairs)
 
 
 def best(losses: Mapping[Point, float]) -> Point:
