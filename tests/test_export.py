@@ -14,6 +14,7 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain import export as exporting
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.export import export
+from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LENGTH, LLAMA, small_run
 
@@ -121,6 +122,18 @@ def test_multipliers_lie_beside_the_weights(trained, tmp_path, placement, scale)
     assert any((value != 1).any() for value in expected.values())
     for name, value in written.items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_multipliers_of_a_run_that_an_earlier_release_began_are_exported(trained, tmp_path):
+    trainer = trained("hybrid/full log", placement="full", multiplier_scale="log")
+    checkpoint, _ = load_checkpoint(trainer.config.out)
+    expected = exporting.multipliers_of(checkpoint)
+    # Before there were such settings.
+    del checkpoint.state["config"]["optimizer"]["split"]
+    del checkpoint.state["config"]["log"]
+    found = exporting.multipliers_of(checkpoint)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def test_a_model_without_multipliers_has_no_file_of_them(trained, tmp_path):

@@ -17,11 +17,13 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
-from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.gguf import file as gguf_file
 from learnable_multipliers.pretrain.model import hugging_face
+from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import model_config, parse_state
@@ -58,16 +60,28 @@ def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
     stored = {key: t for key, t in state.items() if key.rpartition("/")[2] in NAMES}
     if not stored:
         return {}
-    config = parse_state(checkpoint, TrainConfig, checkpoint.state.get("config"), "config")
+
+    def section(name: str, kind: Any) -> Any:
+        config = parse_state(checkpoint, dict[str, Any], checkpoint.state.get("config"), "config")
+        given = parse_state(checkpoint, dict[str, Any], config.get(name, {}), f"config.{name}")
+        # What an earlier release did not have was as it is by default.
+        return parse_state(checkpoint, kind, to_dict(kind()) | given, f"config.{name}")
+
     with torch.device("meta"):
-        planned = make_plan(HybridLM(config.model), config.optimizer)
-    matrices = {key: planned[key.rpartition("/")[0]].matrix for key in stored}
-    # What is stored of one that is learned on a log scale is its logarithm.
-    return {
-        key: multiplier(matrix, stored[key])
-        for key, matrix in matrices.items()
-        if matrix is not None
-    }
+        model = HybridLM(section("model", ModelConfig))
+    planned = make_plan(model, section("optimizer", OptimizerConfig))
+    matrices = {entry.name: entry.matrix for entry in planned.entries}
+    found = {}
+    for key, value in stored.items():
+        matrix = matrices.get(key.rpartition("/")[0])
+        if matrix is None:
+            raise checkpoints.CheckpointError(
+                f"the checkpoint of step {checkpoint.step} cannot be used: it holds {key}, and its "
+                "model has no such matrix"
+            )
+        # Of one that is learned on a log scale the logarithm is stored.
+        found[key] = multiplier(matrix, value)
+    return found
 
 
 def export(
