@@ -26,7 +26,11 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
-from learnable_multipliers.pretrain.trainer.run_state import model_config, parse_state
+from learnable_multipliers.pretrain.trainer.run_state import (
+    check_model,
+    model_config,
+    parse_state,
+)
 
 GGUF_FILE = "model.gguf"
 
@@ -67,9 +71,10 @@ def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
         # What an earlier release did not have was as it is by default.
         return parse_state(checkpoint, kind, to_dict(kind()) | given, f"config.{name}")
 
+    shape = section("model", ModelConfig)
+    check_model(shape, checkpoint)
     with torch.device("meta"):
-        model = HybridLM(section("model", ModelConfig))
-    planned = make_plan(model, section("optimizer", OptimizerConfig))
+        planned = make_plan(HybridLM(shape), section("optimizer", OptimizerConfig))
     matrices = {entry.name: entry.matrix for entry in planned.entries}
     found = {}
     for key, value in stored.items():
