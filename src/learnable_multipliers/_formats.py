@@ -1,8 +1,9 @@
-"""How numbers are written for people: in tables, progress lines, messages and plots."""
+"""How numbers and tables are written for people: in output, messages and plots."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def count(value: float) -> str:
@@ -30,3 +31,15 @@ def size(num_bytes: float) -> str:
     if num_bytes >= 2**28:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; columns align to the right, but for those at these places."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for i in left:
+            cells[i] = row[i].ljust(widths[i])
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -63,8 +63,7 @@ def diagnose(config: DiagnoseConfig) -> None:
     that pure noise gives from the same start under the same learning rates, and prints how noisy
     their gradients are. Rows are medians over layers.
     """
-    if config.plot is not None:
-        analysis.check_format(config.plot)
+    analysis.check_format(config.plot)
     with Console(stderr=True).status(f"reading {config.run}"):
         name, step, diagnosis, notes = _diagnose(config.run, config.model)
     for note in notes:

@@ -13,6 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from learnable_multipliers._formats import aligned
 from learnable_multipliers.cli.arguments import closest, command, usage_error
 from learnable_multipliers.experiments import catalogue, page, runner
 from learnable_multipliers.experiments.benchmarks import check_requests
@@ -110,10 +111,7 @@ def _list(config: ExperimentConfig) -> None:
         claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
         done = f"{len(keys & records.keys())} of {len(keys)}"
         rows.append((name, found.FIGURE, claims, done, found.TITLE))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(line.rstrip())
+    print("\n".join(aligned(rows, left=range(len(rows[0])))))
     print(f"\nRecords in {config.out}; others with --out.")
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from learnable_multipliers import _planner
-from learnable_multipliers._formats import count
+from learnable_multipliers._formats import aligned, count
 from learnable_multipliers._placement import Placement
 from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.cli.models import named_model
@@ -127,7 +127,7 @@ def _messages(found: Forecast) -> str:
         )
         for row in found.rows
     ]
-    return _table(lines, num_words=3)
+    return "\n".join(aligned(lines, left=range(3)))
 
 
 def _times(found: Sequence[Forecast]) -> str:
@@ -141,16 +141,4 @@ def _times(found: Sequence[Forecast]) -> str:
         times = [f"{1e3 * getattr(one, name):,.2f}" for name in names]
         shares = [f"{value / one.step:.1%}" for value in (one.exchange, one.hideable)]
         lines.append((" x ".join(map(str, one.axes)), *times, *shares))
-    return _table(lines, num_words=1)
-
-
-def _table(lines: Sequence[Sequence[str]], *, num_words: int) -> str:
-    """Return lines in columns, words to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if at < num_words else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines, left=[0]))

@@ -10,6 +10,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from learnable_multipliers._formats import aligned
 from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.equilibrium import (
     RandomWalk,
@@ -19,7 +20,6 @@ from learnable_multipliers.equilibrium import (
     relaxation_steps,
     simulate_brownian,
 )
-from learnable_multipliers.equilibrium._diagnosis import aligned
 from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, OptimizerSettings
 from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._newton_schulz import Coefficients
@@ -87,8 +87,7 @@ def simulate(config: SimulateConfig) -> None:
     expected rms, its scale was set by noise and decay, not by the data.
     """
     lrs = rates(config)
-    if config.plot is not None:
-        analysis.check_format(config.plot)
+    analysis.check_format(config.plot)
     settings: OptimizerSettings = {
         "betas": config.betas,
         "momentum": config.momentum,

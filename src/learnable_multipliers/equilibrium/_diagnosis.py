@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from learnable_multipliers._formats import aligned
 from learnable_multipliers._names import layer_template
 from learnable_multipliers.equilibrium._prediction import Expectations, steady_expectation
 from learnable_multipliers.equilibrium._random_walk import SETTLED
@@ -260,15 +261,3 @@ def _medians(readings: Sequence[TensorReading | Band], fields: Iterable[str]) ->
         known = [value for value in values if value is not None]
         digits = "+.3f" if name == "log_ratio" else ".3g"
         yield f"{statistics.median(known):{digits}}" if known else "-"
-
-
-def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table; columns align to the right, but for those at these places."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        for i in left:
-            cells[i] = row[i].ljust(widths[i])
-        lines.append("  ".join(cells).rstrip())
-    return lines
