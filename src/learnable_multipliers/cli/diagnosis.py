@@ -142,7 +142,7 @@ def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
     optimizer, _ = make_optimizer(model, config.optimizer)
     start = diagnose_optimizer(optimizer)
     restore_(model, optimizer, checkpoint)
-    planned = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    planned = Schedule.of_run(config)
     lrs = [config.optimizer.lr * step.lr_factor for step in islice(planned, checkpoint.step)]
     if state.skipped_steps:
         lrs = _thinned(lrs, state.skipped_steps)

@@ -8,7 +8,6 @@ Runs of the `cpu` and `gpu` presets are far shorter than the paper's, so they de
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
 from learnable_multipliers.experiments.run import Preset
@@ -136,8 +135,8 @@ def with_scalars(config: TrainConfig, preset: Preset, *, head: bool = False) -> 
 
 def with_signals(config: TrainConfig) -> TrainConfig:
     """Return a run with about ten records of its signals."""
-    steps = len(_schedule(config))
-    return replace(config, log=replace(config.log, signals_every=max(1, steps // 10)))
+    every = max(1, len(Schedule.of_run(config)) // 10)
+    return replace(config, log=replace(config.log, signals_every=every))
 
 
 def lengthened(config: TrainConfig, times: int) -> TrainConfig:
@@ -165,10 +164,4 @@ def summed_lr(config: TrainConfig) -> float:
 
 def rates(config: TrainConfig) -> list[float]:
     """Return the learning rate of each step."""
-    schedule = _schedule(config)
-    steps = islice(schedule, len(schedule))
-    return [config.optimizer.lr * step.lr_factor for step in steps]
-
-
-def _schedule(config: TrainConfig) -> Schedule:
-    return Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    return [config.optimizer.lr * step.lr_factor for step in Schedule.of_run(config)]

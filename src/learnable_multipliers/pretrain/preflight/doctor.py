@@ -362,7 +362,7 @@ def check_speed(run: ShortRun) -> str:
     micro_batch_seconds, update = min(backward[1:]), min(updates[1:])
     num_micro_batches = math.ceil(data.batch_sequences / run.dp_degree / run.sequences)
     per_step = num_micro_batches * micro_batch_seconds + update
-    planned = Schedule(run.config.schedule, data.batch_sequences, data.sequence_length)
+    planned = Schedule.of_run(run.config)
     tokens = data.batch_sequences * data.sequence_length
     speed = tokens / per_step
     whole = planned.tokens_before(len(planned)) / speed

@@ -31,7 +31,7 @@ def describe(config: TrainConfig, columns: int | None = None) -> str:
     with torch.device("meta"):
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)
-    taken = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    taken = Schedule.of_run(config)
     lines = [render(planned, columns), ""]
     lines += _run(config, data, taken) + [""]
     axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)

@@ -50,7 +50,7 @@ def check_resume(
     are lines in the log which resuming must remove. `report` is called with the progress.
     """
     config.check()
-    planned = Schedule(config.schedule, config.data.batch_sequences, config.data.sequence_length)
+    planned = Schedule.of_run(config)
     if not 1 <= half <= len(planned) // 2:
         raise ValueError(
             f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "

@@ -177,10 +177,8 @@ def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
                 "set it to auto",
             )
         return
-    data = config.data
-    micro = data.micro_batch_sequences
-    planned = Schedule(config.schedule, data.batch_sequences, data.sequence_length)
-    uneven = [n for n in planned.batch_sizes if micro and n % min(micro, n)]
+    micro = config.data.micro_batch_sequences
+    uneven = [n for n in Schedule.of_run(config).batch_sizes if micro and n % min(micro, n)]
     if uneven:
         yield SlowPath(
             f"data.micro_batch_sequences={micro} does not divide batches of "

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple, overload
 
 from learnable_multipliers._formats import count
-from learnable_multipliers.pretrain.config import ScheduleConfig
+from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
 
 MOST_EPOCHS = 4
 """Beyond about as many, repeated text is worth little (Muennighoff et al. 2023)."""
@@ -98,6 +98,11 @@ class Schedule(Sequence[Step]):
         last = self._stages[-1]
         missing = config.tokens - last.tokens_before
         self._num_steps = last.step + -(-missing // (last.sequences * sequence_length))
+
+    @classmethod
+    def of_run(cls, config: TrainConfig) -> Schedule:
+        """Return the schedule of a run."""
+        return cls(config.schedule, config.data.batch_sequences, config.data.sequence_length)
 
     def __len__(self) -> int:
         return self._num_steps

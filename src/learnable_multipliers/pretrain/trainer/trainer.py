@@ -70,9 +70,7 @@ class Trainer:
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
         # Before there is a folder, so that a run that cannot be leaves none.
-        self.schedule = schedule.Schedule(
-            config.schedule, config.data.batch_sequences, config.data.sequence_length
-        )
+        self.schedule = schedule.Schedule.of_run(config)
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         check_param_dtype(config, self.device, self.world.size)
         check_fits(config, self.device, self.world.axes)
