@@ -25,13 +25,7 @@ from learnable_multipliers.experiments.presets import base, lengthened, with_opt
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.experiments.table import Number
-from learnable_multipliers.pretrain.config import (
-    CheckpointConfig,
-    DataConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from learnable_multipliers.pretrain.serialization import from_dict
+from learnable_multipliers.pretrain.config import CheckpointConfig, ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import style
 
@@ -128,7 +122,7 @@ def _small(preset: Preset, optimizer: Optimizer) -> TrainConfig:
         decay = config.optimizer.weight_decay / _TIMES
         config, tokens = with_optimizer(lengthened(config, _TIMES), weight_decay=decay), 131_072
     config = with_optimizer(config, multiplier_lr_scale=_MULTIPLIER_LR[optimizer])
-    every = math.ceil(len(_schedule(config.schedule, config.data)) / _POINTS[preset])
+    every = math.ceil(len(Schedule.of_run(config)) / _POINTS[preset])
     return replace(config, log=replace(config.log, evaluate_every=every, evaluate_tokens=tokens))
 
 
@@ -183,20 +177,9 @@ def gap(plain: Record, vector: Record) -> Curve:
 
 def _held_out(record: Record) -> dict[float, float]:
     """Return tokens -> held-out loss."""
-    schedule = _schedule(*_settings(record))
+    schedule = Schedule.of_run(record.train_config)
     points = zip(record.held_out.get("step", ()), record.held_out.get("loss", ()), strict=True)
     return {schedule.tokens_before(int(step)): loss for step, loss in points}
-
-
-def _settings(record: Record) -> tuple[ScheduleConfig, DataConfig]:
-    return (
-        from_dict(ScheduleConfig, record.config["schedule"]),
-        from_dict(DataConfig, record.config["data"]),
-    )
-
-
-def _schedule(config: ScheduleConfig, data: DataConfig) -> Schedule:
-    return Schedule(config, data.batch_sequences, data.sequence_length)
 
 
 def _of_gap(statistic: Statistic, plain: Record, vector: Record) -> Number:
@@ -206,8 +189,7 @@ def _of_gap(statistic: Statistic, plain: Record, vector: Record) -> Number:
     """
     if plain.loss is None or vector.loss is None:
         return table.loss(plain) - table.loss(vector) if statistic is _late else math.nan
-    config, _ = _settings(plain)
-    return statistic(gap(plain, vector), config)
+    return statistic(gap(plain, vector), plain.train_config.schedule)
 
 
 def _late(gaps: Curve, config: ScheduleConfig) -> Number:
@@ -256,7 +238,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for optimizer in OPTIMIZERS
         for plain, vector in [_arms(records, optimizer)]
     }
-    decay = _settings(records[0].record)[0].decay_start if records else 0
+    decay = records[0].record.train_config.schedule.decay_start if records else 0
     with drawing.canvas(x="tokens", y="loss without multipliers minus with (nats)") as (
         figure,
         axes,

@@ -31,8 +31,6 @@ from learnable_multipliers.experiments.presets import (
 )
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
-from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.serialization import from_dict
 
 TITLE = "Noise: norms set by rate and decay, and the signal in gradients"
 FIGURE = "Eq. 1; sec. 2 and app. B"
@@ -253,7 +251,7 @@ def _bands(record: Record) -> list[Band]:
     found = table.final_signals(record).get("token_rows")
     if not found:
         return []
-    config = from_dict(TrainConfig, record.config)
+    config = record.train_config
     lrs = rates(config)
     on_noise = _rows_on_noise(
         tuple(found["share"]),

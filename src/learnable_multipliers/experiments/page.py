@@ -23,8 +23,6 @@ from learnable_multipliers.experiments.ledger import Entry
 from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record, labelled, read_records
 from learnable_multipliers.experiments.run import Preset, in_words
-from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.report.page import TEMPLATES
 
 PAGE = "claims.html"
@@ -121,7 +119,7 @@ def protocol(records: Sequence[Labelled], num_runs: int, is_adaptive: bool = Fal
         return [f"None of the {num_runs} runs has a record."]
     kept = [each.record for each in records]
     seeds = sorted({int(each.labels["seed"]) for each in records})
-    settled = [presets.settling(from_dict(TrainConfig, record.config)) for record in kept]
+    settled = [presets.settling(record.train_config) for record in kept]
     devices = sorted({record.device for record in kept})
     versions = sorted({record.torch for record in kept})
     texts = {record.data for record in kept}

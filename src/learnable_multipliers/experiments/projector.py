@@ -35,7 +35,6 @@ from learnable_multipliers.experiments.presets import (
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.serialization import from_dict
 
 TITLE = "Projector: a head whose norm is set by rate and decay, with and without multipliers"
 FIGURE = "Fig. 1, top and bottom left"
@@ -409,7 +408,7 @@ def _curve(
 
 def _brownian(record: Record) -> Curve:
     """Return the rms of a multiplier on noise at the steps where weights were recorded."""
-    config = from_dict(TrainConfig, record.config)
+    config = record.train_config
     ratio = config.optimizer.multiplier_ratio
     walk = brownian_rms([ratio * lr for lr in rates(config)], 0.0, start_rms=1.0)
     steps = [entry["step"] for entry in record.weights]

@@ -96,6 +96,11 @@ class Record:
     commit: str | None = None
     """Of the source tree that ran; None where it is in none."""
 
+    @property
+    def train_config(self) -> TrainConfig:
+        """The config, typed."""
+        return from_dict(TrainConfig, self.config)
+
 
 _ADDED = {"tests": {}, "benchmarks": {}} | {
     each.name: each.default for each in fields(Record) if each.default is not MISSING
