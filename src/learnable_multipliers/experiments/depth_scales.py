@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.plot import Curve, Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_scalars, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 
 TITLE = "Scales of block outputs by depth"
@@ -72,12 +71,8 @@ CLAIMS = (
 def runs(preset: Preset) -> list[Run]:
     """Return a plain hybrid and one with scalars for each seed."""
     plain = with_signals(base(preset, "hybrid"))
-    arms = {"plain": plain, "scalar": with_scalars(plain, preset)}
-    return [
-        Run(labels={"arm": arm, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for arm, config in arms.items()
-    ]
+    arms = [({"arm": "plain"}, plain), ({"arm": "scalar"}, with_scalars(plain, preset))]
+    return with_seeds(arms, SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -23,7 +23,7 @@ from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Labels, Preset, Run
+from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 
 if TYPE_CHECKING:
@@ -87,11 +87,7 @@ def runs(preset: Preset) -> list[Run]:
         plain, placement="scalar", rules=(". only=head kind=scalar",), multiplier_lr=1e-2
     )
     arms = {"out": out, "in": with_optimizer(out, clip_multipliers=True), "none": plain}
-    return [
-        Run(labels={"arm": arm, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for arm, config in arms.items()
-    ]
+    return with_seeds([({"arm": arm}, config) for arm, config in arms.items()], SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -22,7 +22,7 @@ from learnable_multipliers.experiments.loss_difference import CLEAR, GAIN, SEEDS
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 
 TITLE = "Multipliers on the head"
 FIGURE = "Sec. 4.4"
@@ -75,11 +75,7 @@ def runs(preset: Preset) -> list[Run]:
         for scale in SCALES[preset]
         for arm, config in heads.items()
     ]
-    return [
-        Run(labels={**labels, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for labels, config in [*arms, ({"arm": "plain"}, plain)]
-    ]
+    return with_seeds([*arms, ({"arm": "plain"}, plain)], SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -26,7 +26,7 @@ from learnable_multipliers.experiments.presets import (
     with_signals,
 )
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
@@ -49,19 +49,19 @@ _NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"
 
 def runs(preset: Preset) -> list[Run]:
     """Return a plain run of each start, family and optimizer; AdamW alone on the CPU."""
-    return [
-        Run(
-            labels={"family": family, "optimizer": optimizer, "start": start, "seed": seed},
-            config=started(base(preset, family), start, optimizer, seed),
+    arms = [
+        (
+            {"family": family, "optimizer": optimizer, "start": start},
+            started(base(preset, family), start, optimizer),
         )
-        for seed in SEEDS[preset]
         for optimizer in (OPTIMIZERS[:1] if preset == "cpu" else OPTIMIZERS)
         for family, starts in STARTS.items()
         for start in starts
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
-def started(config: TrainConfig, start: str, optimizer: str, seed: int) -> TrainConfig:
+def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
     """Return a plain run that begins this way, whatever the start of the config given."""
     model = replace(config.model, init_std=0.02, embedding_std=0.0, **_no_factors(config.model))
     if start == FACTOR:
@@ -71,7 +71,7 @@ def started(config: TrainConfig, start: str, optimizer: str, seed: int) -> Train
         model = replace(model, embedding_std=1.0)
     elif start == FALCON:
         model = with_falcon_h1_multipliers(model)
-    config = with_optimizer(replace(config, model=model, seed=seed), kind=optimizer)
+    config = with_optimizer(replace(config, model=model), kind=optimizer)
     return with_signals(config)
 
 

@@ -8,7 +8,6 @@ at a learning rate of the multipliers at which they move far within a short run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from learnable_multipliers.experiments import loss_difference, table
 from learnable_multipliers.experiments import plot as drawing
@@ -17,7 +16,7 @@ from learnable_multipliers.experiments.loss_difference import GAIN, SEEDS
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
-from learnable_multipliers.experiments.run import Labels, Preset, Run
+from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
 from learnable_multipliers.experiments.symmetry_drift import residual_stream
 
 TITLE = "Logarithms of multipliers"
@@ -72,11 +71,7 @@ def runs(preset: Preset) -> list[Run]:
         for rate in _RATES
         for scale in ("linear", "log")
     ]
-    return [
-        Run(labels={**labels, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for labels, config in [*arms, ({"arm": "plain"}, plain)]
-    ]
+    return with_seeds([*arms, ({"arm": "plain"}, plain)], SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -23,7 +23,7 @@ from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.plot import Curve, Plot
 from learnable_multipliers.experiments.presets import base, lengthened, with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import CheckpointConfig, ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
@@ -99,21 +99,18 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return a plain and a vector run for each optimizer and seed."""
-    return [
-        Run(
-            labels={"arm": arm, "optimizer": optimizer, "seed": seed},
-            config=_config(preset, optimizer, arm, seed),
-        )
-        for seed in SEEDS[preset]
+    arms = [
+        ({"arm": arm, "optimizer": optimizer}, _config(preset, optimizer, arm))
         for optimizer in OPTIMIZERS
         for arm in ("plain", "vector")
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
-def _config(preset: Preset, optimizer: Optimizer, arm: str, seed: int) -> TrainConfig:
+def _config(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
     config = _paper() if preset == "paper" else _small(preset, optimizer)
     placement = "full" if arm == "vector" else "none"
-    return with_optimizer(replace(config, seed=seed), kind=optimizer, placement=placement)
+    return with_optimizer(config, kind=optimizer, placement=placement)
 
 
 def _small(preset: Preset, optimizer: Optimizer) -> TrainConfig:

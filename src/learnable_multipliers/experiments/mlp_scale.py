@@ -26,7 +26,7 @@ from learnable_multipliers.experiments.degradation import (
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 
 TITLE = "MLP: matrices whose norm is set by rate and decay, with and without scalars"
@@ -155,28 +155,23 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return a run for each seed, optimizer, scale and arm, and those of the changed models."""
-    return [
-        Run(labels={**labels, "seed": seed}, config=_config(preset, seed=seed, **labels))
-        for seed in SEEDS[preset]
-        for labels in [
-            *(
-                {"optimizer": optimizer, "arm": arm, "model": GROUPED, "scale": scale}
-                for optimizer in OPTIMIZERS
-                for scale in SCALES[preset][: 3 if optimizer == "muon" else None]
-                for arm in ARMS
-            ),
-            *(
-                {"optimizer": "adamw", "arm": "plain", "model": model, "scale": scale}
-                for model in (MULTI_HEAD, INNER_NORM)
-                for scale in (LARGE, SMALL)
-            ),
-        ]
+    arms: list[dict[str, Any]] = [
+        *(
+            {"optimizer": optimizer, "arm": arm, "model": GROUPED, "scale": scale}
+            for optimizer in OPTIMIZERS
+            for scale in SCALES[preset][: 3 if optimizer == "muon" else None]
+            for arm in ARMS
+        ),
+        *(
+            {"optimizer": "adamw", "arm": "plain", "model": model, "scale": scale}
+            for model in (MULTI_HEAD, INNER_NORM)
+            for scale in (LARGE, SMALL)
+        ),
     ]
+    return with_seeds(((labels, _config(preset, **labels)) for labels in arms), SEEDS[preset])
 
 
-def _config(
-    preset: Preset, *, optimizer: str, arm: str, model: str, scale: float, seed: int
-) -> TrainConfig:
+def _config(preset: Preset, *, optimizer: str, arm: str, model: str, scale: float) -> TrainConfig:
     config = base(preset, "hybrid")
     rules = tuple(f". only={role} kind=scalar" for role in MLP) if arm == "scalars" else ()
     config = with_optimizer(
@@ -191,7 +186,7 @@ def _config(
     shape = replace(config.model, freeze_norms=True, ssm_norm=model == INNER_NORM)
     if model == MULTI_HEAD:
         shape = replace(shape, num_kv_heads=shape.num_heads)
-    return with_signals(replace(config, seed=seed, model=shape))
+    return with_signals(replace(config, model=shape))
 
 
 # -- numbers of a run ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
@@ -30,7 +30,7 @@ from learnable_multipliers.experiments.presets import (
     with_signals,
 )
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 
 TITLE = "Noise: norms set by rate and decay, and the signal in gradients"
 FIGURE = "Eq. 1; sec. 2 and app. B"
@@ -127,15 +127,17 @@ def runs(preset: Preset) -> list[Run]:
     """Return four runs without multipliers and one with vectors, for each seed."""
     config = with_signals(base(preset, "llama"))
     lr, wd = config.optimizer.lr, config.optimizer.weight_decay
-    arms = [*(("plain", lr * by_lr, wd * by_wd) for by_lr, by_wd in GRID), ("vector", lr, wd)]
-    found = []
-    for seed in SEEDS[preset]:
-        for arm, rate, decay in arms:
-            placement = "full" if arm == "vector" else "none"
-            changed = with_optimizer(config, placement=placement, lr=rate, weight_decay=decay)
-            labels = {"arm": arm, "lr": rate, "wd": decay, "seed": seed}
-            found.append(Run(labels=labels, config=replace(changed, seed=seed)))
-    return found
+    arms = [
+        (
+            {"arm": arm, "lr": rate, "wd": decay},
+            with_optimizer(config, placement=placement, lr=rate, weight_decay=decay),
+        )
+        for arm, placement, rate, decay in (
+            *(("plain", "none", lr * by_lr, wd * by_wd) for by_lr, by_wd in GRID),
+            ("vector", "full", lr, wd),
+        )
+    ]
+    return with_seeds(arms, SEEDS[preset])
 
 
 # -- statistics ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
-from learnable_multipliers.experiments.run import Labels, Preset, Run
+from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
 
 TITLE = "Placement of multipliers"
 FIGURE = "App. C"
@@ -57,11 +57,7 @@ def runs(preset: Preset) -> list[Run]:
         "columns": replace(aware, model=replace(aware.model, freeze_norms=True)),
         "plain": plain,
     }
-    return [
-        Run(labels={"arm": arm, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for arm, config in arms.items()
-    ]
+    return with_seeds([({"arm": arm}, config) for arm, config in arms.items()], SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

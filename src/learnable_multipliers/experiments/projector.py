@@ -33,7 +33,7 @@ from learnable_multipliers.experiments.presets import (
     with_signals,
 )
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 
 TITLE = "Projector: a head whose norm is set by rate and decay, with and without multipliers"
@@ -158,18 +158,15 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return a run for each seed, scale and arm, extreme scales first."""
-    return [
-        Run(
-            labels={"arm": arm, "scale": scale, "seed": seed},
-            config=_config(preset, arm, scale, seed),
-        )
-        for seed in SEEDS[preset]
+    arms = [
+        ({"arm": arm, "scale": scale}, _config(preset, arm, scale))
         for scale in SCALES[preset]
         for arm in ARMS
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
-def _config(preset: Preset, arm: str, scale: float, seed: int) -> TrainConfig:
+def _config(preset: Preset, arm: str, scale: float) -> TrainConfig:
     # The paper's own runs are of the hybrid.
     config = base(preset, "hybrid" if preset == "paper" else "llama")
     rate = _MULTIPLIER_LR[preset]
@@ -187,7 +184,7 @@ def _config(preset: Preset, arm: str, scale: float, seed: int) -> TrainConfig:
         multiplier_init="one",
     )
     model = replace(config.model, freeze_final_norm=arm != "vector")
-    return with_signals(replace(config, seed=seed, z_loss=0.0, model=model))
+    return with_signals(replace(config, z_loss=0.0, model=model))
 
 
 # -- numbers of a run ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -19,7 +18,7 @@ from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.report import style
 
@@ -89,11 +88,7 @@ def runs(preset: Preset) -> list[Run]:
     """Return a plain hybrid and one with row and column multipliers for each seed."""
     plain = with_signals(base(preset, "hybrid"))
     vector = with_optimizer(plain, placement="full", multiplier_lr=_LR[preset])
-    return [
-        Run(labels={"arm": arm, "seed": seed}, config=replace(config, seed=seed))
-        for seed in SEEDS[preset]
-        for arm, config in (("plain", plain), ("vector", vector))
-    ]
+    return with_seeds([({"arm": "plain"}, plain), ({"arm": "vector"}, vector)], SEEDS[preset])
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,16 @@ class Run:
     def in_words(self) -> str:
         """The labels as one line."""
         return in_words(self.labels)
+
+
+def with_seeds(arms: Iterable[tuple[Labels, TrainConfig]], seeds: Iterable[int]) -> list[Run]:
+    """Return a run of each arm with each seed, whole seeds together."""
+    arms = list(arms)
+    return [
+        Run(labels={**labels, "seed": seed}, config=replace(config, seed=seed))
+        for seed in seeds
+        for labels, config in arms
+    ]
 
 
 def in_words(labels: Labels) -> str:

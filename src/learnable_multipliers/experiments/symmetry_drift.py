@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -32,7 +31,7 @@ from learnable_multipliers.experiments.presets import (
     with_signals,
 )
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import QUANTILES
@@ -113,22 +112,13 @@ CLAIMS = (
 def runs(preset: Preset) -> list[Run]:
     """Return a hybrid with all multipliers, with and without their light decay."""
     usual = with_signals(lengthened(base(preset, "hybrid"), LENGTH[preset]))
-    return [
-        Run(
-            labels={"arm": arm, "seed": seed},
-            config=replace(
-                with_optimizer(
-                    usual,
-                    placement="full",
-                    multiplier_lr_scale=RATE[preset],
-                    multiplier_weight_decay=LIGHT[preset] if arm == "light" else 0.0,
-                ),
-                seed=seed,
-            ),
-        )
-        for seed in SEEDS[preset]
-        for arm in _LEGEND
+    usual = with_optimizer(usual, placement="full", multiplier_lr_scale=RATE[preset])
+    decays = {"none": 0.0, "light": LIGHT[preset]}
+    arms = [
+        ({"arm": arm}, with_optimizer(usual, multiplier_weight_decay=decay))
+        for arm, decay in decays.items()
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
 def pull(config: TrainConfig) -> float:

@@ -20,7 +20,7 @@ from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record, labelled
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
 
@@ -127,19 +127,17 @@ def follow_up(preset: Preset, records: Mapping[str, Record]) -> list[Run]:
 
 
 def _arms(preset: Preset, tunings: Sequence[Tuning], factors: Factors) -> list[Run]:
-    return [
-        Run(
-            labels={"tuning": tuning, "arm": arm, "optimizer": optimizer, "seed": seed},
+    arms = [
+        (
+            {"tuning": tuning, "arm": arm, "optimizer": optimizer},
             # With signals, as where other experiments have the same runs.
-            config=with_signals(
-                replace(_tuned(_base(preset, optimizer, arm), tuning, factors), seed=seed)
-            ),
+            with_signals(_tuned(_base(preset, optimizer, arm), tuning, factors)),
         )
-        for seed in SEEDS[preset]
         for optimizer in OPTIMIZERS
         for tuning in tunings
         for arm in ("plain", "vector")
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
 def _unswept(preset: Preset) -> Run:
@@ -149,18 +147,18 @@ def _unswept(preset: Preset) -> Run:
 
 def _sweep(preset: Preset) -> list[Run]:
     """Return a run for each group at half and twice its rate, then its decay; one on the CPU."""
-    seed = SEEDS[preset][0]
-    plain = replace(_base(preset, "adamw", "plain"), seed=seed)
-    return [
-        Run(
-            labels={"arm": "sweep", "what": what, "group": group, "factor": step, "seed": seed},
-            config=_factored(plain, **{what: {group: step}}),
+    plain = _base(preset, "adamw", "plain")
+    arms = [
+        (
+            {"arm": "sweep", "what": what, "group": group, "factor": step},
+            _factored(plain, **{what: {group: step}}),
         )
         for what in _SWEPT
         for group in GROUPS
         for step in _STEPS
         if preset != "cpu" or (what, group, step) == ("lr", "head", 2.0)
     ]
+    return with_seeds(arms, SEEDS[preset][:1])
 
 
 def _base(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:

@@ -25,7 +25,7 @@ from learnable_multipliers.experiments.presets import (
     with_signals,
 )
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Preset, Run
+from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.config import ModelConfig
@@ -176,15 +176,12 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return a run with scalars for each seed, family and width."""
-    return [
-        Run(
-            labels={"family": family, "width": width, "seed": seed},
-            config=replace(_config(preset, family, width), seed=seed),
-        )
-        for seed in SEEDS[preset]
+    arms = [
+        ({"family": family, "width": width}, _config(preset, family, width))
         for family in FAMILIES[preset]
         for width in WIDTHS[preset]
     ]
+    return with_seeds(arms, SEEDS[preset])
 
 
 def _config(preset: Preset, family: Family, width: int) -> TrainConfig:
