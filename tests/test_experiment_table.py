@@ -93,7 +93,7 @@ def test_signals_are_read_over_layers_and_steps():
     found = table.over_steps(
         record.signals, lambda s: table.activation(record, "logits", signals=s)
     )
-    assert found == ([1], [pytest.approx(2.0)])
+    assert found == {1: pytest.approx(2.0)}
 
 
 def test_readings_are_found_by_part_and_role():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean, geometric_mean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
@@ -128,80 +128,41 @@ def scan(
 ) -> None:
     """Draw a statistic against a swept positive number, a scale or a width, on a log axis.
 
-    A mark is the mean of the seeds, its bar their range. Where a seed is infinite the run diverged:
-    a triangle at the top edge.
-
     Args:
         arms: Name in the legend -> swept number -> the value of each seed.
         first: Index of the first arm's colour, for arms drawn in several calls.
     """
     for index, (name, points) in enumerate(arms.items(), first):
         colour, line = style.run_look(index)
-        finite = {
-            x: kept
-            for x, values in sorted(points.items())
-            if (kept := [value for value in values if math.isfinite(value)])
-        }
-        means = [fmean(values) for values in finite.values()]
-        axes.plot(
-            list(finite), means, marker="o", markersize=5, color=colour, linestyle=line, label=name
-        )
-        lows, highs = [min(v) for v in finite.values()], [max(v) for v in finite.values()]
-        axes.vlines(list(finite), lows, highs, color=colour, linewidth=1.5, alpha=0.6)
-        for x in points:
-            if any(not math.isfinite(value) for value in points[x]):
-                # In parts of the axes' height: just inside the top, whatever the limits.
-                axes.plot(
-                    x, 0.98, "^", color=colour, markersize=8, transform=axes.get_xaxis_transform()
-                )
+        _marks(axes, dict(sorted(points.items())), colour, label=name, linestyle=line, markersize=5)
     log_limits(axes, "xy" if log_y else "x")
     _tick_at(axes, {x for points in arms.values() for x in points})
 
 
-def categories(
-    axes: Axes, arms: Mapping[str, Mapping[str, Sequence[float]]], *, first: int = 0
-) -> None:
+def categories(axes: Axes, arms: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     """Draw a statistic of named settings, with the arms of a setting side by side.
-
-    A mark is the mean of the seeds, its bar their range. Where a seed is infinite the run diverged:
-    a triangle at the top edge.
 
     Args:
         arms: Name in the legend -> setting -> the value of each seed.
-        first: Index of the first arm's colour, for arms drawn in several calls.
     """
     names = list(dict.fromkeys(name for found in arms.values() for name in found))
     for index, (arm, found) in enumerate(arms.items()):
-        colour, _ = style.run_look(index + first)
+        colour, _ = style.run_look(index)
         shift = 0.16 * (index - (len(arms) - 1) / 2)
         at = {names.index(name) + shift: values for name, values in found.items()}
-        finite = {
-            x: kept
-            for x, values in at.items()
-            if (kept := [value for value in values if math.isfinite(value)])
-        }
-        means = [fmean(values) for values in finite.values()]
-        axes.plot(list(finite), means, "o", markersize=6, color=colour, label=arm)
-        lows, highs = [min(v) for v in finite.values()], [max(v) for v in finite.values()]
-        axes.vlines(list(finite), lows, highs, color=colour, linewidth=1.5, alpha=0.6)
-        for x in (x for x, values in at.items() if not all(map(math.isfinite, values))):
-            axes.plot(
-                x, 0.98, "^", color=colour, markersize=8, transform=axes.get_xaxis_transform()
-            )
+        _marks(axes, at, colour, label=arm, linestyle="", markersize=6)
     room = 56 // max(1, len(names))
     lines = (textwrap.wrap(name, max(6, room), break_long_words=False) for name in names)
     axes.set_xticks(range(len(names)), ["\n".join(words) for words in lines])
     axes.set_xlim(-0.5, max(1, len(names)) - 0.5)
 
 
-def power_laws(
-    axes: Axes, arms: Mapping[str, Sequence[tuple[float, float]]], *, first: int = 0
-) -> None:
+def power_laws(axes: Axes, arms: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Draw points (x, y) of each arm on log axes, with the power law fitted to them.
 
     The exponent is written in the legend. Points that are not positive cannot be drawn.
     """
-    for index, (name, points) in enumerate(arms.items(), first):
+    for index, (name, points) in enumerate(arms.items()):
         colour, line = style.run_look(index)
         points = [(x, y) for x, y in points if 0 < x < math.inf and 0 < y < math.inf]
         if not points:
@@ -243,6 +204,25 @@ def ratio(value: float) -> str:
     """Return a number as a scale is written: 8, 1/64, 0.7."""
     inverse = Fraction(1 / value).limit_denominator(1000) if 0 < value < 1 else Fraction(1, 2)
     return f"1/{inverse}" if inverse.denominator == 1 else f"{value:g}"
+
+
+def _marks(axes: Axes, points: Mapping[float, Sequence[float]], colour: str, **look: Any) -> None:
+    """Draw the mean of the seeds at each x, with a bar from the lowest to the highest.
+
+    Where a seed is infinite the run diverged: a triangle at the top edge.
+    """
+    finite = {
+        x: kept
+        for x, values in points.items()
+        if (kept := [value for value in values if math.isfinite(value)])
+    }
+    means = [fmean(values) for values in finite.values()]
+    axes.plot(list(finite), means, marker="o", color=colour, **look)
+    lows, highs = [min(v) for v in finite.values()], [max(v) for v in finite.values()]
+    axes.vlines(list(finite), lows, highs, color=colour, linewidth=1.5, alpha=0.6)
+    for x in (x for x, values in points.items() if not all(map(math.isfinite, values))):
+        # In parts of the axes' height: just inside the top, whatever the limits.
+        axes.plot(x, 0.98, "^", color=colour, markersize=8, transform=axes.get_xaxis_transform())
 
 
 def _tick_at(axes: Axes, swept: set[float]) -> None:

@@ -9,7 +9,7 @@ vector is the norm's own weight. Neither of them decays. The z-loss is off: it a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ from learnable_multipliers.experiments.degradation import (
     degradation,
     recovered,
 )
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.plot import Curve, Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -375,32 +375,24 @@ def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
     return plots
 
 
-Curve = dict[float, float]
-"""Step -> number."""
-
-
 def _logits_over_steps(record: Record) -> Curve:
-    return _curve(record.signals, lambda signals: _logits(record, signals))
+    return table.over_steps(record.signals, lambda signals: _logits(record, signals))
 
 
 def _head_over_steps(record: Record, key: str = "raw_rms") -> Curve:
-    return _curve(record.weights, lambda weights: _matrix(record, key, weights))
+    return table.over_steps(record.weights, lambda weights: _matrix(record, key, weights))
 
 
 def _scalar_over_steps(record: Record) -> Curve:
-    return _curve(record.weights, lambda w: table.role_multiplier(record, "head", weights=w))
-
-
-def _final_norm_over_steps(record: Record) -> Curve:
-    return _curve(
-        record.signals, lambda s: table.activation(record, "final_norm", "parameters", signals=s)
+    return table.over_steps(
+        record.weights, lambda w: table.role_multiplier(record, "head", weights=w)
     )
 
 
-def _curve(
-    entries: Sequence[Mapping[str, Any]], function: Callable[[Mapping[str, Any]], float | None]
-) -> Curve:
-    return dict(zip(*table.over_steps(entries, function), strict=True))
+def _final_norm_over_steps(record: Record) -> Curve:
+    return table.over_steps(
+        record.signals, lambda s: table.activation(record, "final_norm", "parameters", signals=s)
+    )
 
 
 def _brownian(record: Record) -> Curve:

@@ -191,8 +191,7 @@ def residual_stream(record: Record) -> dict[float, float]:
         rms = table.geometric_mean(signals.get("activations", {}).get("residual", [])[1:])
         return None if rms is None else math.log10(rms)
 
-    steps, values = table.over_steps(record.signals, after_layers)
-    return dict(zip(map(float, steps), values, strict=True))
+    return table.over_steps(record.signals, after_layers)
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:

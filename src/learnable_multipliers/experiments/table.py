@@ -151,10 +151,10 @@ def activation(
 
 def over_steps(
     series: Iterable[Mapping[str, Any]], function: Callable[[Mapping[str, Any]], Number]
-) -> tuple[list[int], list[float]]:
-    """Return steps and a number of each record of a series, where it has that number."""
-    found = [(entry["step"], value) for entry in series if (value := function(entry)) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+) -> dict[float, float]:
+    """Return a number of each record of a series by step, where it has that number."""
+    values = ((entry["step"], function(entry)) for entry in series)
+    return {step: value for step, value in values if value is not None}
 
 
 def geometric_mean(values: Iterable[Number]) -> Number:

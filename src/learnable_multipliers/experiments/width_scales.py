@@ -66,7 +66,6 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
 
 
 def _curve(record: Record, name: str) -> Curve:
-    steps, values = table.over_steps(
+    return table.over_steps(
         record.signals, lambda signals: table.activation(record, name, signals=signals)
     )
-    return dict(zip(steps, values, strict=True))
