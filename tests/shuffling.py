@@ -33,7 +33,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from learnable_multipliers.experiments.claim import Verdict, counted, verdict_of
+from learnable_multipliers.experiments.claim import Verdict
+from learnable_multipliers.experiments.ledger import judge_claims
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run
 from learnable_multipliers.pretrain.serialization import to_dict
@@ -95,10 +96,7 @@ def made_up_record(run: Run, ledger: Mapping[str, str], **fields: Any) -> Record
 
 def verdicts(experiment: Experiment, records: Sequence[Labelled]) -> dict[str, Verdict]:
     """Return the verdict of each claim of an experiment, as the ledger has it."""
-    return {
-        claim.id: verdict_of(claim, experiment.analyse(counted(claim, records)))
-        for claim in experiment.CLAIMS
-    }
+    return {entry.claim.id: entry.verdict for entry in judge_claims("", experiment, records)}
 
 
 def shuffled(

@@ -166,21 +166,10 @@ def judge(test: Test, by_seed: BySeed) -> Judged:
     return Judged(test=test, by_seed=dict(by_seed), mean=mean, low=low, high=high, verdict=verdict)
 
 
-def verdict_of(claim: Claim, by_test: Mapping[str, BySeed]) -> Verdict:
-    """Return the worst verdict of a claim's tests, by name; a claim without tests is not run.
-
-    The order is: not run, contradicted, underpowered, not at this scale, reproduced.
-    """
-    return worst(judge(test, by_test.get(test.name, {})).verdict for test in claim.tests)
-
-
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict of a claim whose tests have these; "not run" without any."""
-    found = set(verdicts)
-    for verdict in _WORST_FIRST:
-        if verdict in found:
-            return verdict
-    return "not run"
+    found = set(verdicts) or {"not run"}
+    return next(verdict for verdict in _WORST_FIRST if verdict in found)
 
 
 def counted(claim: Claim, records: Iterable[Labelled]) -> list[Labelled]:
