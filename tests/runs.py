@@ -20,6 +20,8 @@ from learnable_multipliers.pretrain.config import (
     TrainConfig,
 )
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.shards import VALID
+from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.trainer.run_state import tensors_of
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -54,6 +56,11 @@ def prepared(folder: Path) -> Path:
         )
     )
     return folder / "data"
+
+
+def bytes_per_token(data: TrainingData) -> float:
+    """Return the bytes of held-out text that one token stands for, on average."""
+    return data.manifest.num_bytes(VALID) / data.manifest.num_tokens(VALID)
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

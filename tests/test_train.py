@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.trainer import schedule
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from runs import HYBRID, LENGTH, LLAMA, assert_same, small_run, trained
+from runs import HYBRID, LENGTH, LLAMA, assert_same, bytes_per_token, small_run, trained
 
 OPTIMIZERS = {
     "adamw": {"kind": "adamw", "placement": "full"},
@@ -131,7 +131,7 @@ def test_the_loss_falls_and_evaluation_agrees_with_the_model(data, tmp_path):
     assert evaluated["loss"] == pytest.approx(expected.item(), rel=1e-5)
     # Bytes of the text that was read, ends of documents left out; not of the split on average.
     text = trainer.data.decode(batch[:, 1:].flatten().tolist()).encode()
-    assert len(text) > 640 * trainer.data.bytes_per_token
+    assert len(text) > 640 * bytes_per_token(trainer.data)
     bits = 640 * expected.item() / math.log(2) / len(text)
     assert evaluated["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
     assert evaluated["evaluated_tokens"] == 640

@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate
-from runs import LLAMA
+from runs import LLAMA, bytes_per_token
 
 LENGTH = 16
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def test_bytes_are_those_of_the_tokens_read(folder, asked):
     assert data.held_out_bytes(len(read)) == len(text)
     # The average over the split would be far off here.
     if asked == 64:
-        assert len(text) < 0.5 * len(read) * data.bytes_per_token
+        assert len(text) < 0.5 * len(read) * bytes_per_token(data)
 
 
 def test_the_whole_split_has_the_bytes_its_manifest_tells(folder):
@@ -179,7 +179,7 @@ def test_a_tokenizer_without_bytes_goes_by_the_average(tmp_path):
         )
     )
     data = TrainingData(tmp_path / "data", LENGTH, seed=0)
-    assert data.held_out_bytes(32) == pytest.approx(32 * data.bytes_per_token)
+    assert data.held_out_bytes(32) == pytest.approx(32 * bytes_per_token(data))
 
 
 def test_a_default_corpus_that_another_process_made_meanwhile_is_used(tmp_path, monkeypatch):

@@ -155,11 +155,6 @@ class TrainingData:
         """Tokens to train on before one is seen again."""
         return len(self._train)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes of held-out text that one token stands for, on average."""
-        return self.manifest.num_bytes(VALID) / self.manifest.num_tokens(VALID)
-
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return self._tokenizer.encode(text)
