@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Self
 
 from learnable_multipliers.experiments.record import Record
-from learnable_multipliers.experiments.worker import Failure, Job, work
+from learnable_multipliers.experiments.worker import TERMINAL_SIGNALS, Failure, Job, work
 
 # A fork would share a CUDA context and the threads of torch.
 _SPAWN = multiprocessing.get_context("spawn")
 _PATIENCE = 10.0
 """Seconds that an idle process has to end by itself."""
-_SIGNALS = {
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in dir(signal)
-}
 
 
 class Worker:
@@ -110,7 +107,7 @@ def _without_signals() -> Iterator[None]:
         return
     # Started by the first process, it would unblock signals again.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     try:
         yield
     finally:

@@ -25,7 +25,9 @@ from learnable_multipliers.pretrain.trainer.run_folder import commit
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
-TERMINAL_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+TERMINAL_SIGNALS = {
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+}
 """What a terminal or a scheduler sends to a whole group of processes."""
 
 
@@ -71,9 +73,8 @@ def work(connection: Connection, scratch: Path, num_threads: int) -> None:
     from torch._dynamo import config as compiler
 
     # The parent gets them too, and ends its workers.
-    for name in TERMINAL_SIGNALS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
     torch.set_num_threads(num_threads)
     # Past its limit of variants the compiler would quietly leave code uncompiled.

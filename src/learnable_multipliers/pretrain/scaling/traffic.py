@@ -131,9 +131,7 @@ def _summed(what: str, sizes: list[int]) -> list[Collective]:
 # -- once a step ------------------------------------------------------------------------------
 
 
-def packed_sums(
-    weights: Sequence[Weight], axes: Axes, *, clip_multipliers: bool = False
-) -> list[Collective]:
+def packed_sums(weights: Sequence[Weight], axes: Axes) -> list[Collective]:
     """One number for all, one for each trained parameter, and multipliers along sharded dims.
 
     A multiplier's gradient is a sum over a dim of its matrix. Where that dim is sharded, whole
@@ -141,7 +139,7 @@ def packed_sums(
     """
     if math.prod(axes) == 1:
         return []
-    size = 1 + clip_multipliers
+    size = 1
     for weight in weights:
         if not weight.is_trained:
             continue
