@@ -109,20 +109,22 @@ def test_some_sources_are_read_at_the_same_time():
     assert [item.number for batch in batches for item in batch.items] == [0, 1, 2]
 
 
+def many(closed):
+    """Yield many items, and note where that ends."""
+    try:
+        for number in range(10_000):
+            yield Item(number, 50)
+    finally:
+        closed.append(True)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
 def test_all_threads_end_with_the_context(error):
     closed = []
 
-    def many():
-        try:
-            for number in range(10_000):
-                yield Item(number, 50)
-        finally:
-            closed.append(True)
-
     def interrupted():
         with Threads(3) as threads:
-            for number in threads.map(two_of, threads.read([many(), many()])):
+            for number in threads.map(two_of, threads.read([many(closed), many(closed)])):
                 if number == 20:
                     raise error
 
@@ -133,16 +135,8 @@ def test_all_threads_end_with_the_context(error):
 
 def test_what_is_no_longer_asked_for_is_not_read():
     closed = []
-
-    def many():
-        try:
-            for number in range(10_000):
-                yield Item(number, 50)
-        finally:
-            closed.append(True)
-
     with Threads(3) as threads:
-        for number in threads.map(two_of, threads.read([many(), many()])):
+        for number in threads.map(two_of, threads.read([many(closed), many(closed)])):
             if number == 20:
                 break
         assert closed == [True, True]

@@ -18,6 +18,14 @@ from paths import BETAS, DECAY, EPS, KINDS, MULTIPLIER_DECAY, Toy, optimizer_run
 from test_adamw import LR, SCALE, ours
 
 
+def take_step(model, optimizer, step):
+    """Take a step on the tokens of its number."""
+    ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
+    model(ids).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class SignDescent(torch.optim.Optimizer):
     """A stranger: state made in its constructor, one step written from scratch."""
 
@@ -275,10 +283,7 @@ def test_state_of_both_survives_saving():
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer = fresh()
                 optimizer.load_state_dict(saved)
-            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
-            model(ids).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, step)
         runs.append(model)
     for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
@@ -321,10 +326,7 @@ def test_distributed_checkpoints_see_the_state_of_both(make, flat):
                 # Another fresh one, whose state nobody has asked for.
                 optimizer = fresh()
                 set_optimizer_state_dict(model, optimizer, saved, options=options)
-            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
-            model(ids).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, step)
         runs.append(model)
     for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
@@ -390,10 +392,7 @@ def around(inner, steps=0, **settings):
         inner(trained, lr=1e-2, **settings), model, toy_plan(model, "row+col")
     )
     for step in range(steps):
-        ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
-        model(ids).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, step)
     return model, optimizer
 
 
@@ -493,10 +492,7 @@ def test_a_scheduler_on_the_wrapped_optimizer_moves_multipliers_too(scheduled):
         scheduler = scheduler or schedule(chosen)
         seen = []
         for step in range(6):
-            ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
-            model(ids).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model, optimizer, step)
             scheduler.step()
             mine = optimizer.state_dict()["param_groups"][0]["lr"]
             seen.append((mine, lrm.multipliers(optimizer)["mix"]["row"]))
