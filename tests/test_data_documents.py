@@ -13,8 +13,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from learnable_multipliers.pretrain.data import documents, threads
-from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
+from learnable_multipliers.pretrain.data import documents, readers, threads
+from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.threads import Threads
 
 TEXTS = ["first\r\nline\n", "na\u00efve \u4f60\u597d \U0001f600\n", "  tabs\t and \x00 nul", "last"]
@@ -54,7 +55,7 @@ def read(corpus, count, into):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(documents, "_CHUNK", 50)
+    monkeypatch.setattr(readers, "_CHUNK", 50)
     monkeypatch.setattr(documents, "_RUN_BYTES", 300)
     monkeypatch.setattr(threads, "_BATCH_BYTES", 100)
     monkeypatch.setattr(threads, "_AHEAD_BYTES", 200)

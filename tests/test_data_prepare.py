@@ -16,10 +16,11 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from learnable_multipliers.pretrain.data import documents
+from learnable_multipliers.pretrain.data import documents, readers
 from learnable_multipliers.pretrain.data import threads as threads_module
-from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
+from learnable_multipliers.pretrain.data.documents import Corpus
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
+from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.shards import Manifest, ShardWriter, TokenDataset
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 
@@ -268,7 +269,7 @@ def test_tokenizer_is_trained_on_no_more_than_is_encoded(tmp_path):
 @pytest.fixture
 def small_batches(monkeypatch):
     """Make many batches of small text, so that several threads finish out of order."""
-    monkeypatch.setattr(documents, "_CHUNK", 2000)
+    monkeypatch.setattr(readers, "_CHUNK", 2000)
     monkeypatch.setattr(documents, "_RUN_BYTES", 10_000)
     monkeypatch.setattr(threads_module, "_BATCH_BYTES", 5000)
     monkeypatch.setattr(threads_module, "_AHEAD_BYTES", 20_000)

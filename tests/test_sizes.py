@@ -16,8 +16,9 @@ from learnable_multipliers.pretrain.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from learnable_multipliers.pretrain.data import documents, encoding
-from learnable_multipliers.pretrain.data.documents import Corpus, DocumentError
+from learnable_multipliers.pretrain.data import encoding, readers
+from learnable_multipliers.pretrain.data.documents import Corpus
+from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.tokenizer import train_tokenizer
 from learnable_multipliers.pretrain.model.config import MAX_LAYERS
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
@@ -277,7 +278,7 @@ def test_deeply_nested_json_lines_are_named(tmp_path, line):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet.gz", "a.txt.gz", "a.jsonl.gz"])
 def test_a_document_too_long_for_memory_is_named(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(documents, "_LARGEST", 1000)
+    monkeypatch.setattr(readers, "_LARGEST", 1000)
     source = tmp_path / name
     opened = gzip.open if name.endswith(".gz") else open
     with opened(source, "wb") as file:

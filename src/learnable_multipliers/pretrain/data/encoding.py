@@ -21,7 +21,8 @@ import numpy as np
 import tiktoken
 from tokenizers import pre_tokenizers
 
-from learnable_multipliers.pretrain.data.documents import Document, DocumentError
+from learnable_multipliers.pretrain.data.documents import Document
+from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.shards import Tokens, token_dtype
 from learnable_multipliers.pretrain.data.threads import Threads, batches_of
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer
