@@ -85,8 +85,8 @@ def _names(words: Sequence[str]) -> list[str]:
     for word in words:
         if word in ("list", "all", "report"):
             usage_error(f"lrm experiment: {word} stands alone: lrm experiment {word}")
-        if word not in _every():
-            near = closest(word, _every())
+        if word not in catalogue.every():
+            near = closest(word, catalogue.every())
             hint = f"did you mean {near}? " if near else ""
             usage_error(
                 f"lrm experiment: there is no experiment {word!r}; {hint}lrm experiment list shows "
@@ -95,17 +95,13 @@ def _names(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _every() -> list[str]:
-    return [*catalogue.MODULES, *catalogue.BEYOND]
-
-
 # -- list --------------------------------------------------------------------------------------
 
 
 def _list(config: ExperimentConfig) -> None:
     records = read_records(config.out)
     rows = [("experiment", "figure", "claims", "records of runs", "")]
-    for name in _every():
+    for name in catalogue.every():
         found = catalogue.load(name)
         keys = {run.key for run in catalogue.runs_of(name, config.preset, records)}
         claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
@@ -146,7 +142,7 @@ def _check(config: ExperimentConfig, names: Sequence[str]) -> None:
     if config.jobs < 0 or not config.seconds >= 0:
         raise ValueError("--jobs and --seconds must not be negative")
     if config.requests is not None and not catalogue.benchmarks_of(names):
-        able = ", ".join(name for name in _every() if catalogue.benchmarks_of([name]))
+        able = ", ".join(name for name in catalogue.every() if catalogue.benchmarks_of([name]))
         raise ValueError(
             "none of these experiments scores its runs on benchmarks: leave out --requests (it is "
             f"for {able})"

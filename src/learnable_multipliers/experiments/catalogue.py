@@ -58,6 +58,11 @@ class Experiment(Protocol):
         ...
 
 
+def every() -> list[str]:
+    """Return the names of all experiments."""
+    return [*MODULES, *BEYOND]
+
+
 def load(name: str) -> Experiment:
     """Return the module of an experiment."""
     return cast("Experiment", importlib.import_module((MODULES | BEYOND)[name]))
@@ -90,4 +95,4 @@ def claim_hashes() -> dict[str, str]:
 
     A record carries them all: an experiment of later may ask for a run that others were made for.
     """
-    return {claim.id: claim.hash for name in MODULES | BEYOND for claim in load(name).CLAIMS}
+    return {claim.id: claim.hash for name in every() for claim in load(name).CLAIMS}

@@ -28,7 +28,6 @@ from learnable_multipliers.experiments.presets import (
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
 
 TITLE = "How small models start"
@@ -63,7 +62,8 @@ def runs(preset: Preset) -> list[Run]:
 
 def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
     """Return a plain run that begins this way, whatever the start of the config given."""
-    model = replace(config.model, init_std=0.02, embedding_std=0.0, **_no_factors(config.model))
+    factors = dict.fromkeys(config.model.mup_factors, 1.0)
+    model = replace(config.model, init_std=0.02, embedding_std=0.0, **factors)
     if start == FACTOR:
         # Falcon-H1's own, 2^2.5.
         model = replace(model, mup_embedding=2**2.5)
@@ -73,10 +73,6 @@ def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
         model = with_falcon_h1_multipliers(model)
     config = with_optimizer(replace(config, model=model), kind=optimizer)
     return with_signals(config)
-
-
-def _no_factors(model: ModelConfig) -> dict[str, float]:
-    return dict.fromkeys(model.mup_factors, 1.0)
 
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:

@@ -73,8 +73,7 @@ def write_report(folder: Path, preset: Preset, ledger_folder: Path | None = None
         write_output(path, text.encode("utf-8"))
     for path in (folder / PLOTS).glob("*.svg"):
         # Of an experiment that once had more plots.
-        known = catalogue.MODULES | catalogue.BEYOND
-        if path not in files and path.stem.rpartition("-")[0] in known:
+        if path not in files and path.stem.rpartition("-")[0] in catalogue.every():
             path.unlink()
     return list(files)
 
@@ -85,8 +84,7 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     Args:
         records: By key, as `read_records` returns them.
     """
-    names = [*catalogue.MODULES, *catalogue.BEYOND]
-    runs = {name: catalogue.runs_of(name, preset, records) for name in names}
+    runs = {name: catalogue.runs_of(name, preset, records) for name in catalogue.every()}
     by_name = {name: labelled(asked, records) for name, asked in runs.items()}
     entries = ledger.verdicts(by_name)
     sections = []

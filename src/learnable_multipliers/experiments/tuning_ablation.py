@@ -115,13 +115,14 @@ CLAIMS = (
 
 def runs(preset: Preset) -> list[Run]:
     """Return the sweep, and runs without factors, with and without multipliers."""
-    return [*_sweep(preset), *_arms(preset, ("NONE",), {"lr": {}, "wd": {}})]
+    return [*_sweep(preset), *_untuned(preset)]
 
 
 def follow_up(preset: Preset, records: Mapping[str, Record]) -> list[Run]:
     """Return the runs with factors, once the sweep has chosen them."""
     known = labelled(runs(preset), records)
-    if not all(run.key in records for run in (*_sweep(preset), _unswept(preset))):
+    # The first one without factors is what those of the sweep are compared with.
+    if not all(run.key in records for run in (*_sweep(preset), _untuned(preset)[0])):
         return []
     return _arms(preset, TUNINGS[1:], winners(known))
 
@@ -140,9 +141,8 @@ def _arms(preset: Preset, tunings: Sequence[Tuning], factors: Factors) -> list[R
     return with_seeds(arms, SEEDS[preset])
 
 
-def _unswept(preset: Preset) -> Run:
-    """Return the run that those of the sweep are compared with."""
-    return _arms(preset, ("NONE",), {"lr": {}, "wd": {}})[0]
+def _untuned(preset: Preset) -> list[Run]:
+    return _arms(preset, ("NONE",), {"lr": {}, "wd": {}})
 
 
 def _sweep(preset: Preset) -> list[Run]:

@@ -173,11 +173,7 @@ def free_memory(device: Device) -> int | None:
     """Return the free bytes of a device, or None where they are not known."""
     if device.device.type == "cuda":
         return torch.cuda.mem_get_info(device.device)[0]
-    meminfo = Path("/proc/meminfo")
-    if device.device.type != "cpu" or not meminfo.is_file():
-        return None
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return memory.system_memory("MemAvailable") if device.device.type == "cpu" else None
 
 
 def nearest_folder(path: Path) -> Path:

@@ -123,10 +123,15 @@ def total_memory(device: torch.device) -> int | None:
     """Return the bytes of a device, those of a CPU with its swap; None where they are not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if device.type != "cpu" or not _MEMINFO.is_file():
+    return system_memory("MemTotal", "SwapTotal") if device.type == "cpu" else None
+
+
+def system_memory(*names: str) -> int | None:
+    """Return the bytes of what Linux counts under some names; None on another system."""
+    if not _MEMINFO.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+    return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
 def state_bytes(
