@@ -38,17 +38,17 @@ class ScalingConfig:
     """Whose step to count."""
     placement: Placement = "full"
     """Where multipliers are; none leaves them out."""
-    batch_tokens: int = 2**22
+    batch_tokens: int = Batch.tokens
     """Tokens of the whole batch of a step."""
-    micro_tokens: int = 2**14
+    micro_tokens: int = Batch.micro_tokens
     """Most tokens of a micro-batch on one data-parallel rank."""
-    gpus_per_node: int = 8
+    gpus_per_node: int = Cluster.gpus_per_node
     """GPUs that NVLink joins."""
-    nvlink: float = 450.0
+    nvlink: float = Cluster.node_bandwidth / _GIGA
     """Gigabytes per second and direction between a GPU and its node."""
-    network: float = 400.0
+    network: float = 8 * Cluster.network_bandwidth / _GIGA
     """Gigabits per second and direction between a GPU and other nodes."""
-    mfu: float = 0.4
+    mfu: float = Cluster.mfu
     """Fraction of 790 TFLOP/s that forward and backward reach."""
 
 
