@@ -403,12 +403,13 @@ def test_results_survive_their_file(folder, tmp_path):
     found = asked(folder, "mmlu_cloze")
     draw = random.Random(0)
     result = result_of(found, [Score(-draw.random(), False) for _ in found], "mmlu_cloze")
-    path = results.write_result(tmp_path, result)
+    results.write_result(tmp_path, result)
     (tmp_path / "other.json").write_text("{}")
     read = results.read_results(tmp_path)
     assert replace(read["mmlu_cloze"], bits=result.bits) == result
     assert read["mmlu_cloze"].bits == pytest.approx(result.bits, rel=1e-6)
     assert set(read["mmlu_cloze"].groups) == {"s0", "s1", "s2"}
+    path = tmp_path / "mmlu_cloze.json"
     path.write_text(path.read_text().replace('"bytes":[', '"bytes":[3,'))
     with pytest.raises(ValueError, match="mmlu_cloze.json is damaged .*evaluate again"):
         results.read_results(tmp_path)

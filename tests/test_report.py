@@ -239,7 +239,7 @@ def test_truncated_last_line_is_set_aside_and_reported(tmp_path, runs):
     whole = path.read_bytes().rstrip(b"\n").split(b"\n")
     path.write_bytes(b"\n".join(whole[:-1]) + b"\n" + whole[-1][:20])
     run = Run.load(folder)
-    assert run.unreadable == (len(whole),)
+    assert run.unreadable == len(whole)
     assert run.of("train") == runs[0].of("train")
     assert not run.finished
     page = write_page(tmp_path / "page.html", [run], title="t").read_text()

@@ -244,9 +244,8 @@ def _average(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 # -- files -------------------------------------------------------------------------------------
 
 
-def write_result(folder: Path, result: Result) -> Path:
-    """Write a task's result into a folder, in place of an older one; return the file."""
-    path = folder / f"{result.task}.json"
+def write_result(folder: Path, result: Result) -> None:
+    """Write a task's result into a folder, in place of an older one."""
     summary = {
         name: {"value": e.value, "error": None if math.isnan(e.error) else e.error}
         for name, e in result.metrics.items()
@@ -257,16 +256,14 @@ def write_result(folder: Path, result: Result) -> Path:
     for name in ("accuracy", "normalized", "flexible"):
         lists[name] = lists[name] and _short(lists[name])
     data = {"format": FORMAT, "metrics": summary, **lists}
-    write_output(path, (json.dumps(data, separators=(",", ":")) + "\n").encode())
-    return path
+    text = json.dumps(data, separators=(",", ":")) + "\n"
+    write_output(folder / f"{result.task}.json", text.encode())
 
 
-def write_answers(folder: Path, task: str, answers: Sequence[Answer]) -> Path:
-    """Write what a model wrote, one line for each item; return the file."""
-    path = folder / f"{task}.answers.jsonl"
+def write_answers(folder: Path, task: str, answers: Sequence[Answer]) -> None:
+    """Write what a model wrote, one line for each item."""
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
-    write_output(path, "".join(lines).encode(errors="replace"))
-    return path
+    write_output(folder / f"{task}.answers.jsonl", "".join(lines).encode(errors="replace"))
 
 
 def _short(values: Sequence[float]) -> list[float | int]:

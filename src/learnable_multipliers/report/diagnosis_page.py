@@ -22,20 +22,15 @@ if TYPE_CHECKING:
 
 
 def write_diagnosis(
-    path: str | Path,
-    title: str,
-    said: Sequence[str],
-    table: Sequence[Sequence[str]],
-    found: Record,
-) -> Path:
-    """Write the page and return its path.
+    path: Path, title: str, said: Sequence[str], table: Sequence[Sequence[str]], found: Record
+) -> None:
+    """Write the page.
 
     Args:
         said: The summary in a line, then notes and assumptions.
         table: Headings, then the cells of each line.
         found: Readings as plain data.
     """
-    path = Path(path)
     readings = found["readings"]
     figures = {
         "ratios": (rms_by_role(readings), "RMS over the rms that noise gives"),
@@ -46,7 +41,6 @@ def write_diagnosis(
         title=title, said=said, table=table, plots=plots
     )
     write_output(path, text.encode("utf-8", errors="replace"))
-    return path
 
 
 def rms_by_role(readings: Sequence[Record]) -> Figure:

@@ -42,7 +42,7 @@ class Run:
     records: Mapping[str, tuple[Record, ...]]
     """Kind -> its records by step; each step once, except in kinds this package does not know."""
 
-    unreadable: tuple[int, ...] = ()
+    unreadable: int | None = None
     """The number of the last line of metrics.jsonl, where a killed run left it incomplete."""
 
     @classmethod
@@ -115,8 +115,8 @@ def number(value: Any) -> float:
     return float(value) if is_number or value in ("inf", "-inf") else math.nan
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int, ...]]:
-    """Return the records by kind, and the numbers of the lines that are incomplete.
+def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], int | None]:
+    """Return the records by kind, and the number of a last line that is incomplete.
 
     Line by line, and with a bounded number of records: a log may be longer than memory.
     """
@@ -124,7 +124,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int,
     with path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                return _by_step(by_kind), (line_number,)
+                return _by_step(by_kind), line_number
             record = _record(line, f"{str(path)!r}, line {line_number}")
             kind = record["kind"]
             # A later line replaces an earlier one of the same key.
@@ -134,7 +134,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], tuple[int,
             most = _MOST.get(kind, _MOST_OTHERS)
             if len(found) > 2 * most:
                 by_kind[kind] = _thinned(found, most)
-    return _by_step(by_kind), ()
+    return _by_step(by_kind), None
 
 
 def _record(line: bytes, where: str) -> Record:

@@ -71,7 +71,6 @@ class Forecast:
     """A train step; all times in seconds."""
 
     axes: Axes
-    micro_batches: int
     rows: tuple[Row, ...]
     compute: float
     """Forward and backward."""
@@ -138,7 +137,6 @@ def forecast(
         exchange = sum(row.seconds for row in rows[-2:])
     return Forecast(
         axes=axes,
-        micro_batches=number,
         rows=tuple(rows),
         # The backward pass has twice the operations of the forward pass.
         compute=3 * one_pass * number,
