@@ -9,7 +9,6 @@ import pytest
 
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.experiments import grad_clip
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.run import Labels
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
@@ -72,7 +71,6 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 def test_arms_differ_in_the_clip_norm_alone(preset):
     found = {run.labels["arm"]: run.config for run in grad_clip.runs(preset)[:3]}
     for arm, config in found.items():
-        assert settling(config) >= 4
         assert config.optimizer.max_grad_norm == 1.0
         assert config.optimizer.clip_multipliers == (arm == "in")
     optimizer = replace(found["in"].optimizer, clip_multipliers=False)

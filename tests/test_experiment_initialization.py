@@ -62,16 +62,10 @@ def test_every_start_has_a_curve_and_a_mark_with_its_mean():
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
 def test_starts_differ_in_embedding_and_factors_alone(preset):
-    runs = initialization.runs(preset)
-    assert len({run.key for run in runs}) == len(runs)
-    for run in runs:
+    for run in initialization.runs(preset):
         model = run.config.model
-        # The data decide about the vocabulary.
-        replace(run.config, model=replace(model, vocab_size=512)).check()
-        assert run.config.seed == run.labels["seed"]
         assert run.config.optimizer.kind == run.labels["optimizer"]
         assert run.config.optimizer.placement == "none"
-        assert run.config.log.signals_every > 0
         assert model.has_ssm == (run.labels["family"] == "hybrid")
         assert model.embedding_std == (run.labels["start"] == UNIT)
         factors = {name for name, value in model.mup_factors.items() if value != 1}

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from learnable_multipliers.experiments import log_scale
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.run import Labels
 from shuffling import World, check_shuffled, check_subsets, made_up, verdicts
 
@@ -65,7 +64,6 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 def test_arms_differ_in_scale_and_rate_of_the_multipliers(preset):
     for run in log_scale.runs(preset):
         optimizer = run.config.optimizer
-        assert settling(run.config) >= 4
         assert optimizer.placement == ("none" if run.labels["arm"] == "plain" else "full")
         assert optimizer.multiplier_scale == ("log" if run.labels["arm"] == "log" else "linear")
         assert optimizer.multiplier_lr_scale == run.labels.get("rate", 1.0)

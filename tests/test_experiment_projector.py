@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import projector
-from learnable_multipliers.experiments.presets import SEEDS, base, settling
+from learnable_multipliers.experiments.presets import SEEDS, base
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
@@ -112,16 +112,11 @@ def test_a_frozen_norm_that_diverges_is_degraded_and_recovered():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_runs_scale_the_head_alone_and_keep_to_the_protocol(preset):
     runs = projector.runs(preset)
-    assert len({run.key for run in runs}) == len(runs)
     labels = {(run.labels["arm"], run.labels["scale"], run.labels["seed"]) for run in runs}
     assert len(labels) == len(runs)
-    seeds = [run.labels["seed"] for run in runs]
-    assert seeds == sorted(seeds)
-    assert set(seeds) == set(SEEDS[preset])
+    assert {run.labels["seed"] for run in runs} == set(SEEDS[preset])
     for run in runs:
         config, optimizer = run.config, run.config.optimizer
-        replace(config, model=replace(config.model, vocab_size=512)).check()
-        assert settling(config) >= 4
         assert config.z_loss == 0
         assert optimizer.norm_scale == {"head": run.labels["scale"]}
         assert (optimizer.lr_factors, optimizer.weight_decay_factors) == ({}, {})
@@ -129,7 +124,6 @@ def test_runs_scale_the_head_alone_and_keep_to_the_protocol(preset):
         assert optimizer.placement == "none"
         assert config.model.freeze_final_norm == (run.labels["arm"] != "vector")
         assert not config.model.freeze_norms
-        assert config.log.signals_every
 
 
 def test_the_gpu_preset_sweeps_five_scales_from_1_64_to_64():

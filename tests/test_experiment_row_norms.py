@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from learnable_multipliers.experiments import depth_scales, row_norms
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.experiments.run import Labels
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
 
@@ -63,13 +62,10 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
-def test_arms_differ_in_placement_alone_and_reach_equilibrium(preset):
+def test_arms_differ_in_placement_alone(preset):
     for run in (found := row_norms.runs(preset)):
-        assert settling(run.config) >= 4
         assert run.config.model.has_ssm
-        assert run.config.log.signals_every > 0
         placement = {"plain": "none", "vector": "full"}[str(run.labels["arm"])]
         assert run.config.optimizer.placement == placement
-        assert run.config.seed == run.labels["seed"]
     shared = {run.key for run in found if run.labels["arm"] == "plain"}
     assert shared == {r.key for r in depth_scales.runs(preset) if r.labels["arm"] == "plain"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from learnable_multipliers.experiments import presets
+import pytest
+
+from learnable_multipliers.experiments import catalogue, presets
 from learnable_multipliers.experiments.run import Run, key_of
 
 CONFIG = presets.base("gpu", "llama")
@@ -35,3 +37,20 @@ def test_a_whole_number_has_the_key_of_its_float():
 def test_labels_are_one_line():
     run = Run(labels={"arm": "frozen", "scale": 64.0, "seed": 0}, config=CONFIG)
     assert run.in_words == "frozen scale=64 seed=0"
+
+
+@pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
+def test_runs_of_all_experiments_keep_to_the_protocol(preset):
+    for name in catalogue.MODULES:
+        runs = catalogue.load(name).runs(preset)
+        assert len({run.key for run in runs}) == len(runs), name
+        seeds = [run.labels["seed"] for run in runs]
+        assert seeds == sorted(seeds) == [run.config.seed for run in runs], name
+        rates = {}
+        for run in runs:
+            config, optimizer = run.config, run.config.optimizer
+            # The data decide about the vocabulary.
+            replace(config, model=replace(config.model, vocab_size=4096)).check()
+            assert config.log.signals_every or name in ("long_run", "tuning_ablation"), name
+            rates[config.schedule, optimizer.lr, optimizer.weight_decay] = config
+        assert all(presets.settling(config) >= 4 for config in rates.values()), name

@@ -12,7 +12,6 @@ from learnable_multipliers.experiments.presets import (
     base,
     lengthened,
     rates,
-    settling,
     summed_lr,
     with_signals,
 )
@@ -114,8 +113,6 @@ def test_any_part_of_the_records_is_analysed_and_drawn():
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])
 def test_decay_can_pull_as_far_as_in_the_paper(preset):
     for run in symmetry_drift.runs(preset):
-        assert settling(run.config) >= 4
-        assert run.config.log.signals_every > 0
         pull = symmetry_drift.pull(run.config)
         assert pull == 0 if run.labels["arm"] == "none" else 0.06 <= pull <= 0.6
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import initialization, tuning_ablation
-from learnable_multipliers.experiments.presets import settling
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from shuffling import check_shuffled, check_subsets, made_up, verdicts
@@ -128,7 +127,6 @@ def all_runs(preset):
 def test_arms_differ_in_what_their_labels_say(preset):
     runs = all_runs(preset)
     # All decay alike, but for the factors that are studied.
-    assert settling(runs[0].config) >= 4
     optimizers = {(run.config.optimizer.lr, run.config.optimizer.weight_decay) for run in runs}
     assert len(optimizers) == len({run.config.schedule for run in runs}) == 1
     # Runs of one key are one run.
