@@ -22,8 +22,8 @@ from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, file_sh
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 from learnable_multipliers.pretrain.export import load_model, tokenizer_of
+from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder, load_checkpoint
-from learnable_multipliers.pretrain.trainer.run_state import parse_state
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -84,11 +84,7 @@ def load_encoder(source: Path) -> tuple[Encoder, str | None]:
     if is_hugging_face(source):
         return _HuggingFaceEncoder(source), _fingerprint(source)
     checkpoint, _ = load_checkpoint(source)
-    eos, expected = (
-        parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
-        for key in ("eos_token", "tokenizer")
-    )
-    path = tokenizer_of(source, expected)
+    path, eos, expected = tokenizer_of(source, checkpoint)
     if path is None:
         raise ValueError(
             f"no tokenizer.json was found beside {source}: copy it from the data the run was "
@@ -123,16 +119,16 @@ def _of_checkpoint(
     notes: tuple[str, ...] = (),
 ) -> Loaded:
     model = load_model(checkpoint).to(device, getattr(torch, dtype)).eval()
-    tokenizer = checkpoint.state.get("tokenizer")
-    return Loaded(
-        model,
-        lambda: Rereader(model),
-        model.config.vocab_size,
-        model.config.max_length,
-        tokenizer,
-        checkpoint.step,
-        notes,
-    )
+    return trained_here(model, checkpoint.state.get("tokenizer"), checkpoint.step, notes)
+
+
+def trained_here(
+    model: HybridLM, tokenizer: str | None, step: int | None = None, notes: tuple[str, ...] = ()
+) -> Loaded:
+    """Return a model of `lrm train`, ready to be scored."""
+    config = model.config
+    reader = lambda: Rereader(model)  # noqa: E731
+    return Loaded(model, reader, config.vocab_size, config.max_length, tokenizer, step, notes)
 
 
 def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:

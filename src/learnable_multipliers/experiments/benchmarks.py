@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from learnable_multipliers.evaluate import evaluation
-from learnable_multipliers.evaluate.generation import Rereader
-from learnable_multipliers.evaluate.models import Loaded
+from learnable_multipliers.evaluate.models import trained_here
 from learnable_multipliers.evaluate.requests import RequestSet, read_requests
 from learnable_multipliers.evaluate.scoring import BATCH_TOKENS
 from learnable_multipliers.experiments.record import Record
@@ -60,13 +59,7 @@ def scores(trainer: Trainer, asked: RequestSet) -> dict[str, dict[str, Any]]:
     Weights and precision are those of the training.
     """
     model, device = trainer.model, trainer.device
-    loaded = Loaded(
-        model,
-        lambda: Rereader(model),
-        model.config.vocab_size,
-        model.config.max_length,
-        trainer.data.manifest.tokenizer_sha256,
-    )
+    loaded = trained_here(model, trainer.data.manifest.tokenizer_sha256)
     evaluation.check(asked, loaded, "the run")
     was_training = model.training
     model.eval()

@@ -102,11 +102,8 @@ def export(
     with new_folder(out) as folder:
         checkpoint, notes = load_checkpoint(source)
         model = load_model(checkpoint)
-        eos_token, expected = (
-            parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
-            for key in ("eos_token", "tokenizer")
-        )
-        tokenizer, loaded, eos = tokenizer_of(source, expected), None, None
+        tokenizer, eos_token, _ = tokenizer_of(source, checkpoint)
+        loaded = eos = None
         if tokenizer is None and with_gguf:
             raise ValueError(
                 f"no tokenizer.json was found beside {source}, and a GGUF file holds one: export "
@@ -141,11 +138,16 @@ def export(
     return Exported(out, checkpoint.step, architecture, model.num_parameters, tuple(notes))
 
 
-def tokenizer_of(source: Path, expected: str) -> Path | None:
+def tokenizer_of(source: Path, checkpoint: checkpoints.Checkpoint) -> tuple[Path | None, str, str]:
     """Find the tokenizer of a run, from the run's folder or from one of its checkpoints.
 
-    Another one than the checkpoint names, by its SHA-256, is refused.
+    Also return its end-of-document token and SHA-256, as the checkpoint says; a file with another
+    SHA-256 is refused.
     """
+    eos_token, expected = (
+        parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
+        for key in ("eos_token", "tokenizer")
+    )
     source = source.resolve()
     places = (folder / "tokenizer.json" for folder in (source, source.parent.parent))
     found = next((path for path in places if path.is_file()), None)
@@ -154,7 +156,7 @@ def tokenizer_of(source: Path, expected: str) -> Path | None:
             f"{found} is not the tokenizer that the model was trained with: its SHA-256 is "
             "another. Copy it from the data, or let lrm train RECIPE --resume do that"
         )
-    return found
+    return found, eos_token, expected
 
 
 def _write(path: Path, data: Any) -> None:
