@@ -31,7 +31,7 @@ _KNOWN = "torch.optim.AdamW, Adam and Muon"
 class Source:
     """The tensors that an optimizer trains, whichever optimizer it is."""
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None = None):
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None):
         found = innermost(optimizer)
         self.optimizer: Optimizer = found
         self._ours = found if isinstance(found, MultiplierOptimizer) else None

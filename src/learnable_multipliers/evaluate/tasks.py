@@ -76,7 +76,7 @@ class Task:
     note: str = ""
     """How it differs from lm-eval's task, or from the paper's."""
 
-    def missing_file(self, folder: Path, shots: int | None = None) -> str | None:
+    def missing_file(self, folder: Path, shots: int | None) -> str | None:
         """Return a file that the items need and a folder does not hold; None if all are there."""
         count = self.shots if shots is None else shots
         needed = [self.file, self.labels, self.examples.file if count and self.examples else None]

@@ -40,7 +40,7 @@ class Carried:
 
 
 def derived_placement(
-    model: nn.Module, inputs: Any, proxy: Proxy = "auto"
+    model: nn.Module, inputs: Any, proxy: Proxy
 ) -> tuple[dict[str, Carried], tuple[str, ...]]:
     """Return what every matrix of a model is to carry, computed from its symmetries.
 

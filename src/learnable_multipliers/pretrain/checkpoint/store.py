@@ -153,10 +153,7 @@ def load_newest(
 
 
 def load_newest_of(
-    candidates: Callable[[], list[int]],
-    folder: Path,
-    like: Tensors | None = None,
-    world: World = ALONE,
+    candidates: Callable[[], list[int]], folder: Path, like: Tensors | None, world: World
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest good checkpoint of some steps or None, and what is wrong with newer ones.
 

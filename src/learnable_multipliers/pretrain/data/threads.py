@@ -48,7 +48,7 @@ class Threads:
     Errors come where their item would: whatever is before it comes first.
     """
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int | None) -> None:
         self._count = count or _num_cores()
         self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="lrm-work")
         self._readers: set[_Reader] = set()

@@ -27,7 +27,7 @@ class EventFile:
         purge_step: Readers drop what earlier files of the folder say of this step and later ones.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None):
+    def __init__(self, folder: Path, purge_step: int | None):
         folder.mkdir(parents=True, exist_ok=True)
         # Readers know event files by their names, and take them in the order of their names.
         self.path = folder / f"events.out.tfevents.{time.time():017.6f}"

@@ -75,7 +75,7 @@ def fsdp_backward(weights: Sequence[Weight], axes: Axes, tensor_rank: int = 0) -
     return found
 
 
-def padded_bytes(weights: Iterable[Weight], axes: Axes, tensor_rank: int = 0) -> int:
+def padded_bytes(weights: Iterable[Weight], axes: Axes, tensor_rank: int) -> int:
     """Return sum of shards * ceil(first dim / shards) * other dims, in float32.
 
     Shards are padded to one size, so that a vector of 24 numbers takes 1,024 on 1,024 ranks.

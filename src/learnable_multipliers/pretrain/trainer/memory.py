@@ -184,7 +184,7 @@ def activation_bytes(
 
 
 def recomputed_bytes(
-    model: ModelConfig, num_tokens: int, device: Device, loss: int, *, in_chunks: bool = False
+    model: ModelConfig, num_tokens: int, device: Device, loss: int, *, in_chunks: bool
 ) -> int:
     """Return the most bytes held of one micro-batch whose layers are computed again.
 

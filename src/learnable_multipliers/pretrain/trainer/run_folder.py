@@ -44,7 +44,7 @@ def checkpoint_folder(run: Path) -> Path:
 class RunFolder:
     """Locked by one run at a time; only the first rank writes, on other ranks nothing happens."""
 
-    def __init__(self, config: TrainConfig, world: World, observer: Observer | None = None):
+    def __init__(self, config: TrainConfig, world: World, observer: Observer | None):
         self.path, self.checkpoints = config.out, checkpoint_folder(config.out)
         self._config, self._world = config, world
         self._observer = observer or (lambda record: None)
