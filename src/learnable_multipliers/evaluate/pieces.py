@@ -7,6 +7,8 @@ import re
 
 from tokenizers import Tokenizer
 
+from learnable_multipliers.pretrain.data.encoding import bytes_by_character
+
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -21,7 +23,7 @@ def pieces_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
     kinds = {part.get("type") for part in parts}
     replaced = {json.dumps(part.get("pattern")) for part in parts if part.get("type") == "Replace"}
     if "ByteLevel" in kinds:
-        alphabet = _alphabet()
+        alphabet = bytes_by_character()
         text_of = lambda token: bytes(map(alphabet.__getitem__, token))  # noqa: E731
     elif "Metaspace" in kinds or json.dumps({"String": _SPACE}) in replaced:
         text_of = _marked
@@ -45,15 +47,3 @@ def pieces_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
 def _marked(token: str) -> bytes:
     byte = _BYTE.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-
-
-def _alphabet() -> dict[str, int]:
-    """Return the byte of each character of the byte-level alphabet.
-
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
