@@ -60,6 +60,10 @@ class Failure:
     text: str
 
 
+_commit = cache(commit)
+"""Asked of git once."""
+
+
 def work(connection: Connection, scratch: Path, num_threads: int) -> None:
     """Train the jobs that come over a connection; each is answered by a record or a failure.
 
@@ -133,11 +137,6 @@ def _outcome(trainer: Trainer) -> str:
     except DivergenceError:
         return "diverged"
     return "finished" if trainer.divergence() is None else "diverged"
-
-
-@cache
-def _commit() -> str | None:
-    return commit()
 
 
 def _end_with_parent(scratch: Path) -> None:
