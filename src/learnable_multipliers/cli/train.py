@@ -169,7 +169,6 @@ def _memory_advice(out: Path) -> Iterator[None]:
 
 def _announce(trainer: Trainer, console: Console) -> None:
     config, device = trainer.config, trainer.device
-    precision = str(device.dtype).removeprefix("torch.")
     carried = (
         f"{trainer.plan.num_multipliers:,} multipliers ({config.optimizer.placement})"
         if trainer.plan.num_multipliers
@@ -183,7 +182,7 @@ def _announce(trainer: Trainer, console: Console) -> None:
     _say(
         console,
         f"{escape(config.name)}: {count(trainer.model.num_parameters)} parameters, {carried}, "
-        f"{kind}, on {ranks}{device.name} in {precision}"
+        f"{kind}, on {ranks}{device.name} in {device.precision}"
         f"{', compiled' if device.compiled else ''}"
         f"{f', resumed from step {trainer.step:,}' if trainer.step else ''}",
     )

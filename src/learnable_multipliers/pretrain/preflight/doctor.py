@@ -138,9 +138,8 @@ class _Preflight:
     def check_device(self) -> str:
         self.device = device = choose_device(self.config.runtime)
         cold_start = set_compile_cache(cache_folder()) if device.compiles else None
-        precision = str(device.dtype).removeprefix("torch.")
         threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
-        text = f"{device.name} in {precision}{threads}"
+        text = f"{device.name} in {device.precision}{threads}"
         if cold_start is not None:
             raise CheckError(f"{text}; {cold_start.text}", cold_start.advice, "warning")
         return text

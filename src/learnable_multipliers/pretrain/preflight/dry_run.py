@@ -68,7 +68,7 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     width = max(map(len, rows))
     each = f" of each of {math.prod(axes)} ranks" if math.prod(axes) > 1 else ""
     lines = [
-        f"Memory{each} on {device.name} ({str(device.dtype).removeprefix('torch.')}"
+        f"Memory{each} on {device.name} ({device.precision}"
         f"{', compiled' if device.compiled else ''}), estimated from shapes:",
         *(f"  {name:<{width}}  {size(used):>10}" for name, used in rows.items()),
     ]

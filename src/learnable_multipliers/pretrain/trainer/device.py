@@ -43,6 +43,11 @@ class Device:
     """None where it is not known: no MFU then."""
 
     @property
+    def precision(self) -> str:
+        """The dtype in a word: bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def compiles(self) -> bool:
         """Whether anything is compiled: the layers, or Triton's kernels."""
         return self.compiled or self.device.type == "cuda"

@@ -30,11 +30,10 @@ def check_param_dtype(config: TrainConfig, device: Device, num_ranks: int) -> No
     name = config.runtime.param_dtype
     if name == "float32":
         return
-    if device.dtype != getattr(torch, name):
-        dtype = str(device.dtype).removeprefix("torch.")
+    if device.precision != name:
         raise ValueError(
-            f"runtime.param_dtype is {name}, but matrix products are in {dtype}: set runtime.dtype "
-            f"to {name} as well, or runtime.param_dtype to float32"
+            f"runtime.param_dtype is {name}, but matrix products are in {device.precision}: set "
+            f"runtime.dtype to {name} as well, or runtime.param_dtype to float32"
         )
     if num_ranks > 1:
         raise ValueError(
