@@ -239,8 +239,8 @@ def _(
 @torch.library.custom_op("learnable_multipliers::convolve_silu_backward", mutates_args=())
 def convolve_silu_backward(
     dy0: Tensor, dy1: Tensor, dy2: Tensor, x: Tensor, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias."""
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and those of taps and bias in rows, the bias last."""
     x, dy = _readable(x), [part.contiguous() for part in (dy0, dy1, dy2)]
     sizes = [part.shape[2] for part in dy]
     dx = x.new_empty(x.shape)
@@ -252,13 +252,14 @@ def convolve_silu_backward(
         ALIGN=_alignment(sizes, x, *dy, dx),
         **_CONSTANTS,
     )
-    *taps, shift = parts.sum(0)
-    return dx, torch.stack(taps, 1), shift.clone()
+    return dx, parts.sum(0)
 
 
 @convolve_silu_backward.register_fake
-def _(dy0: Tensor, dy1: Tensor, dy2: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs)
+def _(
+    dy0: Tensor, dy1: Tensor, dy2: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(5, x.shape[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -266,7 +267,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
-    return *convolve_silu_backward(*dy, *ctx.saved_tensors), None
+    dx, rows = convolve_silu_backward(*dy, *ctx.saved_tensors)
+    return dx, rows[:-1].T, rows[-1], None
 
 
 convolve_silu.register_autograd(_backward, setup_context=_keep)
