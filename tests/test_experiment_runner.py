@@ -21,6 +21,7 @@ from learnable_multipliers.experiments.progress import Display
 from learnable_multipliers.experiments.record import Record, append, read_file, read_records
 from learnable_multipliers.experiments.run import Run
 from learnable_multipliers.experiments.worker import Failure, Job, train
+from learnable_multipliers.pretrain.data.threads import num_cores
 from processes import start
 from runs import damage
 
@@ -217,10 +218,10 @@ def test_workers_of_the_cpu_preset_have_one_thread_each(ask, data, small, monkey
     for options in ([], ["--jobs", "3", "--seconds", "60"]):
         assert ask("experiment", "small", "--data", str(data), *options)[0] == 0
     settings = {"num_threads": 1, "follow_up": None}
-    assert seen[0][2] == {**settings, "num_workers": runner.num_cores(), "seconds": 0.0}
+    assert seen[0][2] == {**settings, "num_workers": num_cores(), "seconds": 0.0}
     assert seen[1][2] == {**settings, "num_workers": 3, "seconds": 60.0}
     assert all(job.run.config.runtime.device == "cpu" for job in seen[0][0])
-    assert runner.default_threads("gpu", 1) == runner.num_cores()
+    assert runner.default_threads("gpu", 1) == num_cores()
 
 
 def test_an_experiment_may_ask_for_one_run_at_a_time():

@@ -23,6 +23,7 @@ from learnable_multipliers.experiments.record import Record, append
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.experiments.worker import Failure, Job
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
+from learnable_multipliers.pretrain.data.threads import num_cores
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
@@ -127,13 +128,6 @@ def default_jobs(preset: Preset, names: Iterable[str]) -> int:
 def default_threads(preset: Preset, num_workers: int) -> int:
     """Return the threads of a worker: one on a CPU, where results depend on their number."""
     return 1 if preset == "cpu" else max(1, num_cores() // num_workers)
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextmanager

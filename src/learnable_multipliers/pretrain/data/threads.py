@@ -49,7 +49,7 @@ class Threads:
     """
 
     def __init__(self, count: int | None) -> None:
-        self._count = count or _num_cores()
+        self._count = count or num_cores()
         self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="lrm-work")
         self._readers: set[_Reader] = set()
 
@@ -180,7 +180,8 @@ def _results(future: Future[tuple[list[Result], Exception | None]]) -> Iterator[
         raise error
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
