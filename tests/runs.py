@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.config import (
     TrainConfig,
 )
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
-from learnable_multipliers.pretrain.data.shards import VALID, TokenDataset, Tokens
+from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.trainer.run_state import tensors_of
@@ -61,12 +61,6 @@ def prepared(folder: Path) -> Path:
 def bytes_per_token(data: TrainingData) -> float:
     """Return the bytes of held-out text that one token stands for, on average."""
     return data.manifest.num_bytes(VALID) / data.manifest.num_tokens(VALID)
-
-
-def tokens_of(data: TrainingData, split: str) -> Tokens:
-    """Return all tokens of a split."""
-    dataset = TokenDataset(data.folder, split)
-    return dataset.tokens(0, len(dataset))
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:

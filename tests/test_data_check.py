@@ -24,7 +24,7 @@ from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import Ranks
-from runs import LENGTH, LLAMA, killed_after, small_run, tokens_of, trained
+from runs import LENGTH, LLAMA, killed_after, small_run, trained
 
 
 @pytest.fixture
@@ -448,7 +448,7 @@ def test_linked_files_are_data_and_linked_devices_are_not(own, tmp_path):
     expected = TrainingData(own, LENGTH, 0)
     found = TrainingData(linked, LENGTH, 0)
     found.verify()
-    assert tokens_of(found, "train").tolist() == tokens_of(expected, "train").tolist()
+    assert found.tokens("train").tolist() == expected.tokens("train").tolist()
     (linked / "train-00000.bin").unlink()
     (linked / "train-00000.bin").symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"train-00000\.bin is missing or not a regular file"):

@@ -42,7 +42,11 @@ def test_gram_matrices_are_symmetric_to_the_bit_and_right(shape, transposed, lau
     expected = symmetric_product_reference(x.double(), x.double(), None, 1.0, 0.0, 0.0)
     # float16 has 11 bits.
     assert distance(found, expected) < 3e-4
-    assert torch.equal(found, found.mT)
+    # Tiles off the diagonal are mirrored. In the interpreter those on it are products of NumPy,
+    # whose rounding depends on the processor.
+    tile = torch.arange(shape[1], device=DEVICE) // (launch.block if INTERPRETED else 1)
+    mirrored = tile[:, None] != tile
+    assert torch.equal(found * mirrored, found.mT * mirrored)
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)

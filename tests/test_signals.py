@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.trace import trace
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_state import tensors_of
-from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, tokens_of, trained
+from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, trained
 
 CLOSE = 1e-5
 """A record has six digits."""
@@ -385,7 +385,7 @@ def test_a_run_with_signals_is_the_run_without_and_resumes_to_the_same_records(d
 def test_token_frequencies_are_those_of_the_training_text(data, tmp_path):
     config = with_signals(small_run(data, tmp_path / "run", steps=3), 1)
     trainer = trained(config)
-    text = tokens_of(trainer.data, "train")
+    text = trainer.data.tokens("train")
     counts = np.bincount(text, minlength=300)
     assert trainer.data.token_counts(300, len(text)).tolist() == counts.tolist()
     batch = config.data.batch_sequences * config.data.sequence_length

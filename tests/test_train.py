@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain.trainer import schedule
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from runs import HYBRID, LENGTH, LLAMA, assert_same, bytes_per_token, small_run, tokens_of, trained
+from runs import HYBRID, LENGTH, LLAMA, assert_same, bytes_per_token, small_run, trained
 
 OPTIMIZERS = {
     "adamw": {"kind": "adamw", "placement": "full"},
@@ -156,7 +156,7 @@ def test_further_text_is_evaluated_by_name_at_the_end_alone(data, tmp_path):
     trainer = trained(small_run(tmp_path / "data", tmp_path / "run"))
     evaluations = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "eval"]
     assert ["tests" in record for record in evaluations] == [False, True]
-    tokens = torch.from_numpy(tokens_of(trainer.data, "wiki").astype("int64"))
+    tokens = torch.from_numpy(trainer.data.tokens("wiki").astype("int64"))
     count = (len(tokens) - 1) // LENGTH
     batch = torch.stack([tokens[n * LENGTH : (n + 1) * LENGTH + 1] for n in range(count)])
     with torch.no_grad():

@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate
-from runs import LLAMA, bytes_per_token, tokens_of
+from runs import LLAMA, bytes_per_token
 
 LENGTH = 16
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def letters(tmp_path_factory):
 
 def test_batch_has_the_samples_of_the_order(letters):
     data = TrainingData(letters, LENGTH, seed=5)
-    tokens = tokens_of(data, "train").astype(np.int64)
+    tokens = data.tokens("train").astype(np.int64)
     batch = data.batch(300, 40, CPU)
     assert (batch.shape, batch.dtype) == ((40, LENGTH + 1), torch.int64)
     order = sample_order(range(300, 340), 5000 // LENGTH, 5)
@@ -87,7 +87,7 @@ def test_one_epoch_reads_every_target_once(letters):
     data = TrainingData(letters, LENGTH, seed=0)
     count = 5000 // LENGTH
     read = data.batch(count, count, CPU)[:, 1:]
-    stream = tokens_of(data, "train")[1 : count * LENGTH + 1].reshape(-1, LENGTH)
+    stream = data.tokens("train")[1 : count * LENGTH + 1].reshape(-1, LENGTH)
     assert sorted(map(tuple, read.tolist())) == sorted(map(tuple, stream.tolist()))
 
 
@@ -96,7 +96,7 @@ def test_held_out_covers_the_split_once_with_a_smaller_last_batch(letters):
     batches = list(data.held_out(50, 0, CPU))
     assert [len(batch) for batch in batches] == [50] * 6 + [12]
     stream = torch.cat([batch[:, 1:].flatten() for batch in batches])
-    expected = tokens_of(data, "valid")[1 : 312 * LENGTH + 1].astype(np.int64)
+    expected = data.tokens("valid")[1 : 312 * LENGTH + 1].astype(np.int64)
     assert torch.equal(stream, torch.from_numpy(expected))
     inputs = torch.cat([batch[:, :-1].flatten() for batch in batches])
     assert torch.equal(inputs[1:], stream[:-1])
@@ -145,7 +145,7 @@ def test_bytes_are_those_of_the_tokens_read(folder, asked):
 def test_the_whole_split_has_the_bytes_its_manifest_tells(folder):
     data = TrainingData(folder, LENGTH, seed=0)
     total = data.manifest.num_tokens("valid")
-    first = data.decode([int(tokens_of(data, "valid")[0])])
+    first = data.decode([int(data.tokens("valid")[0])])
     assert data.held_out_bytes(total - 1) + len(first) == data.manifest.num_bytes("valid")
 
 

@@ -25,6 +25,7 @@ from learnable_multipliers.pretrain.data.shards import (
     TRAIN,
     VALID,
     TokenDataset,
+    Tokens,
     verify_sha256,
 )
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
@@ -143,6 +144,11 @@ class TrainingData:
             return num_tokens * self.manifest.num_bytes(split) / len(tokens)
         # The very first token is read, never asked for.
         return float(self._token_bytes[tokens.tokens(1, num_tokens + 1)].sum())
+
+    def tokens(self, split: str) -> Tokens:
+        """Return all tokens of a split."""
+        dataset = TokenDataset(self.folder, split)
+        return dataset.tokens(0, len(dataset))
 
     @property
     def num_tokens(self) -> int:
