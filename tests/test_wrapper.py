@@ -199,6 +199,17 @@ def test_a_step_of_the_wrapped_optimizer_alone_is_refused():
         around.step()
 
 
+def test_an_optimizer_that_could_not_be_wrapped_still_steps_by_itself():
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with pytest.raises(ValueError, match="multiplier_weight_decay must be"):
+        lrm.LearnableMultipliers(optimizer, model, lrm.plan(model), multiplier_weight_decay=-1.0)
+    before = model.mix.detach().clone()
+    model.mix.grad = torch.ones_like(model.mix)
+    optimizer.step()
+    torch.testing.assert_close(model.mix.detach(), before - LR)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused():
     model = Toy()
     optimizer = torch.optim.LBFGS(model.parameters())

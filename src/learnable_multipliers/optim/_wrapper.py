@@ -131,7 +131,6 @@ class LearnableMultipliers(MultiplierOptimizer):
             if multiplier_lr_scale is None:
                 settings["multiplier_lr_scale"] = _multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
-        optimizer.register_step_pre_hook(_check_caller)
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
@@ -150,6 +149,8 @@ class LearnableMultipliers(MultiplierOptimizer):
         self.defaults = {**optimizer.defaults, **self.defaults}
         # What the wrapped optimizer's groups said last.
         self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
+        # Last, so that an error above leaves the optimizer usable by itself.
+        optimizer.register_step_pre_hook(_check_caller)
 
     # It takes one argument more, in front: which optimizer.
     @classmethod
