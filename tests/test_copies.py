@@ -1,5 +1,6 @@
 """Ranks that hold copies of all parameters skip the same steps, and notice when they differ."""
 
+import gc
 import math
 import warnings
 
@@ -214,6 +215,27 @@ def test_agreeing_is_one_message_of_four_numbers(ranks):
         assert found == [[("allreduce_", 32)]] * 2
     for found in ranks.run(sent, "adamw", False)[:2]:
         assert found == [[], []]
+
+
+def groups_outlive_ddp():
+    mesh = mesh_of("ddp 2")
+    if mesh is None:
+        return None
+    model, plan = fresh("row+col")
+    groups = lrm.param_groups(parallelize(model, "ddp 2")[0], plan)
+    gc.collect()
+    made = lrm.AdamW(groups, lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    with Collectives() as collectives:
+        made.step()
+    return collectives.seen
+
+
+def test_groups_keep_the_process_group_of_a_ddp_that_is_gone(ranks):
+    for found in ranks.run(groups_outlive_ddp)[:2]:
+        assert found == [("allreduce_", 32)]
 
 
 def shown_alone():

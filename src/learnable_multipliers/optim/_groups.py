@@ -64,7 +64,7 @@ def param_groups(
         }
         given = {name: value for name, value in settings.items() if value is not None}
         shared = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model)), **given}
-        shared |= ddp_of(model)
+        shared |= ddp_group_of(model)
         plan.resolve(model)
     plan.check_initialized()
     check_still_frozen(plan, present)
@@ -266,13 +266,13 @@ def names_in(group: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def ddp_of(model: nn.Module) -> dict[str, Any]:
-    """Return the DistributedDataParallel around a model as an entry of a parameter group."""
+def ddp_group_of(model: nn.Module) -> dict[str, Any]:
+    """Return the process group of a DistributedDataParallel model as an entry of a group."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
         if not hasattr(model, "_orig_mod"):
             return {}
         model = model.get_submodule("_orig_mod")
-    return {"ddp": weakref.ref(model)}
+    return {"ddp_group": model.process_group}
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:

@@ -292,7 +292,7 @@ class WeightOwner(Optimizer):
         """Add a group; its state is made at the next step."""
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
-        model, ddp = group.pop("model", None), group.pop("ddp", None)
+        model, ddp_group = group.pop("model", None), group.pop("ddp_group", None)
         super().add_param_group(group)
         try:
             self._check_settings(group)
@@ -303,8 +303,8 @@ class WeightOwner(Optimizer):
             raise
         if model is not None and model not in self._models:
             self._models = (*self._models, model)
-        if ddp is not None:
-            self._ddp_group = ddp().process_group
+        if ddp_group is not None:
+            self._ddp_group = ddp_group
         self._plan = joined
         if plan is not None:
             matrices = self._matrices()

@@ -25,7 +25,7 @@ from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     check_still_frozen,
-    ddp_of,
+    ddp_group_of,
     param_groups,
     plan_for,
 )
@@ -117,7 +117,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
         known = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model))}
-        known |= {WRAPPED: type(optimizer).__name__, **ddp_of(model)}
+        known |= {WRAPPED: type(optimizer).__name__, **ddp_group_of(model)}
         groups = []
         for group in optimizer.param_groups:
             unknown = [tuple(p.shape) for p in group["params"] if p not in names]
