@@ -26,7 +26,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-def divided_by_norm(batch: Tensor, margin: float, eps: float, backend: Backend = "auto") -> Tensor:
+def divided_by_norm(batch: Tensor, margin: float, eps: float, backend: Backend) -> Tensor:
     """Return matrices over their Frobenius norm times a margin, in `result_dtype`."""
     is_served = batch.device.type == "cuda" and batch.dtype == torch.bfloat16
     if not is_served or not takes_triton(backend, batch.device):
@@ -51,7 +51,7 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     diagonal: float = 0.0,
-    backend: Backend = "auto",
+    backend: Backend,
 ) -> Tensor:
     """Return alpha a b^T + beta add + diagonal I of each pair in a batch; it must be symmetric."""
     if not _is_faster(a) or not takes_triton(backend, a.device):

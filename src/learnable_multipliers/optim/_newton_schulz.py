@@ -38,15 +38,15 @@ COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
 }
 MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
 """What the Frobenius norm is multiplied by before a matrix is divided by it."""
+_EPS = 1e-7
+"""Floor of the norm, as in torch.optim.Muon."""
 _GRAM_ASPECT = 1.5
 """From this ratio of the sides on, the Gram form has fewer multiplications."""
 _RESTART = 2
 """Iterations after which the Gram form computes X and R anew: rounding moves R away from X X^T."""
 
 
-def orthogonalize(
-    batch: Tensor, coefficients: Coefficients, backend: Backend = "auto", eps: float = 1e-7
-) -> Tensor:
+def orthogonalize(batch: Tensor, coefficients: Coefficients, backend: Backend = "auto") -> Tensor:
     """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols).
 
     On a GPU bfloat16 matrices are orthogonalized, and come back, in float16: `result_dtype`.
@@ -54,7 +54,7 @@ def orthogonalize(
     short, long = sorted(batch.shape[-2:])
     form = gram_form if long >= _GRAM_ASPECT * short else standard_form
     # The Frobenius norm bounds the largest singular value.
-    x = divided_by_norm(batch, MARGIN[coefficients], eps, backend)
+    x = divided_by_norm(batch, MARGIN[coefficients], _EPS, backend)
     return form(x, COEFFICIENTS[coefficients], partial(symmetric_product, backend=backend))
 
 
