@@ -20,7 +20,7 @@ QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
-class Layout:
+class FusedLayout:
     """Roles and sizes of the blocks in one repeat of the row pattern."""
 
     parts: tuple[tuple[str, int], ...]
@@ -32,11 +32,11 @@ class Layout:
         return self.repeats * sum(size for _, size in self.parts)
 
 
-Reader = Callable[[Any, int], Layout | None]
+Reader = Callable[[Any, int], FusedLayout | None]
 """From the module that owns a fused matrix, and its number of rows, to the layout of the rows."""
 
 
-def known_layout(owner: nn.Module, leaf: str) -> Layout | None:
+def known_layout(owner: nn.Module, leaf: str) -> FusedLayout | None:
     """Return the layout of `owner`'s fused matrix `leaf`, None where it is not known."""
     names = (class_path(owner), type(owner).__name__)
     read = next((KNOWN[name, leaf] for name in names if (name, leaf) in KNOWN), None)
@@ -45,30 +45,30 @@ def known_layout(owner: nn.Module, leaf: str) -> Layout | None:
 
 def _evenly(*roles: str) -> Reader:
     """Whole blocks of one size, one after the other."""
-    return lambda _, rows: Layout(tuple((role, rows // len(roles)) for role in roles))
+    return lambda _, rows: FusedLayout(tuple((role, rows // len(roles)) for role in roles))
 
 
-def _qkv(query: int, key_value: int, repeats: int = 1) -> Layout:
-    return Layout((("query", query), ("key", key_value), ("value", key_value)), repeats)
+def _qkv(query: int, key_value: int, repeats: int = 1) -> FusedLayout:
+    return FusedLayout((("query", query), ("key", key_value), ("value", key_value)), repeats)
 
 
-def _by_head(owner: Any, rows: int) -> Layout:
+def _by_head(owner: Any, rows: int) -> FusedLayout:
     """[head, (q, k, v), head_dim]: Bloom, Persimmon."""
     num_heads = getattr(owner, "num_heads", None) or owner.num_attention_heads
     head_dim = rows // (3 * num_heads)
     return _qkv(head_dim, head_dim, num_heads)
 
 
-def _neox(owner: Any, rows: int) -> Layout:
+def _neox(owner: Any, rows: int) -> FusedLayout:
     return _qkv(owner.head_size, owner.head_size, rows // (3 * owner.head_size))
 
 
-def _phi3(owner: Any, rows: int) -> Layout:
+def _phi3(owner: Any, rows: int) -> FusedLayout:
     key_value = owner.num_key_value_heads * owner.head_dim
     return _qkv(rows - 2 * key_value, key_value)
 
 
-def _falcon(owner: Any, _: int) -> Layout:
+def _falcon(owner: Any, _: int) -> FusedLayout:
     if owner.new_decoder_architecture:
         groups = owner.num_kv_heads
         return _qkv(owner.num_heads // groups * owner.head_dim, owner.head_dim, groups)
@@ -77,13 +77,13 @@ def _falcon(owner: Any, _: int) -> Layout:
     return _qkv(owner.head_dim, owner.head_dim, owner.num_heads)
 
 
-def _gpt2(owner: Any, rows: int) -> Layout | None:
+def _gpt2(owner: Any, rows: int) -> FusedLayout | None:
     # Cross-attention keeps queries apart, in `q_attn`.
     roles = QKV[1:] if owner.is_cross_attention else QKV
     return _evenly(*roles)(owner, rows)
 
 
-def _bigcode(owner: Any, _: int) -> Layout | None:
+def _bigcode(owner: Any, _: int) -> FusedLayout | None:
     if owner.is_cross_attention:
         return None
     if owner.multi_query:
@@ -91,13 +91,13 @@ def _bigcode(owner: Any, _: int) -> Layout | None:
     return _qkv(owner.head_dim, owner.head_dim, owner.num_heads)
 
 
-def _codegen(_: Any, rows: int) -> Layout:
+def _codegen(_: Any, rows: int) -> FusedLayout:
     # Rows keep the order of the four tensor-parallel shards the model was trained on.
     part = rows // 12
-    return Layout((("query", part), ("value", part), ("key", part)), repeats=4)
+    return FusedLayout((("query", part), ("value", part), ("key", part)), repeats=4)
 
 
-def _litgpt(owner: Any, _: int) -> Layout | None:
+def _litgpt(owner: Any, _: int) -> FusedLayout | None:
     sizes = _sizes(getattr(owner, "config", None), "n_head", "n_query_groups", "head_size")
     if sizes is None:
         return None
@@ -105,7 +105,7 @@ def _litgpt(owner: Any, _: int) -> Layout | None:
     return _qkv(num_heads * head_dim, groups * head_dim)
 
 
-def _torchtitan(owner: Any, rows: int) -> Layout | None:
+def _torchtitan(owner: Any, rows: int) -> FusedLayout | None:
     """[key head, (its q heads, k, v), head_dim]."""
     sizes = _sizes(owner, "heads_per_kv", "head_dim")
     if sizes is None:
@@ -114,13 +114,13 @@ def _torchtitan(owner: Any, rows: int) -> Layout | None:
     return _qkv(heads_per_key * head_dim, head_dim, rows // ((heads_per_key + 2) * head_dim))
 
 
-def _timm(owner: Any, _: int) -> Layout | None:
+def _timm(owner: Any, _: int) -> FusedLayout | None:
     """[(q, k, v), head, head_dim]."""
     sizes = _sizes(owner, "num_heads", "head_dim")
     return None if sizes is None else _qkv(sizes[0] * sizes[1], sizes[0] * sizes[1])
 
 
-def _timm_gated(owner: Any, rows: int) -> Layout | None:
+def _timm_gated(owner: Any, rows: int) -> FusedLayout | None:
     last = getattr(owner, "gate_last", None)
     if not isinstance(last, bool):
         return None

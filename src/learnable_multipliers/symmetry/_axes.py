@@ -46,7 +46,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParameterLayout:
     """How a parameter is stored: which dimensions its rows and columns are."""
 
     name: str
@@ -54,27 +54,27 @@ class Layout:
     stack: int = 0
     """Leading dimensions that count matrices, as in a stack of experts."""
     transposed: bool = False
-    matrix: bool = True
+    is_matrix: bool = True
     one_plus: bool = False
     """A vector that the forward pass uses as 1 + its entries."""
-    carries: Matrix | None = None
+    matrix: Matrix | None = None
     """What a plan puts on it; without a plan it has all rows and columns."""
 
     @property
     def is_vector(self) -> bool:
         """Whether its entries are scales themselves, and not its rows and columns."""
-        return not self.matrix and len(self.shape) <= 1
+        return not self.is_matrix and len(self.shape) <= 1
 
     @property
     def axes(self) -> list[Axis]:
         """The axes of the parameter."""
         if self.is_vector:
             return [Axis(self.name, "one-plus" if self.one_plus else "vector")]
-        if self.carries is not None:
-            kinds = self.carries.value_shapes()
+        if self.matrix is not None:
+            kinds = self.matrix.value_shapes()
             return [Axis(self.name, kind) for kind in ("row", "col", "scalar") if kind in kinds]
         # A filter of its own for each channel (depthwise) has rows alone.
-        has_columns = self.matrix or self.shape[1] > 1
+        has_columns = self.is_matrix or self.shape[1] > 1
         return [Axis(self.name, "row"), *([Axis(self.name, "col")] if has_columns else [])]
 
     def dimensions(self, kind: AxisKind) -> tuple[int, ...]:
@@ -87,10 +87,10 @@ class Layout:
 
     def along(self, kind: AxisKind, values: Tensor) -> Tensor:
         """Return an axis's values, flat, shaped so that they broadcast over the parameter."""
-        if kind == "scalar" and self.carries is not None:
-            given = {"scalar": values.view(self.carries.value_shapes()["scalar"])}
+        if kind == "scalar" and self.matrix is not None:
+            given = {"scalar": values.view(self.matrix.value_shapes()["scalar"])}
             # A factor on the scalars, whatever scale they are learned on.
-            per_row = scalars_per_row(replace(self.carries, scale="linear"), given)
+            per_row = scalars_per_row(replace(self.matrix, scale="linear"), given)
             assert per_row is not None
             values = per_row.flatten()
         dimensions = self.dimensions(kind)
@@ -98,22 +98,24 @@ class Layout:
 
     def num_entries(self, kind: AxisKind) -> int:
         """Return how many entries an axis has."""
-        if kind == "scalar" and self.carries is not None:
-            return math.prod(self.carries.value_shapes()["scalar"])
+        if kind == "scalar" and self.matrix is not None:
+            return math.prod(self.matrix.value_shapes()["scalar"])
         return math.prod(self.shape[i] for i in self.dimensions(kind))
 
     def summed(self, kind: AxisKind, values: Tensor) -> Tensor:
         """Return sums over all but an axis's dimensions, flat; 0 for rows that carry nothing."""
         others = [i for i in range(values.ndim) if i not in self.dimensions(kind)]
         sums = values.sum(others) if others else values
-        if self.carries is not None and kind == "scalar":
-            sums = sum_by_scalar(self.carries, sums)
-        elif self.carries is not None and kind == "row":
-            sums = keep_carried_rows(self.carries, sums)
+        if self.matrix is not None and kind == "scalar":
+            sums = sum_by_scalar(self.matrix, sums)
+        elif self.matrix is not None and kind == "row":
+            sums = keep_carried_rows(self.matrix, sums)
         return sums.flatten()
 
 
-def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> dict[str, Layout]:
+def layouts(
+    model: nn.Module, carried: Mapping[str, Matrix] | None = None
+) -> dict[str, ParameterLayout]:
     """Return how every trained parameter of a model is stored, by name.
 
     Module types say which weights are stored transposed; what has three dimensions and is not
@@ -136,15 +138,15 @@ def layouts(model: nn.Module, carried: Mapping[str, Matrix] | None = None) -> di
         # One filter for each channel is often a bare parameter, (channels, 1, taps).
         is_stack = len(shape) == 3 and shape[1] > 1 and id(parameter) not in filters
         if len(shape) != 2 and not is_stack:
-            found[name] = Layout(name=name, shape=shape, matrix=False)
+            found[name] = ParameterLayout(name=name, shape=shape, is_matrix=False)
             continue
         matrix = None if carried is None else carried.get(name)
         if carried is None or (matrix is not None and matrix.carries):
-            found[name] = Layout(
+            found[name] = ParameterLayout(
                 name=name,
                 shape=shape,
                 stack=len(shape) - 2,
                 transposed=name in transposed,
-                carries=matrix,
+                matrix=matrix,
             )
     return found

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnable_multipliers.symmetry._axes import Axis, Layout
+from learnable_multipliers.symmetry._axes import Axis, ParameterLayout
 from learnable_multipliers.symmetry._model_copy import ModelCopy
 from learnable_multipliers.symmetry._proxy import Proxy, search
 from learnable_multipliers.symmetry._symmetry import Symmetries, Term
@@ -55,7 +55,7 @@ def derived_placement(
 
 def _heads(model: ModelCopy) -> list[str]:
     """Return the matrices whose rows scale single outputs of the model."""
-    rows = [Axis(name, "row") for name, layout in model.layouts.items() if layout.matrix]
+    rows = [Axis(name, "row") for name, layout in model.layouts.items() if layout.is_matrix]
     return [axis.name for axis in rows if model.scales_single_outputs(axis)]
 
 
@@ -66,7 +66,7 @@ def _placement(
     kept = {
         axis: torch.ones(model.num_entries(axis), dtype=torch.bool)
         for axis in model.axes
-        if model.layouts[axis.name].matrix
+        if model.layouts[axis.name].is_matrix
     }
     reasons: dict[str, list[str]] = {axis.name: [] for axis in kept}
     for name in heads:
@@ -112,7 +112,7 @@ def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Te
     return stays, goes
 
 
-def _in_one_matrix(layout: Layout, rows: Tensor) -> Tensor:
+def _in_one_matrix(layout: ParameterLayout, rows: Tensor) -> Tensor:
     """Return the rows of one matrix of a stack, in which all are alike."""
     by_matrix = rows.view(-1, layout.shape[layout.dimensions("row")[-1]])
     if not (by_matrix == by_matrix[0]).all():

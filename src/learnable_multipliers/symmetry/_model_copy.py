@@ -170,7 +170,7 @@ class ModelCopy:
 
     def absent(self, axis: Axis) -> Tensor:
         """Return which entries of an axis are none: rows that a plan leaves without."""
-        matrix = self.layouts[axis.name].carries
+        matrix = self.layouts[axis.name].matrix
         entries = torch.ones(self.num_entries(axis), dtype=torch.bool)
         if axis.kind != "row" or matrix is None:
             return ~entries
