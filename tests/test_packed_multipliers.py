@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from learnable_multipliers._multiplier import effective, split_gradient
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
-from learnable_multipliers.optim._sharding import shard_after
+from learnable_multipliers.optim._sharding import shard_from_chunks
 from test_multiplier import far_values, matrices, plain
 
 
 def check(found, seed):
-    whole = [shard_after(matrix.shape, matrix, []) for matrix in found]
+    whole = [shard_from_chunks(matrix.shape, matrix, []) for matrix in found]
     packed = PackedMultipliers(dict(enumerate(found)), whole, torch.float64, torch.device("cpu"))
     wanted = []
     for i, matrix in enumerate(found):

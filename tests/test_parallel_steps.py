@@ -23,10 +23,11 @@ from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
 from learnable_multipliers.optim._sharding import (
+    Chunk,
     local,
     local_gradient,
     process_group_of,
-    shard_after,
+    shard_from_chunks,
 )
 from parallel_training import (
     STEPS,
@@ -125,9 +126,9 @@ def shapes(preset):
     return [(p.shape, entries[n].matrix) for n, p in model.named_parameters()]
 
 
-def message(found, cuts):
-    """Return how many numbers a step sends, with the cuts that are made of each matrix."""
-    shards = [shard_after(shape, matrix, cuts(matrix)) for shape, matrix in found]
+def message(found, chunks):
+    """Return how many numbers a step sends, with the chunks that are taken of each matrix."""
+    shards = [shard_from_chunks(shape, matrix, chunks(matrix)) for shape, matrix in found]
     carrying = {i: m for i, (_, m) in enumerate(found) if m is not None and m.carries}
     device = torch.device("cpu")
     packed = {torch.float32: PackedMultipliers(carrying, shards, torch.float32, device)}
@@ -139,7 +140,7 @@ def test_a_half_billion_model_sends_less_than_two_megabytes():
     found = shapes("falcon-h1-0.5b")
     carrying = [matrix for _, matrix in found if matrix is not None and matrix.carries]
     columns = sum(matrix.num_in for matrix in carrying)
-    fsdp = message(found, lambda matrix: [(0, 8, 0)])
+    fsdp = message(found, lambda matrix: [Chunk(0, 8, 0)])
     assert fsdp == 1 + len(found) + columns
     assert 4 * fsdp == 1_480_976
 
@@ -149,7 +150,7 @@ def test_a_half_billion_model_sends_less_than_two_megabytes():
 
     rows = sum(matrix.num_out for matrix in carrying if by_rows(matrix))
     # Tensor parallelism cuts what feeds the residual stream along its input features.
-    both = message(found, lambda m: [(1 if by_rows(m) else 0, 2, 0), (0, 8, 0)])
+    both = message(found, lambda m: [Chunk(1 if by_rows(m) else 0, 2, 0), Chunk(0, 8, 0)])
     assert both == fsdp + rows
     assert 4 * both == 1_923_344
 

@@ -97,7 +97,7 @@ def test_work_on_many_ranks_is_what_the_optimizer_would_divide(axes):
     found = [weight for weight in weights("tiny") if is_hidden(weight.matrix)]
     size = math.prod(axes)
     places = [(rank // axes.tensor % axes.shard, rank % axes.tensor) for rank in range(size)]
-    boxes = [[box_of(w.shape, w.cuts(axes, *place)) for place in places] for w in found]
+    boxes = [[box_of(w.shape, w.chunks(axes, *place)) for place in places] for w in found]
     wholes = _divided([w.matrix for w in found if w.matrix is not None], boxes, size, "blocks")
     there, back = {}, {}
     for whole in wholes:

@@ -26,11 +26,11 @@ from learnable_multipliers.kernels._reference import write_effective, write_raw
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
 from learnable_multipliers.optim._sharding import (
-    as_sharded,
     local,
     local_gradient,
+    local_shard,
     process_group_of,
-    shard_of,
+    shard_state,
 )
 from learnable_multipliers.optim._write_guard import WriteGuard
 
@@ -68,7 +68,7 @@ class Binding:
         keeps_squares = any(MEAN_SQUARE in state.moment_names for state in states)
         needs_squares = keeps_squares or self.process_group is not None
         self.squares = torch.zeros_like(self.mean_squares) if needs_squares else None
-        shards = [shard_of(state.parameter, state.matrix) for state in states]
+        shards = [local_shard(state.parameter, state.matrix) for state in states]
         carrying: dict[torch.dtype, dict[int, Matrix]] = {}
         for state in states:
             if state.matrix is not None and state.matrix.carries:
@@ -304,7 +304,7 @@ class Binding:
         state.owns_raw = owns_raw
         state.raw = kept["raw"] if owns_raw else state.weight
         state.moments = tuple(kept[name] for name in own)
-        sharded = as_sharded(kept, state.parameter, state.matrix)
+        sharded = shard_state(kept, state.parameter, state.matrix)
         state.step = sharded["step"]
         state.kept = tuple(sharded.values())
         others = {key: value for key, value in known.items() if key not in sharded}

@@ -23,7 +23,7 @@ from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, updat
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._exchange import SharedBatches, gathered_boxes
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
-from learnable_multipliers.optim._sharding import Box, shard_of
+from learnable_multipliers.optim._sharding import Box, local_shard
 from learnable_multipliers.roles import QKV
 
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
@@ -192,9 +192,9 @@ class Muon(MultiplierOptimizer):
     def _gather_boxes(self, bound: Binding, workers: dist.ProcessGroup) -> None:
         """Learn what each rank holds of the hidden matrices."""
         hidden = [state for state in bound.states if is_hidden(state.matrix)]
-        shards = [shard_of(state.parameter, state.matrix) for state in hidden]
+        shards = [local_shard(state.parameter, state.matrix) for state in hidden]
         layout = [
-            (state.name, shard.num_parts, str(getattr(state.parameter, "placements", None)))
+            (state.name, shard.num_shards, str(getattr(state.parameter, "placements", None)))
             for state, shard in zip(hidden, shards, strict=True)
         ]
         if hidden and layout != self._layout:

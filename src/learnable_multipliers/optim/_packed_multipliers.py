@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix, by_block, initial_values, scalar_index
 from learnable_multipliers.kernels._parameter import RowsCols
-from learnable_multipliers.optim._sharding import Shard, local_values
+from learnable_multipliers.optim._sharding import LocalShard, local_values
 
 NAMES: tuple[Literal["row", "col", "scalar"], ...] = ("row", "col", "scalar")
 MOMENTS = ("", "_exp_avg", "_exp_avg_sq")
@@ -41,7 +41,7 @@ class PackedMultipliers:
     def __init__(
         self,
         matrices: Mapping[int, Matrix],
-        shards: Sequence[Shard],
+        shards: Sequence[LocalShard],
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -73,8 +73,8 @@ class PackedMultipliers:
         for index, matrix in matrices.items():
             shard, start = shards[index], starts[index]
             stack = shard.stack.stop - shard.stack.start
-            out = (stack, shard.out.stop - shard.out.start)
-            into = (stack, shard.into.stop - shard.into.start)
+            out = (stack, shard.out_features.stop - shard.out_features.start)
+            into = (stack, shard.in_features.stop - shard.in_features.start)
             row_places.append(_places(start, "row", out))
             col_places.append(_places(start, "col", into))
             scalar_places.append(_scalar_places(matrix, shard, start))
@@ -193,7 +193,7 @@ class PackedMultipliers:
         return torch.cat([values, values.new_ones(1)])
 
 
-def _trained(matrix: Matrix, shard: Shard, name: str) -> Tensor:
+def _trained(matrix: Matrix, shard: LocalShard, name: str) -> Tensor:
     """Return which entries are trained: not the rows of blocks that carry none."""
     shape = matrix.value_shapes()[name]
     mask = torch.ones(shape, dtype=torch.bool)
@@ -214,11 +214,11 @@ def _places(
 
 
 def _scalar_places(
-    matrix: Matrix, shard: Shard, starts: dict[str, tuple[int, tuple[int, ...]]]
+    matrix: Matrix, shard: LocalShard, starts: dict[str, tuple[int, tuple[int, ...]]]
 ) -> Tensor:
     """Return the place of the scalar of each output feature; -1 where there is none."""
     stack = shard.stack.stop - shard.stack.start
-    rows = scalar_index(matrix)[shard.out]
+    rows = scalar_index(matrix)[shard.out_features]
     first = starts.get("scalar", (0, ()))[0] + matrix.num_scalars * torch.arange(stack)
     return torch.where(rows >= 0, rows + first[:, None], -1).flatten()
 

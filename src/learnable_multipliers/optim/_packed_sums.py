@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
-from learnable_multipliers.optim._sharding import Shard, local_values
+from learnable_multipliers.optim._sharding import LocalShard, local_values
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class PackedSums:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        shards: Sequence[Shard],
+        shards: Sequence[LocalShard],
         packed: dict[torch.dtype, PackedMultipliers],
         dtype: torch.dtype,
         device: torch.device,
     ):
         self._group, self._dtype, self._device = group, dtype, device
-        parts = torch.tensor([shard.num_parts for shard in shards], dtype=dtype)
+        parts = torch.tensor([shard.num_shards for shard in shards], dtype=dtype)
         self._square_weights = (parts / group.size()).to(device)
         self._squares = slice(1, 1 + len(shards))
         self.size = 1 + len(shards)
         """Numbers in the all-reduce."""
         self._routes = {dtype: self._route(one, shards) for dtype, one in packed.items()}
 
-    def _route(self, packed: PackedMultipliers, shards: Sequence[Shard]) -> _Route:
+    def _route(self, packed: PackedMultipliers, shards: Sequence[LocalShard]) -> _Route:
         places = torch.arange(len(packed.values))
         taken, put, weight = [], [], []
         unsent = torch.zeros(len(places), dtype=packed.values.dtype)
@@ -58,14 +58,14 @@ class PackedSums:
             shard = shards[index]
             for name, own in packed.views_of(places, index).items():
                 if name not in shard.partial:
-                    unsent[own.flatten()] = shard.num_parts / self._group.size()
+                    unsent[own.flatten()] = shard.num_shards / self._group.size()
                     continue
                 shape = torch.Size(matrix.value_shapes()[name])
                 whole = torch.arange(self.size, self.size + shape.numel()).view(shape)
                 self.size += shape.numel()
                 taken.append(own.flatten())
                 put.append(local_values(matrix, shard, {name: whole})[name].flatten())
-                copies = self._group.size() / shard.num_parts
+                copies = self._group.size() / shard.num_shards
                 weight.append(torch.full((own.numel(),), 1 / copies, dtype=packed.values.dtype))
         none, nothing = places[:0], torch.zeros(0, dtype=packed.values.dtype)
         joined = [none, *taken], [none, *put], [nothing, *weight], [unsent]

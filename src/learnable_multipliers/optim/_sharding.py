@@ -1,7 +1,7 @@
 """How a sharded parameter and its state are laid out on the ranks, and their process group.
 
-Rows are sharded like the output features, columns like the input features. A sum along a sharded
-dim is partial; `_packed_sums` completes it.
+Row multipliers are sharded like the output features, column multipliers like the input features. A
+sum along a sharded dim is partial; `_packed_sums` completes it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,28 +18,34 @@ from torch import Tensor
 from learnable_multipliers._multiplier import Matrix
 
 Box = tuple[range, ...]
-"""The part of a stored tensor on one rank, a range for each of its dims."""
-Cut = tuple[int, int, int]
-"""A dim, the number of parts it is cut into, and which of them is kept."""
+"""The shard of a stored tensor on one rank: a range for each of its dims."""
 
 GATHERS_UNEVEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
-"""Whether torch puts uneven parts of a dim that FSDP2 and tensor parallelism have both cut together
-in their right order; before 2.10 `full_tensor` and checkpoints mix them up."""
+"""Whether torch gathers a dim in the right order if FSDP2 and tensor parallelism both shard it and
+its size does not divide evenly; before 2.10 `full_tensor` and checkpoints mix up its chunks."""
+
+
+class Chunk(NamedTuple):
+    """One chunk of a dim, as `torch.chunk` makes them."""
+
+    dim: int
+    num_chunks: int
+    position: int
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The part of one parameter on this rank; all of it without sharding."""
+class LocalShard:
+    """The shard of one parameter on this rank; all of it if it is not sharded."""
 
     box: Box
     stack: slice
-    """The same part in terms of the matrix: experts, output features, input features."""
-    out: slice
-    into: slice
+    """The same shard in terms of the matrix: experts, output features, input features."""
+    out_features: slice
+    in_features: slice
     partial: frozenset[str]
-    """Which of `row`, `col` and `scalar` get a gradient that is one rank's part of a sum."""
-    num_parts: int
-    """Parts the parameter is cut into; more ranks than these hold copies."""
+    """Which of `row`, `col` and `scalar` get a gradient that is a partial sum on this rank."""
+    num_shards: int
+    """Different shards of the parameter; if there are more ranks, some hold replicas."""
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -48,12 +54,12 @@ def is_sharded(parameter: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return a tensor's part on this rank."""
+    """Return a tensor's shard on this rank."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def local_gradient(parameter: Any, grad: Any) -> Tensor:
-    """Return a gradient's part on this rank, laid out like the parameter.
+    """Return a gradient's shard on this rank, with the placements of the parameter.
 
     Under sequence parallelism the gradient of a norm's weight is a partial sum.
     """
@@ -69,15 +75,15 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def box_here(tensor: Any) -> Box:
-    """Return the part of a tensor that lies on this rank: all of one that is not sharded."""
-    return box_of(tensor.shape, _cuts(tensor) if is_sharded(tensor) else [])
+def local_box(tensor: Any) -> Box:
+    """Return the box of a tensor on this rank: all of a tensor that is not sharded."""
+    return box_of(tensor.shape, _chunks_of(tensor) if is_sharded(tensor) else [])
 
 
-def shard_of(parameter: Any, matrix: Matrix | None) -> Shard:
-    """Return the part of a parameter on this rank, and which sums over it are partial."""
-    cuts = _cuts(parameter) if is_sharded(parameter) else []
-    shard = shard_after(parameter.shape, matrix, cuts)
+def local_shard(parameter: Any, matrix: Matrix | None) -> LocalShard:
+    """Return the shard of a parameter on this rank, and which sums over it are partial."""
+    chunks = _chunks_of(parameter) if is_sharded(parameter) else []
+    shard = shard_from_chunks(parameter.shape, matrix, chunks)
     expected, found = tuple(map(len, shard.box)), tuple(local(parameter).shape)
     if expected != found:
         raise NotImplementedError(
@@ -88,46 +94,48 @@ def shard_of(parameter: Any, matrix: Matrix | None) -> Shard:
     return shard
 
 
-def shard_after(shape: Sequence[int], matrix: Matrix | None, cuts: Sequence[Cut]) -> Shard:
-    """Return the shard that cuts leave of a tensor."""
-    box = box_of(shape, cuts)
-    num_parts = math.prod(number for _, number, _ in cuts)
+def shard_from_chunks(
+    shape: Sequence[int], matrix: Matrix | None, chunks: Sequence[Chunk]
+) -> LocalShard:
+    """Return the shard that is left of a tensor when each of these chunks is taken in turn."""
+    box = box_of(shape, chunks)
+    num_shards = math.prod(chunk.num_chunks for chunk in chunks)
     parts = [slice(part.start, part.stop) for part in box]
     if matrix is None:
         nothing = slice(0, 0)
-        return Shard(box, nothing, nothing, nothing, frozenset(), num_parts)
-    dims = {dim for dim, _, _ in cuts}
+        return LocalShard(box, nothing, nothing, nothing, frozenset(), num_shards)
+    dims = {chunk.dim for chunk in chunks}
     out_dim, in_dim = _feature_dims(matrix)
     stack = parts[0] if matrix.stack else slice(0, 1)
     summed = {"row": {in_dim}, "col": {out_dim}, "scalar": {in_dim, out_dim}}
     partial = frozenset(name for name, over in summed.items() if dims & over)
-    return Shard(box, stack, parts[out_dim], parts[in_dim], partial, num_parts)
+    return LocalShard(box, stack, parts[out_dim], parts[in_dim], partial, num_shards)
 
 
-def local_values(matrix: Matrix, shard: Shard, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of full multipliers."""
-    along = {"row": shard.out, "col": shard.into}
-    cut = {}
+def local_values(matrix: Matrix, shard: LocalShard, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's shard of full multipliers."""
+    along = {"row": shard.out_features, "col": shard.in_features}
+    found = {}
     for name, value in values.items():
         value = value[shard.stack] if matrix.stack else value
-        cut[name] = value[..., along[name]] if name in along else value
-    return cut
+        found[name] = value[..., along[name]] if name in along else value
+    return found
 
 
-def box_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
-    """Return what cuts leave of a shape, made one after the other.
+def box_of(shape: Sequence[int], chunks: Sequence[Chunk]) -> Box:
+    """Return the box that is left of a shape when each of these chunks is taken in turn.
 
-    Parts are as torch.chunk makes them: the last ones may be smaller, or empty.
+    As with `torch.chunk`, the last chunks of a dim may be smaller, or empty.
     """
     box = [range(size) for size in shape]
-    for dim, number, which in cuts:
-        size = -(-len(box[dim]) // number)
-        box[dim] = box[dim][which * size : (which + 1) * size]
+    for dim, num_chunks, position in chunks:
+        size = -(-len(box[dim]) // num_chunks)
+        box[dim] = box[dim][position * size : (position + 1) * size]
     return tuple(box)
 
 
-def _cuts(parameter: Any) -> list[Cut]:
-    """Return the cuts that made a DTensor's part on this rank, in the order they were made."""
+def _chunks_of(parameter: Any) -> list[Chunk]:
+    """Return the chunks that give a DTensor's shard on this rank, in the order they are taken."""
     mesh, plain, strided = parameter.device_mesh, [], []
     for axis, place in enumerate(parameter.placements):
         if place.is_partial():
@@ -135,14 +143,14 @@ def _cuts(parameter: Any) -> list[Cut]:
                 f"a parameter of shape {tuple(parameter.shape)} is a sum not yet taken "
                 f"({place}); redistribute it first"
             )
-        if not _cuts_up(place) or mesh.size(axis) == 1:
+        if not _is_shard(place) or mesh.size(axis) == 1:
             continue
-        cut = (place.dim % parameter.ndim, mesh.size(axis), mesh.get_local_rank(axis))
-        # FSDP2 cuts what tensor parallelism has cut already, though its axis of the mesh comes
-        # first; torch marks such an axis as strided.
-        (strided if hasattr(place, "split_factor") else plain).append(cut)
+        chunk = Chunk(place.dim % parameter.ndim, mesh.size(axis), mesh.get_local_rank(axis))
+        # FSDP2 shards what tensor parallelism has sharded already, though its axis of the mesh
+        # comes first; torch marks such an axis as strided.
+        (strided if hasattr(place, "split_factor") else plain).append(chunk)
     for dim, number, _ in strided:
-        parts = number * math.prod(n for d, n, _ in plain if d == dim)
+        parts = number * math.prod(chunk.num_chunks for chunk in plain if chunk.dim == dim)
         if not GATHERS_UNEVEN and parameter.shape[dim] % parts:
             raise ValueError(
                 f"torch {torch.__version__} gathers a parameter of shape {tuple(parameter.shape)} "
@@ -153,8 +161,8 @@ def _cuts(parameter: Any) -> list[Cut]:
     return [*plain, *reversed(strided)]
 
 
-def as_sharded(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None) -> dict[str, Any]:
-    """Return state tensors as DTensors laid out like the parameter; as they are without one."""
+def shard_state(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None) -> dict[str, Any]:
+    """Return state tensors as DTensors placed like the parameter; unchanged if it is none."""
     if not is_sharded(parameter):
         return dict(values)
     from torch.distributed.tensor import Replicate
@@ -163,25 +171,25 @@ def as_sharded(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None)
     for name, value in values.items():
         kind = name.split("_", 1)[0]
         if value.ndim == 0:
-            # Counts and averages over a whole parameter: the same number on every rank.
+            # Counts and averages over a whole parameter are the same number on every rank.
             found[name] = value
         elif matrix is not None and kind in ("row", "col", "scalar"):
             keep = _dims_kept(matrix, kind)
             placements = [
-                _moved_to(place, keep[place.dim % parameter.ndim])
-                if _cuts_up(place) and place.dim % parameter.ndim in keep
+                _on_dim(place, keep[place.dim % parameter.ndim])
+                if _is_shard(place) and place.dim % parameter.ndim in keep
                 else Replicate()
                 for place in parameter.placements
             ]
             shape = matrix.value_shapes()[kind]
             found[name] = _dtensor(value, parameter.device_mesh, placements, shape)
         else:
-            found[name] = lying_like(value, parameter)
+            found[name] = dtensor_like(value, parameter)
     return found
 
 
-def lying_like(value: Tensor, parameter: Any) -> Tensor:
-    """Return this rank's part of a tensor as a DTensor laid out like the parameter."""
+def dtensor_like(value: Tensor, parameter: Any) -> Tensor:
+    """Return a local shard as a DTensor placed like the parameter; unchanged if it is none."""
     if not is_sharded(parameter):
         return value
     return _dtensor(value, parameter.device_mesh, parameter.placements, tuple(parameter.shape))
@@ -196,15 +204,15 @@ def _dtensor(value: Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[i
     )
 
 
-def _cuts_up(place: Any) -> bool:
-    """Return whether a placement cuts a dim; the strided one is no Shard in every torch release."""
+def _is_shard(place: Any) -> bool:
+    """Return whether a placement shards a dim; in some releases `_StridedShard` is no `Shard`."""
     from torch.distributed.tensor import Shard
 
     return isinstance(place, Shard) or hasattr(place, "split_factor")
 
 
-def _moved_to(place: Any, dim: int) -> Any:
-    """Return the placement that cuts another dim in the same way."""
+def _on_dim(place: Any, dim: int) -> Any:
+    """Return the placement that shards another dim in the same way."""
     if hasattr(place, "split_factor"):
         return type(place)(dim, split_factor=place.split_factor)
     return type(place)(dim)
@@ -233,8 +241,8 @@ def process_group_of(
 ) -> dist.ProcessGroup | None:
     """Return the process group of the largest device mesh; None where nothing is distributed.
 
-    Axes with copies are part of it, so that all ranks take the same decisions. `known` keeps the
-    groups made here: making one is a collective call, and binding again must not be.
+    It includes the axes of replicas, so that all ranks take the same decisions. `known` keeps the
+    groups made here: making one is a collective call, and binding again must not make one.
     """
     meshes: dict[tuple[int, ...], Any] = {}
     for parameter in parameters:
@@ -274,5 +282,5 @@ def _group_of(mesh: Any, ranks: tuple[int, ...]) -> Any:
             return mesh.get_group(axis)
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    # Only these ranks come here; others may belong to another stage of a pipeline.
+    # Only these ranks call this; others may belong to another stage of a pipeline.
     return dist.new_group(list(ranks), use_local_synchronization=True)

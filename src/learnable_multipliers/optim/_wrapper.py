@@ -29,7 +29,7 @@ from learnable_multipliers.optim._groups import (
     param_groups,
     plan_for,
 )
-from learnable_multipliers.optim._sharding import lying_like
+from learnable_multipliers.optim._sharding import dtensor_like
 from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
 
 _OURS = {
@@ -288,11 +288,11 @@ class LearnableMultipliers(MultiplierOptimizer):
         for state in active:
             if state.owns_raw:
                 grad = raw_gradient(state, clip)
-                self._raw[state.index].grad = lying_like(grad, state.parameter)
+                self._raw[state.index].grad = dtensor_like(grad, state.parameter)
             elif self.max_grad_norm is not None and state.grad is not None:
                 kept.append((state.parameter, state.parameter.grad))
                 grad = state.grad * clip.to(state.grad.dtype)
-                state.parameter.grad = lying_like(grad, state.parameter)
+                state.parameter.grad = dtensor_like(grad, state.parameter)
         self._step_inner(active)
         for parameter, grad in kept:
             parameter.grad = grad

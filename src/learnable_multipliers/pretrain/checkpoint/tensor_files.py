@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learnable_multipliers.optim._sharding import Box, box_here, is_sharded, local, lying_like
+from learnable_multipliers.optim._sharding import Box, dtensor_like, is_sharded, local, local_box
 from learnable_multipliers.pretrain.distributed import AXES, World
 from learnable_multipliers.pretrain.serialization import MAX_BYTES, parse_object
 
@@ -77,7 +77,7 @@ def write(folder: Path, group: str, tensors: Mapping[str, Tensor], world: World)
         path, metadata = folder / f"{group}{SUFFIX}", None
     else:
         boxes = {
-            name: {"shape": list(tensor.shape), "start": [r.start for r in box_here(tensor)]}
+            name: {"shape": list(tensor.shape), "start": [r.start for r in local_box(tensor)]}
             for name, tensor in mine.items()
         }
         path = folder / f"{group}-{world.rank:05d}{SUFFIX}"
@@ -179,7 +179,7 @@ def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
         like = None
         if len(parts) == 1:
             return parts[0].file.get_tensor(name).clone()
-    box = tuple(range(size) for size in shape) if like is None else box_here(like)
+    box = tuple(range(size) for size in shape) if like is None else local_box(like)
     read = [
         (_inside(box, both), part.file.get_slice(name)[_inside(part.box, both)])
         for part in parts
@@ -190,7 +190,7 @@ def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
     taken = torch.empty([len(r) for r in box], dtype=dtype)
     for where, values in read:
         taken[where] = values
-    return taken if like is None else lying_like(taken.to(local(like).device), like)
+    return taken if like is None else dtensor_like(taken.to(local(like).device), like)
 
 
 def _disjoint(boxes: list[Box]) -> bool:

@@ -85,7 +85,7 @@ def _holders(weight: Weight, expert: int | None, axes: Axes) -> dict[Box, list[i
     found: dict[Box, list[int]] = {}
     for rank in range(math.prod(axes)):
         shard_rank, tensor_rank = rank // axes.tensor % axes.shard, rank % axes.tensor
-        box = box_of(weight.shape, weight.cuts(axes, shard_rank, tensor_rank))
+        box = box_of(weight.shape, weight.chunks(axes, shard_rank, tensor_rank))
         if expert is not None:
             if expert not in box[0]:
                 continue

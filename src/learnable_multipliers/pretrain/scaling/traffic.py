@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from learnable_multipliers.optim._sharding import shard_after
+from learnable_multipliers.optim._sharding import shard_from_chunks
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.scaling.weights import ROOT, Weight
@@ -145,7 +145,7 @@ def packed_sums(weights: Sequence[Weight], axes: Axes) -> list[Collective]:
             continue
         size += 1
         if weight.matrix is not None and weight.matrix.carries:
-            partial = shard_after(weight.shape, weight.matrix, weight.cuts(axes)).partial
+            partial = shard_from_chunks(weight.shape, weight.matrix, weight.chunks(axes)).partial
             shapes = weight.matrix.value_shapes()
             size += sum(math.prod(shapes[name]) for name in partial & shapes.keys())
     return [Collective(what="packed sums", kind="all-reduce", over="all", num_bytes=FLOAT * size)]

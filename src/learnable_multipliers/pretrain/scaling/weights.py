@@ -11,7 +11,7 @@ from torch import nn
 from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers._plan import Plan
-from learnable_multipliers.optim._sharding import Cut, box_of
+from learnable_multipliers.optim._sharding import Chunk, box_of
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 
@@ -39,19 +39,19 @@ class Weight:
     tensor_dim: int | None
     """The dim that tensor parallelism shards."""
 
-    def cuts(self, axes: Axes, shard_rank: int = 0, tensor_rank: int = 0) -> list[Cut]:
-        """Return the cuts that leave one rank its part, in the order they are made."""
+    def chunks(self, axes: Axes, shard_rank: int = 0, tensor_rank: int = 0) -> list[Chunk]:
+        """Return the chunks that give one rank its shard, in the order they are taken."""
         found = []
         if self.tensor_dim is not None and axes.tensor > 1:
-            found.append((self.tensor_dim, axes.tensor, tensor_rank))
+            found.append(Chunk(self.tensor_dim, axes.tensor, tensor_rank))
         if axes.shard > 1:
-            found.append((0, axes.shard, shard_rank))
+            found.append(Chunk(0, axes.shard, shard_rank))
         return found
 
     def tensor_shape(self, axes: Axes, tensor_rank: int = 0) -> tuple[int, ...]:
         """Return the shape of what one tensor-parallel rank computes with."""
         whole = Axes(tensor=axes.tensor)
-        return tuple(map(len, box_of(self.shape, self.cuts(whole, tensor_rank=tensor_rank))))
+        return tuple(map(len, box_of(self.shape, self.chunks(whole, tensor_rank=tensor_rank))))
 
 
 def weights_of(model: nn.Module, plan: Plan) -> tuple[Weight, ...]:
