@@ -14,9 +14,9 @@ from torch import nn
 
 import learnable_multipliers as lrm
 from families import VOCABULARY, HandWritten, build, logits
+from learnable_multipliers._gauge import Orbits, symmetry_positions
 from learnable_multipliers._multiplier import split_gradient
 from learnable_multipliers.symmetry import Axis, Symmetry, Term
-from learnable_multipliers.symmetry._gauge import Orbits, symmetry_positions
 from paths import matrices_of, place
 from tolerance import TOLERANCE
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
+from learnable_multipliers._gauge import multiply_, symmetry_positions
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.preflight.resume_check import without_clock
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
-from learnable_multipliers.symmetry._gauge import multiply_, symmetry_positions
 from runs import small_run, trained
 
 LR = 0.02

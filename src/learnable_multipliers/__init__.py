@@ -1,6 +1,7 @@
 """Learnable multipliers: the scale of every weight matrix, learned from data."""
 
 from learnable_multipliers import mup
+from learnable_multipliers._gauge import drift, rebalance_, symmetry_positions
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers._multiplier import Block, Matrix, effective, split_gradient
 from learnable_multipliers._plan import Plan, PlanEntry
@@ -26,7 +27,6 @@ from learnable_multipliers.optim import (
     unwrap,
 )
 from learnable_multipliers.symmetry import Symmetries, Symmetry, find_symmetries
-from learnable_multipliers.symmetry._gauge import drift, rebalance_, symmetry_positions
 
 __version__ = "0.1.0"
 

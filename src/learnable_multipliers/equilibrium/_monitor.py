@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from learnable_multipliers._gauge import Drift, drift, symmetry_positions
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
 from learnable_multipliers.equilibrium._gains import Gain, Gains
@@ -23,7 +24,6 @@ from learnable_multipliers.equilibrium._prediction import Expectations, Part, Tr
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
 from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
-from learnable_multipliers.symmetry._gauge import Drift, drift, symmetry_positions
 
 _GAINS = {"row": "rows", "col": "columns"}
 
