@@ -1,4 +1,4 @@
-"""The only door to the kernels of the optimizers."""
+"""Choose the kernels of the optimizers: PyTorch or Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One parameter of an optimizer with every tensor kept for it, and sets of them for kernels."""
+"""A parameter of an optimizer with all tensors kept for it, its weights, and sets for kernels."""
 
 from __future__ import annotations
 
@@ -97,3 +97,48 @@ class ParameterSet:
 
     def __len__(self) -> int:
         return len(self.states)
+
+
+def raw_gradient(state: ParameterState, clip: Tensor) -> Tensor:
+    """Return the clipped gradient of a raw weight, `clip rows_i cols_j G_ij`."""
+    g = gradient_of(state).to(state.raw.dtype)
+    clip = clip.to(g.dtype)
+    if state.factors is None:
+        return g * clip
+    rows, cols = state.factors
+    scaled = rows.unsqueeze(-1) * clip * as_stack(g, state.factors) * cols.unsqueeze(-2)
+    return scaled.view(state.raw.shape)
+
+
+def effective_weight(state: ParameterState) -> Tensor:
+    """Return `rows_i W_ij cols_j` in the raw dtype, multiplied in this order."""
+    if state.next_factors is None:
+        return state.raw
+    rows, cols = state.next_factors
+    stacked = as_stack(state.raw, state.next_factors)
+    return (rows.unsqueeze(-1) * stacked * cols.unsqueeze(-2)).view(state.raw.shape)
+
+
+def write_effective_(state: ParameterState) -> None:
+    """Write the effective weight of one parameter from its raw weight and next factors."""
+    state.weight.copy_(effective_weight(state))
+
+
+def write_raw_(state: ParameterState) -> None:
+    """Write the raw weight that gives the effective one at the current factors."""
+    state.raw.copy_(state.weight)
+    if state.factors is not None:
+        rows, cols = state.factors
+        as_stack(state.raw, state.factors).div_(rows.unsqueeze(-1)).div_(cols.unsqueeze(-2))
+
+
+def gradient_of(state: ParameterState) -> Tensor:
+    """Return the gradient of a parameter that is known to have one."""
+    assert state.grad is not None, state.name
+    return state.grad
+
+
+def as_stack(tensor: Tensor, factors: RowsCols) -> Tensor:
+    """Return a stored matrix as (stack, rows, cols)."""
+    rows, cols = factors
+    return tensor.reshape(rows.shape[0], rows.shape[1], cols.shape[1])

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState, RowsCols
+from learnable_multipliers.kernels._parameter import (
+    ParameterSet,
+    ParameterState,
+    RowsCols,
+    as_stack,
+    gradient_of,
+    raw_gradient,
+    write_effective_,
+)
 
 decides_on_host = True
 """Whether the optimizer looks at a step's numbers before it goes on; `go` is then always true."""
@@ -28,10 +36,10 @@ def reduce(active: ParameterSet, each: Tensor | None = None) -> Tensor:
     squares = []
     for state in active:
         if state.factors is None or state.sums is None:
-            squares.append(_grad(state).to(state.raw.dtype).square().sum())
+            squares.append(gradient_of(state).to(state.raw.dtype).square().sum())
             continue
         (rows, cols), (row_sums, col_sums) = state.factors, state.sums
-        grad, raw = _stacked(_grad(state), state.factors), _stacked(state.raw, state.factors)
+        grad, raw = as_stack(gradient_of(state), state.factors), as_stack(state.raw, state.factors)
         col_sums.zero_()
         total = raw.new_zeros(())
         for e, some in _chunks(raw):
@@ -78,7 +86,7 @@ def adamw_(active: ParameterSet, hyper: Tensor, clip: Tensor, go: Tensor) -> Non
             if weight is not None:
                 weight.copy_(_times(raw, next_factors))
         if state.owns_raw and not state.weight.is_contiguous():
-            write_effective(state)
+            write_effective_(state)
 
 
 def muon_momentum_(
@@ -112,7 +120,7 @@ def muon_apply_(
         lr, decay, *_ = table[state.index]
         state.raw.mul_(1 - lr * decay).sub_(update.to(state.raw.dtype), alpha=lr * scale)
         if state.owns_raw:
-            write_effective(state)
+            write_effective_(state)
 
 
 def multipliers_(
@@ -143,39 +151,6 @@ def multipliers_(
         torch.where(moved, moved_to, target, out=target)
 
 
-def raw_gradient(state: ParameterState, clip: Tensor) -> Tensor:
-    """Return the clipped gradient of a raw weight, `clip rows_i cols_j G_ij`."""
-    g = _grad(state).to(state.raw.dtype)
-    clip = clip.to(g.dtype)
-    if state.factors is None:
-        return g * clip
-    rows, cols = state.factors
-    scaled = rows.unsqueeze(-1) * clip * _stacked(g, state.factors) * cols.unsqueeze(-2)
-    return scaled.view(state.raw.shape)
-
-
-def write_effective(state: ParameterState) -> None:
-    """Write the effective weight of one parameter from its raw weight and next factors."""
-    state.weight.copy_(effective_of(state))
-
-
-def effective_of(state: ParameterState) -> Tensor:
-    """Return `rows_i W_ij cols_j` in the raw dtype, multiplied in this order."""
-    if state.next_factors is None:
-        return state.raw
-    rows, cols = state.next_factors
-    stacked = _stacked(state.raw, state.next_factors)
-    return (rows.unsqueeze(-1) * stacked * cols.unsqueeze(-2)).view(state.raw.shape)
-
-
-def write_raw(state: ParameterState) -> None:
-    """Set the raw weight to what gives the effective one at the current factors."""
-    state.raw.copy_(state.weight)
-    if state.factors is not None:
-        rows, cols = state.factors
-        _stacked(state.raw, state.factors).div_(rows.unsqueeze(-1)).div_(cols.unsqueeze(-2))
-
-
 def touched_from_outside(states: ParameterSet) -> Tensor:
     """Return for each parameter whether it differs from what was written, on a sample of entries.
 
@@ -196,7 +171,7 @@ def _differs(state: ParameterState) -> Tensor:
         expected, found = raw.view(-1)[flat], weight.reshape(-1)[flat]
     else:
         rows, cols = state.factors
-        raw, weight = _stacked(raw, state.factors), _stacked(weight, state.factors)
+        raw, weight = as_stack(raw, state.factors), as_stack(weight, state.factors)
         longer = torch.arange(max(raw.shape[1:]), device=raw.device)
         i, j = longer % raw.shape[1], longer * _SAMPLE_STEP % raw.shape[2]
         expected, found = rows[:, i] * raw[:, i, j] * cols[:, j], weight[:, i, j]
@@ -212,13 +187,13 @@ def _parts(state: ParameterState, factor: float) -> Iterator[_Part]:
     # Pieces of a weight that is not contiguous would be copies.
     weight = state.weight if state.owns_raw and state.weight.is_contiguous() else None
     if state.factors is None or state.next_factors is None:
-        g = _grad(state).to(state.raw.dtype)
+        g = gradient_of(state).to(state.raw.dtype)
         yield state.raw, g * factor if factor != 1.0 else g, weight, None, state.moments
         return
     (rows, cols), (next_rows, next_cols) = state.factors, state.next_factors
-    raw, grad = _stacked(state.raw, state.factors), _stacked(_grad(state), state.factors)
-    effective = None if weight is None else _stacked(weight, state.factors)
-    moments = tuple(_stacked(moment, state.factors) for moment in state.moments)
+    raw, grad = as_stack(state.raw, state.factors), as_stack(gradient_of(state), state.factors)
+    effective = None if weight is None else as_stack(weight, state.factors)
+    moments = tuple(as_stack(moment, state.factors) for moment in state.moments)
     for e, some in _chunks(raw):
         yield (
             raw[e, some],
@@ -231,17 +206,6 @@ def _parts(state: ParameterState, factor: float) -> Iterator[_Part]:
 
 def _times(raw: Tensor, factors: RowsCols | None) -> Tensor:
     return raw if factors is None else factors[0] * raw * factors[1]
-
-
-def _grad(state: ParameterState) -> Tensor:
-    assert state.grad is not None, state.name
-    return state.grad
-
-
-def _stacked(tensor: Tensor, factors: RowsCols) -> Tensor:
-    """Return a stored matrix as (stack, rows, cols)."""
-    rows, cols = factors
-    return tensor.reshape(rows.shape[0], rows.shape[1], cols.shape[1])
 
 
 def _chunks(stacked: Tensor) -> Iterator[tuple[int, slice]]:

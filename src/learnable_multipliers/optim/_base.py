@@ -19,8 +19,7 @@ from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import Rule, as_number
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
-from learnable_multipliers.kernels._reference import effective_of
+from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState, effective_weight
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._clipping import clip_factor
@@ -213,7 +212,7 @@ class MultiplierOptimizer(WeightOwner):
         trained, fixed = bound.split_fixed(active)
         self._update_(bound, trained, hyper, clip, go)
         for state in fixed:
-            weight = effective_of(state).to(state.weight.dtype)
+            weight = effective_weight(state).to(state.weight.dtype)
             state.weight.copy_(torch.where(go != 0, weight, state.weight))
         if bound.kernels.decides_on_host:
             # Triton's writes do not change a tensor's version; torch's do.

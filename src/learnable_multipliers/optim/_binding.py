@@ -21,8 +21,12 @@ from learnable_multipliers._names import named_parameters
 from learnable_multipliers._reparametrize import is_reparametrized
 from learnable_multipliers.kernels import choose_kernels
 from learnable_multipliers.kernels._backend import Backend, to_device
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
-from learnable_multipliers.kernels._reference import write_effective, write_raw
+from learnable_multipliers.kernels._parameter import (
+    ParameterSet,
+    ParameterState,
+    write_effective_,
+    write_raw_,
+)
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
 from learnable_multipliers.optim._sharding import (
@@ -86,10 +90,10 @@ class Binding:
         self.write_factors_()
         for state in new:
             if state.owns_raw:
-                write_raw(state)
+                write_raw_(state)
                 if state.matrix is not None and any(b.init != 1.0 for b in state.matrix.blocks):
                     # Dividing by an initial value and multiplying again may miss the last bit.
-                    write_effective(state)
+                    write_effective_(state)
         self._sets: dict[tuple[int, ...], ParameterSet] = {}
         self._split: WeakKeyDictionary[
             ParameterSet, tuple[ParameterSet, tuple[ParameterState, ...]]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.kernels._reference import effective_of, write_effective, write_raw
+from learnable_multipliers.kernels._parameter import ParameterState, write_effective_, write_raw_
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._sharding import all_agree, local
+from learnable_multipliers.optim._sharding import all_agree
+from learnable_multipliers.optim._write_guard import matches_raw
 
 _SMALLEST_FACTOR = 1e-2
 """Raw weights are not divided by factors below it: one step may change these several times over."""
@@ -18,7 +18,7 @@ _SMALLEST_FACTOR = 1e-2
 def changed(bound: Binding) -> list[ParameterState]:
     """Return the parameters that are others than their raw weights and multipliers make."""
     bound.write_factors_()
-    same = [not _differs(state) for state in bound.states]
+    same = [matches_raw(state) for state in bound.states]
     # A shard may be the same where those of other ranks are not.
     same = all_agree(bound.process_group, same, bound.device)
     return [s for s, kept in zip(bound.states, same, strict=True) if not kept]
@@ -38,8 +38,8 @@ def follow_(bound: Binding, states: Iterable[ParameterState], has_stepped: bool)
     bound.write_factors_()
     for state in states:
         if state.owns_raw:
-            write_raw(state)
-            write_effective(state)
+            write_raw_(state)
+            write_effective_(state)
     bound.guard.remember(states)
 
 
@@ -48,11 +48,3 @@ def _is_divisible(state: ParameterState, least: float) -> bool:
     return state.factors is None or all(
         bool((factor.abs() >= least).all()) for factor in state.factors
     )
-
-
-def _differs(state: ParameterState) -> bool:
-    """Return whether a weight is another one than its raw weight and multipliers make."""
-    if not state.owns_raw:
-        return False
-    weight = local(state.parameter.detach())
-    return not torch.equal(effective_of(state).to(weight.dtype), weight)

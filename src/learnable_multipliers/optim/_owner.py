@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from learnable_multipliers._multiplier import Matrix, multiplier
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.kernels._reference import write_effective
+from learnable_multipliers.kernels._parameter import ParameterState, write_effective_
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._following import changed, follow_
@@ -94,7 +93,7 @@ class WeightOwner(Optimizer):
             bound.write_factors_()
             for state in states:
                 if state.owns_raw:
-                    write_effective(state)
+                    write_effective_(state)
             bound.guard.remember(states)
 
     def _current(self) -> Binding:

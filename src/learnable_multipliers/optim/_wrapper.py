@@ -18,8 +18,12 @@ from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan, expect_plan
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
-from learnable_multipliers.kernels._reference import raw_gradient, write_effective
+from learnable_multipliers.kernels._parameter import (
+    ParameterSet,
+    ParameterState,
+    raw_gradient,
+    write_effective_,
+)
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import (
@@ -302,7 +306,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         self._mirror_state()
         for state in active:
             if state.owns_raw:
-                write_effective(state)
+                write_effective_(state)
         bound.guard.remember(active)
 
     def _call_inner(self) -> None:

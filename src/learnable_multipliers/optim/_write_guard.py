@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState
-from learnable_multipliers.kernels._reference import effective_of
+from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState, effective_weight
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._sharding import local
 
@@ -88,8 +87,7 @@ class WriteGuard:
             for packed in self._packed:
                 packed.write_factors_(following=True)
         for state in owned:
-            weight = local(state.parameter.detach())
-            if not torch.equal(effective_of(state).to(weight.dtype), weight):
+            if not matches_raw(state):
                 raise _written_outside(state)
 
     def _raise_for(self, flags: Tensor) -> None:
@@ -109,6 +107,14 @@ class WriteGuard:
         event = torch.cuda.Event()
         event.record()
         return self._pinned, event
+
+
+def matches_raw(state: ParameterState) -> bool:
+    """Return whether a weight is the product of its raw weight and multipliers."""
+    if not state.owns_raw:
+        return True
+    weight = local(state.parameter.detach())
+    return torch.equal(effective_weight(state).to(weight.dtype), weight)
 
 
 def _has_moved(state: ParameterState) -> bool:
