@@ -21,8 +21,11 @@ Scale = Literal["linear", "log"]
 Kind = Literal["none", "scalar", "per-head", "row", "col", "row+col"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+MultiplierName = Literal["row", "col", "scalar"]
+MULTIPLIERS: tuple[MultiplierName, ...] = get_args(MultiplierName)
+
 Values = Mapping[str, Tensor]
-"""Stored multiplier values by name, a subset of {"row", "col", "scalar"}."""
+"""Stored multiplier values by `MultiplierName`, those that a matrix carries."""
 
 
 @dataclass(frozen=True, kw_only=True)

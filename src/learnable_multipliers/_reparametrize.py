@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from learnable_multipliers._multiplier import (
+    MULTIPLIERS,
     Matrix,
     all_rows,
     carried_rows,
@@ -26,7 +27,6 @@ from learnable_multipliers._multiplier import (
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
 from learnable_multipliers._plan import Plan, expect_plan
 
-_NAMES = ("row", "col", "scalar")
 _ORDER = "_order_before_multipliers"
 
 
@@ -45,7 +45,7 @@ class Multipliers(nn.Module):
         if "row" in values:
             # Rows of blocks without multipliers have no parameter: nothing to train or decay.
             values["row"] = carried_rows(matrix, values["row"])
-        for name in _NAMES:
+        for name in MULTIPLIERS:
             value = values.get(name)
             parameter = None if value is None else nn.Parameter(value, trained)
             self.register_parameter(name, parameter)
@@ -53,7 +53,7 @@ class Multipliers(nn.Module):
     def values(self) -> dict[str, Tensor]:
         """Return the stored values; `row` spans all rows, at 1 where a block carries none."""
         values: dict[str, Tensor] = {}
-        for name in _NAMES:
+        for name in MULTIPLIERS:
             value = getattr(self, name)
             if value is not None:
                 values[name] = all_rows(self.matrix, value) if name == "row" else value

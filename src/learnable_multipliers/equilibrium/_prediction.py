@@ -14,7 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix, carried_rows, initial_values
+from learnable_multipliers._multiplier import (
+    MULTIPLIERS,
+    Matrix,
+    MultiplierName,
+    carried_rows,
+    initial_values,
+)
 from learnable_multipliers.equilibrium._random_walk import (
     SETTLED,
     BrownianState,
@@ -30,11 +36,10 @@ from learnable_multipliers.optim._batches import AdjustLr, Split, num_rows
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
 from learnable_multipliers.optim._newton_schulz import Coefficients
-from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full
 from learnable_multipliers.optim._wrapper import LearnableMultipliers
 
-Part = Literal["weight", "row", "col", "scalar"]
+Part = Literal["weight"] | MultiplierName
 
 
 class TensorWalk(NamedTuple):
@@ -123,7 +128,7 @@ def _tensors_of(
     start, betas = initial_values(matrix), optimizer.adamw_settings(group)[:2]
     lr_scale = share * group["multiplier_lr_scale"]
     weight_decay = float(group["multiplier_weight_decay"])
-    for part in NAMES:
+    for part in MULTIPLIERS:
         if part not in state:
             continue
 

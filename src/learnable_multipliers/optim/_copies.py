@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learnable_multipliers._multiplier import MULTIPLIERS
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._write_guard import is_capturing
 
 CHECK_EVERY = 100
@@ -102,7 +102,7 @@ def _compared(states: Iterable[ParameterState]) -> Iterator[tuple[str, Tensor]]:
     for state in states:
         kept = {
             "": state.raw,
-            **{f" ({n})": state.multipliers[n] for n in NAMES if n in state.multipliers},
+            **{f" ({n})": state.multipliers[n] for n in MULTIPLIERS if n in state.multipliers},
         }
         for part, value in kept.items():
             if value.numel():

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix, effective, initial_values
+from learnable_multipliers._multiplier import MULTIPLIERS, Matrix, effective, initial_values
 from learnable_multipliers._names import canonical_name
 from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers.optim._binding import MEAN_SQUARE
-from learnable_multipliers.optim._packed_multipliers import MOMENTS, NAMES
+from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
 
 FORMAT = 2
@@ -92,9 +92,9 @@ def _first_difference(
         kept = saved["state"].get(key)
         if kept is None:
             continue
-        there = [part for part in NAMES if part in kept]
+        there = [part for part in MULTIPLIERS if part in kept]
         carried = matrices[name].value_shapes() if name in matrices else {}
-        here = [part for part in NAMES if part in carried]
+        here = [part for part in MULTIPLIERS if part in carried]
         if there != here:
             return f"at {name} ({'+'.join(there) or 'none'} saved, {'+'.join(here) or 'none'} here)"
     return "in blocks or scales"
@@ -184,7 +184,7 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
     ones = initial_values(_without_init(old), dtype=dtype)
     rest = {part: ones[part] if part in stays else kept[part] for part in _parts(old)}
     # An average of mean(g^2) is estimated again: it has no matrix to be scaled with.
-    dropped = (*NAMES, MEAN_SQUARE)
+    dropped = (*MULTIPLIERS, MEAN_SQUARE)
     result = {key: value for key, value in kept.items() if not key.startswith(dropped)}
     if "raw" in kept:
         result["raw"] = effective(old, kept["raw"], rest)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from learnable_multipliers._multiplier import Matrix, multiplier
+from learnable_multipliers._multiplier import MULTIPLIERS, Matrix, multiplier
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterState, write_effective_
@@ -25,7 +25,6 @@ from learnable_multipliers.optim._groups import (
     joined_plan,
     names_in,
 )
-from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.optim._sharding import full, is_sharded, local
 from learnable_multipliers.optim._surroundings import undisturbed
 from learnable_multipliers.optim._unwrap import innermost
@@ -188,7 +187,7 @@ class WeightOwner(Optimizer):
             kept = self.state[state.parameter]
             found[state.name] = {
                 name: multiplier(state.matrix, full(kept[name]).detach().clone())
-                for name in NAMES
+                for name in MULTIPLIERS
                 if name in kept
             }
         return found

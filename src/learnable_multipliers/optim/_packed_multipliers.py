@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix, by_block, initial_values, scalar_index
+from learnable_multipliers._multiplier import (
+    MULTIPLIERS,
+    Matrix,
+    by_block,
+    initial_values,
+    scalar_index,
+)
 from learnable_multipliers.kernels._parameter import RowsCols
 from learnable_multipliers.optim._sharding import LocalShard, local_values
 
-NAMES: tuple[Literal["row", "col", "scalar"], ...] = ("row", "col", "scalar")
 MOMENTS = ("", "_exp_avg", "_exp_avg_sq")
 """Suffixes of a multiplier's value and its two AdamW moments in the optimizer's state."""
 
@@ -56,7 +60,7 @@ class PackedMultipliers:
         starts: dict[int, dict[str, tuple[int, tuple[int, ...]]]] = {i: {} for i in matrices}
         values, trained, is_log, owner = [], [], [], []
         size = 0
-        for name in NAMES:
+        for name in MULTIPLIERS:
             for index, matrix in matrices.items():
                 if name not in own[index]:
                     continue

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learnable_multipliers._multiplier import Matrix
+from learnable_multipliers._multiplier import MULTIPLIERS, Matrix
 
 Box = tuple[range, ...]
 """The shard of a stored tensor on one rank: a range for each of its dims."""
@@ -173,7 +173,7 @@ def shard_state(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None
         if value.ndim == 0:
             # Counts and averages over a whole parameter are the same number on every rank.
             found[name] = value
-        elif matrix is not None and kind in ("row", "col", "scalar"):
+        elif matrix is not None and kind in MULTIPLIERS:
             keep = _dims_kept(matrix, kind)
             placements = [
                 _on_dim(place, keep[place.dim % parameter.ndim])

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnable_multipliers._multiplier import multiplier
-from learnable_multipliers.optim._packed_multipliers import NAMES
+from learnable_multipliers._multiplier import MULTIPLIERS, multiplier
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
@@ -61,7 +60,7 @@ def load_model(checkpoint: checkpoints.Checkpoint) -> HybridLM:
 def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
     """Return the multipliers by matrix and kind: `model.layers.0.mlp.up_proj.weight/row`."""
     state = checkpoint.tensors.get("optimizer", {})
-    stored = {key: t for key, t in state.items() if key.rpartition("/")[2] in NAMES}
+    stored = {key: t for key, t in state.items() if key.rpartition("/")[2] in MULTIPLIERS}
     if not stored:
         return {}
 

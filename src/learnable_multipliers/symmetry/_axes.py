@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 from learnable_multipliers._multiplier import (
+    MULTIPLIERS,
     Matrix,
+    MultiplierName,
     keep_carried_rows,
     scalars_per_row,
     sum_by_scalar,
@@ -18,7 +20,7 @@ from learnable_multipliers._multiplier import (
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers.roles import read_roles
 
-AxisKind = Literal["row", "col", "scalar", "vector", "one-plus"]
+AxisKind = MultiplierName | Literal["vector", "one-plus"]
 
 
 class Axis(NamedTuple):
@@ -72,7 +74,7 @@ class ParameterLayout:
             return [Axis(self.name, "one-plus" if self.one_plus else "vector")]
         if self.matrix is not None:
             kinds = self.matrix.value_shapes()
-            return [Axis(self.name, kind) for kind in ("row", "col", "scalar") if kind in kinds]
+            return [Axis(self.name, kind) for kind in MULTIPLIERS if kind in kinds]
         # A filter of its own for each channel (depthwise) has rows alone.
         has_columns = self.is_matrix or self.shape[1] > 1
         return [Axis(self.name, "row"), *([Axis(self.name, "col")] if has_columns else [])]
