@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers._plan import PlanEntry
 from learnable_multipliers._planner import plan
@@ -31,12 +30,15 @@ _KNOWN = "torch.optim.AdamW, Adam and Muon"
 class Source:
     """The tensors that an optimizer trains, whichever optimizer it is."""
 
+    ours: MultiplierOptimizer | None
+    """The optimizer if it is one of this library."""
+
     def __init__(self, optimizer: Optimizer, model: nn.Module | None):
         found = innermost(optimizer)
         self.optimizer: Optimizer = found
-        self._ours = found if isinstance(found, MultiplierOptimizer) else None
+        self.ours = found if isinstance(found, MultiplierOptimizer) else None
         self._entries: dict[int, PlanEntry] = {}
-        if self._ours is not None:
+        if self.ours is not None:
             return
         name = type(optimizer).__name__
         if model is None:
@@ -53,12 +55,7 @@ class Source:
     @property
     def is_plain(self) -> bool:
         """Whether it is an optimizer of torch, whose weights carry no multipliers."""
-        return self._ours is None
-
-    @property
-    def ours(self) -> MultiplierOptimizer | None:
-        """The optimizer where it is one of this library."""
-        return self._ours
+        return self.ours is None
 
     @property
     def lr(self) -> float:
@@ -73,12 +70,12 @@ class Source:
     @property
     def num_skipped(self) -> int:
         """Steps that changed nothing; torch's optimizers are not called for those."""
-        return 0 if self._ours is None else self._ours.num_skipped
+        return 0 if self.ours is None else self.ours.num_skipped
 
     def tensors(self, steps: int = 0) -> Iterator[Trained]:
         """Yield what it trains; `steps` are those of an optimizer that does not count them."""
-        if self._ours is not None:
-            yield from trained_tensors(self._ours)
+        if self.ours is not None:
+            yield from trained_tensors(self.ours)
             return
         for group in self.optimizer.param_groups:
             rate = float(group["lr"])
@@ -160,12 +157,11 @@ def _trained(
     second: Tensor | None,
     betas: tuple[float, float],
 ) -> Trained:
-    matrix: Matrix | None = entry.matrix
     return Trained(
         name=entry.name,
         part="weight",
         kind="vector" if entry.vector else "matrix",
-        matrix=matrix,
+        matrix=entry.matrix,
         value=value,
         start_rms=None,
         walk=walk,

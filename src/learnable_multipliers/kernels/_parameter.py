@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ RowsCols = tuple[Tensor, Tensor]
 
 A weight stored (in, out) has its output features along its stored columns.
 """
+
+
+class Rates(NamedTuple):
+    """Hyper-parameters of a parameter in a step: the columns of the kernels' table of rates."""
+
+    lr: float
+    weight_decay: float
+    multiplier_lr: float
+    multiplier_weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,6 +104,21 @@ class ParameterSet:
         self.indices = [state.index for state in states]
         self.tables: Any = None
         """Belongs to the backend."""
+
+    @cached_property
+    def fixed(self) -> tuple[ParameterState, ...]:
+        """The parameters whose raw weight is fixed, so that only multipliers are trained."""
+        return tuple(state for state in self.states if not state.trains_raw)
+
+    @property
+    def trained(self) -> ParameterSet:
+        """The parameters whose raw weight is trained: this set itself if all are."""
+        # A set that kept a reference to itself would hold its tensors until garbage collection.
+        return self._without_fixed if self.fixed else self
+
+    @cached_property
+    def _without_fixed(self) -> ParameterSet:
+        return ParameterSet([state for state in self.states if state.trains_raw])
 
     def __iter__(self) -> Iterator[ParameterState]:
         return iter(self.states)

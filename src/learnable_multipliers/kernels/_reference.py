@@ -58,9 +58,8 @@ def reduce(active: ParameterSet, each: Tensor | None = None) -> Tensor:
 def tabulate(rates: Tensor, class_of: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hyper-parameters of all raw weights, and those of their multipliers.
 
-    `rates` has a row per class of parameters, float64: lr and decay, the same of multipliers,
-    beta1, beta2, eps. What comes out has a row per parameter: lr, decay, beta1, beta2, eps,
-    1 - beta1 ** step and 1 - beta2 ** step.
+    `rates` has a row of `Rates` per class of parameters, in float64. The results have a row per
+    parameter: lr, decay, beta1, beta2, eps, 1 - beta1 ** step and 1 - beta2 ** step.
     """
     lr, decay, multiplier_lr, multiplier_decay, beta1, beta2, eps = rates[class_of].unbind(1)
     steps = steps.double()

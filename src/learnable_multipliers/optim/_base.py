@@ -19,7 +19,12 @@ from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import Rule, as_number
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState, effective_weight
+from learnable_multipliers.kernels._parameter import (
+    ParameterSet,
+    ParameterState,
+    Rates,
+    effective_weight,
+)
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._clipping import clip_factor
@@ -209,9 +214,8 @@ class MultiplierOptimizer(WeightOwner):
                 state, grads[dtype], owner, trained, moved, multiplier_hyper, clip, go
             )
             packed.write_factors_(following=True)
-        trained, fixed = bound.split_fixed(active)
-        self._update_(bound, trained, hyper, clip, go)
-        for state in fixed:
+        self._update_(bound, active.trained, hyper, clip, go)
+        for state in active.fixed:
             weight = effective_weight(state).to(state.weight.dtype)
             state.weight.copy_(torch.where(go != 0, weight, state.weight))
         if bound.kernels.decides_on_host:
@@ -240,12 +244,12 @@ class MultiplierOptimizer(WeightOwner):
         """Whether the last step was left out, on the device; None before the first."""
         return None if self._skipped is None else self._skipped.last
 
-    def _rates(self, state: ParameterState) -> tuple[float, ...]:
-        """Return a parameter's hyper-parameters in the order of `kernels.tabulate`."""
+    def _rates(self, state: ParameterState) -> Rates:
+        """Return a parameter's hyper-parameters."""
         group = state.group
         # Schedulers and users write to groups at any time.
         self._check_settings(group)
-        return (
+        return Rates(
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),
             float(group["lr"]) * group["multiplier_lr_scale"],

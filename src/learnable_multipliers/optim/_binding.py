@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from learnable_multipliers.kernels._backend import Backend, to_device
 from learnable_multipliers.kernels._parameter import (
     ParameterSet,
     ParameterState,
+    Rates,
     write_effective_,
     write_raw_,
 )
@@ -95,9 +95,6 @@ class Binding:
                     # Dividing by an initial value and multiplying again may miss the last bit.
                     write_effective_(state)
         self._sets: dict[tuple[int, ...], ParameterSet] = {}
-        self._split: WeakKeyDictionary[
-            ParameterSet, tuple[ParameterSet, tuple[ParameterState, ...]]
-        ] = WeakKeyDictionary()
         self._classify()
         # Whoever moves one tensor of a parameter moves all. Two are looked at: one that is a view
         # of what is held here, whose old address no other storage can have, and a large one.
@@ -215,14 +212,6 @@ class Binding:
     def _present_models(self) -> list[nn.Module]:
         return [model for each in self._models if (model := each()) is not None]
 
-    def split_fixed(self, active: ParameterSet) -> tuple[ParameterSet, tuple[ParameterState, ...]]:
-        """Return parameters whose raw weight is trained, and those where it is fixed."""
-        if active not in self._split:
-            trained = [state for state in active if state.trains_raw]
-            fixed = tuple(state for state in active if not state.trains_raw)
-            self._split[active] = (ParameterSet(trained) if fixed else active, fixed)
-        return self._split[active]
-
     def release_gradients(self) -> None:
         """Keep no gradient alive beyond the step that used it."""
         for state in self.states:
@@ -267,7 +256,7 @@ class Binding:
         mask[active.indices] = 1.0
         return to_device(mask, self.device)
 
-    def set_rates(self, rows: list[tuple[float, ...]]) -> None:
+    def set_rates(self, rows: list[Rates]) -> None:
         """Set `rates`, the hyper-parameters: a row for each of the `classes`."""
         if rows != self._last_rows:
             # Only what a scheduler has changed is sent to the device.
@@ -327,7 +316,7 @@ class Binding:
                 self.classes.append(state)
             class_of.append(classes[key])
         self.class_of = torch.tensor(class_of, device=self.device)
-        self._last_rows: list[tuple[float, ...]] = []
+        self._last_rows: list[Rates] = []
 
 
 def _device_of(states: list[ParameterState]) -> torch.device:

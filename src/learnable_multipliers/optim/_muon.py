@@ -17,7 +17,7 @@ from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import as_number
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.kernels._parameter import ParameterSet
+from learnable_multipliers.kernels._parameter import ParameterSet, Rates
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
@@ -173,7 +173,7 @@ class Muon(MultiplierOptimizer):
         at = hidden.indices
         before = bound.mean_squares[at]
         square = bound.squares[at] * clip.to(before.dtype).square() / hidden.sizes
-        beta2 = bound.rates[bound.class_of[at], 5]
+        beta2 = bound.rates[bound.class_of[at], Rates._fields.index("beta2")]
         after = torch.where(before == 0, square, before.lerp(square, (1 - beta2).to(before.dtype)))
         bound.mean_squares[at] = torch.where(go != 0, after, before)
 
