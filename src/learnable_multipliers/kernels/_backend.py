@@ -35,6 +35,11 @@ def takes_triton(backend: Backend, device: torch.device, obstacle: str | None = 
     return backend == "triton" or (backend == "auto" and device.type == "cuda" and obstacle is None)
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured, during which the host must not wait."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor from the host without a synchronization."""
     if device.type != "cuda":

@@ -27,7 +27,6 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._clipping import clip_factor
 from learnable_multipliers.optim._copies import Copies, copies_among
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
@@ -48,6 +47,8 @@ _DEFAULTS = {
     "multiplier_weight_decay": MULTIPLIER_WEIGHT_DECAY,
 }
 """Settings that parameter groups and the optimizer's arguments may both give."""
+_NORM_FLOOR = 1e-6
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class MultiplierOptimizer(WeightOwner):
@@ -66,7 +67,6 @@ class MultiplierOptimizer(WeightOwner):
         "_skipped",
         "_has_stepped",
     )
-    """Attributes that a copy of the optimizer keeps; torch's own copies its groups alone."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class MultiplierOptimizer(WeightOwner):
             return
         moved = bound.has_gradient(active)
         bound.steps += moved * go
-        clip = clip_factor(norm, self.max_grad_norm)
+        clip = _clip_factor(norm, self.max_grad_norm)
         go = go.to(torch.int32)
         hyper, multiplier_hyper = bound.kernels.tabulate(bound.rates, bound.class_of, bound.steps)
         for dtype, packed in bound.packed.items():
@@ -274,7 +274,7 @@ class MultiplierOptimizer(WeightOwner):
         counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
         with undisturbed(bound.device):
             _, norm, _ = bound.gradients(active, counted)
-        clip = clip_factor(norm, max_norm)
+        clip = _clip_factor(norm, max_norm)
         for state in active:
             grad = state.parameter.grad
             assert grad is not None
@@ -289,6 +289,13 @@ class MultiplierOptimizer(WeightOwner):
             settings = ", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden)
             lines += [f"  group {index}: {len(group['params'])} parameters, {settings}"]
         return "\n".join([*lines, ")"])
+
+
+def _clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
+    """Return the factor on all gradients that makes their norm at most `max_norm`."""
+    if max_norm is None:
+        return torch.ones_like(norm)
+    return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
 
 
 def _check_norm(name: str, value: float | None) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import MULTIPLIERS
+from learnable_multipliers.kernels._backend import is_capturing
 from learnable_multipliers.kernels._parameter import ParameterState
-from learnable_multipliers.optim._write_guard import is_capturing
 
 CHECK_EVERY = 100
 """Steps between checks that copies are equal; the first step has one."""

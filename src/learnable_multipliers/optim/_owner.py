@@ -47,7 +47,7 @@ class WeightOwner(Optimizer):
     _frozen: list[tuple[str, nn.Parameter]]
     _process_groups: dict[tuple[int, ...], Any]
     _settings: tuple[str, ...]
-    """Attributes that a copy of the optimizer keeps; torch's own copies its groups alone."""
+    """Attributes that a copy of the optimizer keeps; torch copies only its groups and state."""
 
     @property
     def plan(self) -> Plan:

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from learnable_multipliers.optim._write_guard import is_capturing
+from learnable_multipliers.kernels._backend import is_capturing
 
 _IN_A_ROW = 20
 """Skipped steps, one after the other, that a user is warned of."""

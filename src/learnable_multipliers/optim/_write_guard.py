@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learnable_multipliers.kernels._backend import is_capturing
 from learnable_multipliers.kernels._parameter import ParameterSet, ParameterState, effective_weight
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._sharding import local
@@ -142,8 +143,3 @@ def _written_outside(state: ParameterState) -> Exception:
         "which would overwrite it. If the change is meant (weights loaded, averaged, edited), call "
         "opt.sync_from_model_() after it; if not, restore the weights before stepping."
     )
-
-
-def is_capturing() -> bool:
-    """Return whether work is captured in a CUDA graph now, where the host must not wait."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
