@@ -80,9 +80,9 @@ dist: venv
 # By hand: torch with CUDA is gigabytes.
 TORCH ?= 2.9.1
 MATRIX := build/torch-$(TORCH)
-LIBRARY_TESTS := $(patsubst %,tests/test_%.py,adamw contract copies diagnosis equilibrium gauge groups \
+LIBRARY_TESTS := $(patsubst %,tests/test_%.py,adamw contract diagnosis equilibrium gauge groups \
 	initialize loading multiplier muon newton_schulz packed_multipliers parallel plain_diagnosis plan \
-	public_api reparametrize simulation symmetry weight_norm wrapper)
+	public_api reparametrize replicas simulation symmetry weight_norm wrapper)
 matrix:
 	$(PYTHON) -m venv $(MATRIX)
 	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(MATRIX)/constraints.txt

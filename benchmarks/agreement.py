@@ -1,4 +1,4 @@
-"""What it costs that ranks with copies agree on skipping: an optimizer step with it and without.
+"""What it costs that ranks with replicas agree on skipping: an optimizer step with it and without.
 
     python benchmarks/agreement.py --out results/agreement.json
 
@@ -52,9 +52,9 @@ def _measure(size: Size, rounds: int) -> dict[str, float]:
         p.grad = torch.randn_like(p)
 
     optimizer.step()
-    copies, optimizer._copies = optimizer._copies, None
+    replicas, optimizer._replicas = optimizer._replicas, None
     states, yes = optimizer._bound().states, torch.tensor(True)
-    assert copies is not None
+    assert replicas is not None
     steps, agreed, checked = [], [], []
     for _ in range(rounds):
         start = time.process_time()
@@ -62,10 +62,10 @@ def _measure(size: Size, rounds: int) -> dict[str, float]:
         steps.append(time.process_time() - start)
         # A check of the weights is due every 100 steps.
         for number, taken in ((1, agreed), (100, checked)):
-            copies._num_steps = number
+            replicas._num_steps = number
             dist.barrier()
             start = time.perf_counter()
-            copies.agree(yes, yes, states)
+            replicas.agree(yes, yes, states)
             taken.append(time.perf_counter() - start)
     step, median = 1e3 * statistics.median(steps), 1e3 * statistics.median(agreed)
     quick, check = (1e3 * statistics.quantiles(times, n=10)[0] for times in (agreed, checked))

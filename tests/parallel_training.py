@@ -134,7 +134,7 @@ def largest_difference(found, expected, **tolerance):
 
 
 def shard(model, mesh):
-    """Shard some matrices by columns and rows; the rest has copies on all ranks of the mesh."""
+    """Shard some matrices by columns and rows; the rest has replicas on all ranks of the mesh."""
     styles = {
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),

@@ -89,7 +89,7 @@ def copies_without_a_group():
     largest_difference(results(model, optimizer), results(*reference("muon", "blocks")))
 
 
-def test_muon_on_copies_needs_no_group(ranks):
+def test_muon_on_replicas_needs_no_group(ranks):
     ranks.run(copies_without_a_group)
 
 

@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
             torch.testing.assert_close(kept.tensors[group][rest], value, **CLOSE)
 
 
-def test_signals_of_copies_are_those_of_one_process(ranks, data, tmp_path):
+def test_signals_of_replicas_are_those_of_one_process(ranks, data, tmp_path):
     config = config_of(data, tmp_path / "alone", kind="muon")
     config = replace(config, log=replace(config.log, signals_every=3))
     train_here(config)
@@ -272,9 +272,9 @@ def test_a_gradient_that_is_bad_on_one_copy_is_left_out_on_all(data, tmp_path, k
 
 def train_with_other_weights(config):
     """Change the weights of one rank; return how all of them end."""
-    from learnable_multipliers.optim import _copies
+    from learnable_multipliers.optim import _replicas
 
-    usual, _copies.CHECK_EVERY = _copies.CHECK_EVERY, 4
+    usual, _replicas.CHECK_EVERY = _replicas.CHECK_EVERY, 4
     try:
         trainer = Trainer(config)
         for step in trainer.steps():
@@ -286,16 +286,16 @@ def train_with_other_weights(config):
         trainer.world.leave()
         return str(error)
     finally:
-        _copies.CHECK_EVERY = usual
+        _replicas.CHECK_EVERY = usual
     return "nothing"
 
 
-def test_copies_that_differ_end_a_run(data, tmp_path):
+def test_replicas_that_differ_end_a_run(data, tmp_path):
     two = Ranks(2)
     try:
         found = two.run(train_with_other_weights, config_of(data, tmp_path / "run", llama=True))
     finally:
         two.stop()
     for text in found:
-        assert text.startswith("step 5: the copies of lm_head.weight differ between ranks, by ")
+        assert text.startswith("step 5: the replicas of lm_head.weight differ between ranks, by ")
         assert text.endswith("restart from a checkpoint (--resume)")

@@ -235,7 +235,7 @@ def skips(layout, optimizer):
             before = {k: v.clone() for k, v in results(model, made).items() if k != "norm"}
             hook = None
             if layout == "ddp 2" and mesh.get_rank() == 1:
-                # Spoilt before copies are averaged: afterwards it is on all ranks.
+                # Spoilt before replicas are averaged: afterwards it is on all ranks.
                 hook = model.module.up.weight.register_hook(lambda g, v=value: g * v)
             backward(model, batch(step, part, parts))
             if layout == "ddp 2":

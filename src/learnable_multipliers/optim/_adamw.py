@@ -22,7 +22,7 @@ class AdamW(MultiplierOptimizer):
             `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3 likewise.
         max_grad_norm: Clip by the norm of the raw weights' gradients, as part of the step.
         clip_multipliers: Count the multipliers' gradients in that norm too.
-        process_group: The ranks that hold copies of these parameters, as under
+        process_group: The ranks that hold replicas of these parameters, as under
             DistributedDataParallel: they agree on which steps to skip.
         backend: Which kernels run. `fused` and `foreach` are taken as torch has them; every step
             is fused, so that they change nothing.

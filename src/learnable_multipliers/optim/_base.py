@@ -27,7 +27,6 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._copies import Copies, copies_among
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
@@ -36,6 +35,7 @@ from learnable_multipliers.optim._groups import (
     plan_for,
 )
 from learnable_multipliers.optim._owner import WeightOwner
+from learnable_multipliers.optim._replicas import Replicas, replicas_among
 from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.optim._skipping import SkippedSteps
 from learnable_multipliers.optim._surroundings import undisturbed
@@ -57,7 +57,7 @@ class MultiplierOptimizer(WeightOwner):
     found_inf: Tensor | None = None
     """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
     a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
-    _copies: Copies | None = None
+    _replicas: Replicas | None = None
     _settings: tuple[str, ...] = (
         "_plan",
         "max_grad_norm",
@@ -130,8 +130,8 @@ class MultiplierOptimizer(WeightOwner):
         return cls(param_groups(model, plan_for(model, placement, rules)), **settings)
 
     def _bind(self) -> None:
-        if self._copies is None:
-            self._copies = copies_among(self._process_group or self._ddp_group)
+        if self._replicas is None:
+            self._replicas = replicas_among(self._process_group or self._ddp_group)
         super()._bind()
         if self._skipped is None:
             self._skipped = SkippedSteps(self._bound().device)
@@ -192,8 +192,8 @@ class MultiplierOptimizer(WeightOwner):
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         # Checkpointing tools take a step without rate and gradient to see the state, maybe on one
         # rank alone; it must leave no trace.
-        if self._copies is not None and (self._has_stepped or not still or bool(norm)):
-            finite, go = self._copies.agree(finite, go, bound.states)
+        if self._replicas is not None and (self._has_stepped or not still or bool(norm)):
+            finite, go = self._replicas.agree(finite, go, bound.states)
         if still:
             go = go & (norm != 0)
         else:

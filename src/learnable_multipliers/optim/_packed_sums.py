@@ -26,7 +26,7 @@ class _Route:
     """Their places among the gradients."""
     put: Tensor
     weight: Tensor
-    """What a copy counts: one over the number of ranks that bring the same numbers."""
+    """One over the number of ranks that contribute the same numbers."""
     unsent: Tensor
     """The same for gradients that are whole on their rank and not sent; 0 for those that are."""
 
@@ -65,8 +65,8 @@ class PackedSums:
                 self.size += shape.numel()
                 taken.append(own.flatten())
                 put.append(local_values(matrix, shard, {name: whole})[name].flatten())
-                copies = self._group.size() / shard.num_shards
-                weight.append(torch.full((own.numel(),), 1 / copies, dtype=packed.values.dtype))
+                replicas = self._group.size() / shard.num_shards
+                weight.append(torch.full((own.numel(),), 1 / replicas, dtype=packed.values.dtype))
         none, nothing = places[:0], torch.zeros(0, dtype=packed.values.dtype)
         joined = [none, *taken], [none, *put], [nothing, *weight], [unsent]
         return _Route(*(torch.cat(tensors).to(self._device) for tensors in joined))

@@ -49,7 +49,7 @@ class ParallelModel:
     dp_degree: int = 1
     """Data-parallel degree: gradients are averaged over as many parts of the batch."""
     dp_group: Any = None
-    """The process group of DDP, whose ranks hold copies of every parameter."""
+    """The process group of DDP, whose ranks hold replicas of every parameter."""
 
 
 def parallelize(model: HybridLM, world: World) -> ParallelModel:

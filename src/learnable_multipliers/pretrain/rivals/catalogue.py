@@ -30,12 +30,12 @@ RIVALS: dict[Variant, type[Rival]] = {
 
 
 def make_rival(
-    model: nn.Module, planned: Plan, config: OptimizerConfig, copies: Any = None
+    model: nn.Module, planned: Plan, config: OptimizerConfig, replica_group: Any = None
 ) -> LearnableMultipliers:
     """Return the rival that a config names; it trains the raw weights of what carries multipliers.
 
     Args:
-        copies: The group of ranks that hold plain copies of every parameter.
+        replica_group: The ranks that hold replicas of every parameter.
     """
     entries = {entry.name: entry for entry in planned.entries}
     groups: dict[str, dict[str, Any]] = {}
@@ -65,7 +65,7 @@ def make_rival(
         multiplier_weight_decay=config.multiplier_weight_decay,
         max_grad_norm=config.max_grad_norm or None,
         clip_multipliers=config.clip_multipliers,
-        process_group=copies,
+        process_group=replica_group,
     )
 
 

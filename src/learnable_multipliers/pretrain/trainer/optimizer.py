@@ -100,16 +100,16 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[Multiplie
 
 
 def optimizer_for(
-    model: nn.Module, planned: Plan, config: OptimizerConfig, copies: Any = None
+    model: nn.Module, planned: Plan, config: OptimizerConfig, replica_group: Any = None
 ) -> MultiplierOptimizer:
     """Return the optimizer of a model that is planned and initialized, and spread over ranks.
 
     Args:
-        copies: The group of ranks that hold plain copies of every parameter: they agree on steps to
+        replica_group: The ranks that hold replicas of every parameter: they agree on steps to
             skip, and share Muon's work.
     """
     if config.variant != "none":
-        return make_rival(model, planned, config, copies)
+        return make_rival(model, planned, config, replica_group)
     groups = param_groups(model, planned, weight_decay=config.weight_decay)
     shared: dict[str, Any] = {
         "lr": config.lr,
@@ -119,7 +119,7 @@ def optimizer_for(
         "multiplier_weight_decay": config.multiplier_weight_decay,
         "max_grad_norm": config.max_grad_norm or None,
         "clip_multipliers": config.clip_multipliers,
-        "process_group": copies,
+        "process_group": replica_group,
     }
     if config.kind == "adamw":
         return AdamW(groups, **shared)

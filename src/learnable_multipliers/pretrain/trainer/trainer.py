@@ -14,7 +14,7 @@ from typing import Any
 
 from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.optim._copies import CopiesDifferError
+from learnable_multipliers.optim._replicas import ReplicasDifferError
 from learnable_multipliers.optim._write_guard import WeightChangedError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -225,7 +225,7 @@ class Trainer:
         self.optimizer.found_inf = ~loss.isfinite()
         try:
             self.optimizer.step()
-        except CopiesDifferError as error:
+        except ReplicasDifferError as error:
             raise OSError(f"step {self.step + 1:,}: {error} (--resume)") from error
         except WeightChangedError as error:
             name = str(error).partition(" ")[0]

@@ -1,9 +1,11 @@
-"""What ranks with copies of all parameters decide together: whether a step is taken.
+"""Keep replicated optimizers in step: agree on skipping a step, and check now and then that
+replicas are equal.
 
-Gradients are averaged before a step, so copies see the same numbers, unless one of them is wrong
-(faulty memory, a hook, a write to one rank's gradient). A rank that skips alone trains another
-model from then on. One all-reduce of four numbers a step prevents that. Now and then two of them
-are a checksum of the weights, so that copies which differ for any other reason are reported.
+Gradients are averaged before a step, so all replicas see the same numbers unless something goes
+wrong on one rank (faulty memory, a hook, a write to its gradient). If that rank alone skips a step,
+the replicas differ from then on. One all-reduce of four numbers per step prevents that. Every
+`CHECK_EVERY` steps two of them are a checksum of the weights, which finds replicas that differ for
+any other reason.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from learnable_multipliers.kernels._backend import is_capturing
 from learnable_multipliers.kernels._parameter import ParameterState
 
 CHECK_EVERY = 100
-"""Steps between checks that copies are equal; the first step has one."""
+"""Steps from one check that replicas are equal to the next; the first is in the first step."""
 _ROUNDING = 1e-4
-"""Copies that differ by less, over their rms, may do so by rounding: devices of two kinds."""
+"""Replicas on different kinds of device may differ by this much of their rms through rounding."""
 
 
-class CopiesDifferError(RuntimeError):
-    """Ranks that should hold copies of the same parameters do not."""
+class ReplicasDifferError(RuntimeError):
+    """Replicas of the same parameters are not equal."""
 
 
-class Copies:
-    """The ranks that hold copies of all parameters of an optimizer."""
+class Replicas:
+    """The ranks that hold replicas of all parameters of an optimizer."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -41,12 +43,12 @@ class Copies:
     def agree(
         self, finite: Tensor, go: Tensor, states: Iterable[ParameterState]
     ) -> tuple[Tensor, Tensor]:
-        """Return whether all numbers are finite on all ranks, and whether all take the step.
+        """Return whether gradients are finite on all ranks, and whether all ranks take the step.
 
         Raises:
-            CopiesDifferError: The copies are not equal; found every `CHECK_EVERY` steps.
+            ReplicasDifferError: The replicas are not equal; checked every `CHECK_EVERY` steps.
         """
-        # The host reads the result of a check, and must not wait in a capture.
+        # The host reads the result of a check, and must not wait during a capture.
         checks = self._num_steps % CHECK_EVERY == 0 and not is_capturing()
         own = _checksum(states) if checks else torch.zeros_like(finite, dtype=torch.int64)
         votes = torch.stack([(~finite).long(), (~go).long(), own, ~own])
@@ -60,7 +62,7 @@ class Copies:
 
     def _report(self, states: Iterable[ParameterState]) -> None:
         name, distance = max(self._distances(states), key=lambda found: found[1])
-        text = f"the copies of {name} differ between ranks, by {distance:.1e} of its rms"
+        text = f"the replicas of {name} differ between ranks, by {distance:.1e} of its rms"
         if distance < _ROUNDING:
             if not self._has_warned:
                 self._has_warned = True
@@ -72,16 +74,16 @@ class Copies:
             return
         cause = (
             f"in the last {CHECK_EVERY} steps a rank was changed alone (a step that only some "
-            "take, a write to its weights, faulty memory). Nothing tells which copy is right: "
+            "take, a write to its weights, faulty memory). It is unknown which replica is right: "
             "restart from a checkpoint"
             if self._num_steps
-            else "they did not start from the same weights, or process_group holds other ranks "
-            "than those with copies. Give all ranks the weights of one"
+            else "they did not start from the same weights, or process_group has other ranks than "
+            "those with replicas. Give all ranks the weights of one"
         )
-        raise CopiesDifferError(f"{text}: {cause}")
+        raise ReplicasDifferError(f"{text}: {cause}")
 
     def _distances(self, states: Iterable[ParameterState]) -> Iterator[tuple[str, float]]:
-        """Yield how far apart the copies of each tensor are, over their rms; collective."""
+        """Yield the distance between the replicas of each tensor, over their rms; collective."""
         for name, value in _compared(states):
             value = value.nan_to_num()
             ends = torch.stack((value, -value))
@@ -91,30 +93,31 @@ class Copies:
             yield name, float(apart / rms) if float(rms) else 0.0
 
 
-def copies_among(group: Any) -> Copies | None:
-    """Return the copies on the ranks of a process group; None without one, or with one rank."""
+def replicas_among(group: Any) -> Replicas | None:
+    """Return the replicas on the ranks of a process group; None without one, or with one rank."""
     if group is None or dist.get_world_size(group) < 2:
         return None
-    return Copies(group)
+    return Replicas(group)
 
 
 def _compared(states: Iterable[ParameterState]) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each raw weight and multiplier."""
     for state in states:
         kept = {
             "": state.raw,
             **{f" ({n})": state.multipliers[n] for n in MULTIPLIERS if n in state.multipliers},
         }
-        for part, value in kept.items():
+        for suffix, value in kept.items():
             if value.numel():
-                yield state.name + part, value.detach()
+                yield state.name + suffix, value.detach()
 
 
 def _checksum(states: Iterable[ParameterState]) -> Tensor:
-    """Return a sum of all bits: exact in any order, so equal copies have equal ones."""
+    """Return a checksum: an integer sum, exact in any order, so that equal replicas agree."""
     sums = []
     for _, value in _compared(states):
         integers = {8: torch.int64, 4: torch.int32}[value.element_size()]
         sums.append(value.view(integers).sum(dtype=torch.int64))
     total = torch.stack(sums)
-    # Weights that were swapped give another sum.
+    # Odd factors, so that swapped weights give another sum.
     return (total * torch.arange(1, 2 * len(sums), 2, device=total.device)).sum()

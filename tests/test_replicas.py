@@ -1,4 +1,4 @@
-"""Ranks that hold copies of all parameters skip the same steps, and notice when they differ."""
+"""Ranks that hold replicas of all parameters skip the same steps, and notice when they differ."""
 
 import gc
 import math
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.optim._copies import CHECK_EVERY, CopiesDifferError
+from learnable_multipliers.optim._replicas import CHECK_EVERY, ReplicasDifferError
 from parallel_training import (
     Collectives,
     backward,
@@ -49,7 +49,7 @@ def apart(tensor):
     return ends.sum(0).abs().max().item()
 
 
-def assert_equal_copies(model, made):
+def assert_equal_replicas(model, made):
     found = {name: apart(value.double()) for name, value in results(model, made).items()}
     del found["norm"]
     assert set(found.values()) == {0.0}
@@ -88,12 +88,12 @@ def skips(way):
         train(model, made, *part, steps=[step])
         assert not made.skipped_last
     assert made.num_skipped == 3
-    assert_equal_copies(model, made)
+    assert_equal_replicas(model, made)
     largest_difference(results(model, made), results(*reference(optimizer, "row+col")))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_number_that_one_copy_sees_after_the_all_reduce_is_skipped_on_all(way, ranks):
+def test_a_number_that_one_replica_sees_after_the_all_reduce_is_skipped_on_all(way, ranks):
     ranks.run(skips, way)
 
 
@@ -109,15 +109,15 @@ def unseen():
     assert apart(model.module.up.weight.detach()) > 1e-3
 
 
-def test_without_a_group_copies_go_apart(ranks):
+def test_without_a_group_replicas_go_apart(ranks):
     ranks.run(unseen)
 
 
-# -- copies that differ -------------------------------------------------------------------------
+# -- replicas that differ -----------------------------------------------------------------------
 
 
 def differ(optimizer, what):
-    """Change one rank's copy between two checks; all ranks say so at the second."""
+    """Change one rank's replica between two checks; all ranks say so at the second."""
     found = started(optimizer)
     if found is None:
         return None
@@ -135,7 +135,7 @@ def differ(optimizer, what):
         train(model, made, *part, steps=[step])
     try:
         train(model, made, *part, steps=[CHECK_EVERY])
-    except CopiesDifferError as error:
+    except ReplicasDifferError as error:
         return str(error)
     return "nothing"
 
@@ -144,10 +144,10 @@ def differ(optimizer, what):
     ("optimizer", "what", "name"),
     [("adamw", "weight", "down.weight"), ("muon", "multiplier", "up.weight")],
 )
-def test_copies_that_differ_are_reported_within_a_hundred_steps(optimizer, what, name, ranks):
+def test_replicas_that_differ_are_reported_within_a_hundred_steps(optimizer, what, name, ranks):
     assert CHECK_EVERY == 100
     for told in ranks.run(differ, optimizer, what)[:2]:
-        assert told.startswith(f"the copies of {name} ")
+        assert told.startswith(f"the replicas of {name} ")
         assert "in the last 100 steps a rank was changed alone" in told
         assert "restart from a checkpoint" in told
 
@@ -161,12 +161,12 @@ def differ_at_start():
     made = lrm.AdamW.from_model(model, "none", lr=1e-2, process_group=mesh.get_group())
     model(torch.ones(2, 3)).sum().backward()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(CopiesDifferError, match="did not start from the same weights"):
+    with pytest.raises(ReplicasDifferError, match="did not start from the same weights"):
         made.step()
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_copies_that_start_apart_are_refused_at_the_first_step(ranks):
+def test_replicas_that_start_apart_are_refused_at_the_first_step(ranks):
     assert ranks.run(differ_at_start)[:2] == [True, True]
 
 
@@ -184,10 +184,10 @@ def differ_by_rounding():
     return [str(one.message) for one in told]
 
 
-def test_copies_that_differ_by_rounding_are_warned_of_once(ranks):
+def test_replicas_that_differ_by_rounding_are_warned_of_once(ranks):
     for told in ranks.run(differ_by_rounding)[:2]:
         (one,) = told
-        assert "copies of down.weight differ between ranks, by " in one
+        assert "replicas of down.weight differ between ranks, by " in one
         assert "round differently" in one
 
 
@@ -249,7 +249,7 @@ def shown_alone():
     if dist.get_rank() == 0:
         assert get_optimizer_state_dict(model, made)["state"]
     train(model, made, *part, steps=range(2))
-    assert_equal_copies(model, made)
+    assert_equal_replicas(model, made)
 
 
 def test_one_rank_may_look_at_the_state_alone(ranks):
