@@ -1,4 +1,4 @@
-"""The same reparametrization around an optimizer that knows nothing of it."""
+"""Wrap any torch optimizer: it trains the raw weights, AdamW the multipliers."""
 
 from __future__ import annotations
 
@@ -47,33 +47,38 @@ _OURS = {
 }
 _INNER = "inner."
 """Prefix of the wrapped optimizer's entries in a saved state."""
-_STEPS_OF_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
-"""Classes whose steps are about as long as the learning rate, whatever the gradients."""
+_UPDATE_SIZE_IS_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
+"""Classes whose updates are about as large as the learning rate, whatever the gradients."""
 _FIRST_MULTIPLIER_LR = 1e-3
 _STEPPING: set[int] = set()
-"""Ids of wrapped optimizers whose step was called by what is around them."""
+"""Ids of wrapped optimizers whose step was called by their wrapper."""
 
 
 class LearnableMultipliers(MultiplierOptimizer):
-    """Any torch optimizer, training raw weights; AdamW trains their multipliers.
+    """Any torch optimizer for the raw weights, with AdamW for their multipliers.
 
-    The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops
-    use this object in its place, for `zero_grad` too. It must be fresh: wrap it before its first
-    step.
+    The wrapped optimizer keeps its parameter groups and settings; schedulers and training loops use
+    this object in its place, for `zero_grad` too. Wrap an optimizer before its first step.
 
     Args:
-        optimizer: One of torch on parameters of `model`.
+        optimizer: A torch optimizer of parameters of `model`.
         multiplier_lr_scale: Multipliers train at `lr * multiplier_lr_scale`, so that schedulers
-            move them too. None is 1 around Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Lion,
-            whose learning rate is the length of a step, as AdamW's is. Around any other it is
-            what makes each group's multipliers start at 1e-3: the rate of SGD or Adadelta is
-            measured in other units, and is far too high for AdamW.
-        multiplier_betas: Of the multipliers' AdamW, as `multiplier_eps`. The other settings are
-            those of `lrm.AdamW`.
+            move them too. None means 1 around Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Lion,
+            whose learning rate is the size of an update, as AdamW's is. Around any other optimizer
+            it means that each group's multipliers start at 1e-3: the rate of SGD or Adadelta is in
+            other units, and far too high for AdamW.
+        multiplier_betas: Betas of the multipliers' AdamW; `multiplier_eps` is its eps. The other
+            settings are those of `lrm.AdamW`.
     """
 
-    _settings = (*MultiplierOptimizer._settings, "inner", "_adamw", "_last", "_only_shown")
-    _only_shown = False
+    _settings = (
+        *MultiplierOptimizer._settings,
+        "inner",
+        "_adamw",
+        "_last",
+        "_inner_state_is_placeholder",
+    )
+    _inner_state_is_placeholder = False
     _has_moved = False
 
     def __init__(
@@ -149,14 +154,14 @@ class LearnableMultipliers(MultiplierOptimizer):
             backend=backend,
             process_group=process_group,
         )
-        # Every group has its settings; schedulers ask here which ones there are.
+        # Every group has its settings; schedulers look up their names here.
         self.defaults = {**optimizer.defaults, **self.defaults}
-        # What the wrapped optimizer's groups said last.
+        # The wrapped optimizer's groups as last seen.
         self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
         # Last, so that an error above leaves the optimizer usable by itself.
         optimizer.register_step_pre_hook(_check_caller)
 
-    # It takes one argument more, in front: which optimizer.
+    # It takes one more argument, in front: the optimizer.
     @classmethod
     def from_model(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
@@ -167,7 +172,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         rules: Sequence[Rule] = (),
         **settings: Any,
     ) -> Self:
-        """Return an optimizer of torch on a model whose matrices carry multipliers.
+        """Return a wrapped torch optimizer for a model whose matrices carry multipliers.
 
         `settings` are the optimizer's (`lr`, `momentum`, ...) and the constructor's
         (`multiplier_lr_scale`, `max_grad_norm`, ...). Vectors train without decay.
@@ -190,7 +195,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                     raise ValueError("a rule scales the learning rate: give lr=...")
                 own["lr"] = settings["lr"] * group["lr_scale"]
             groups.append(own)
-        # The groups say it now.
+        # The groups hold these settings now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
         planned = replace(plan, entries=entries)
         return cls(optimizer(groups, **settings), model, planned, **own_settings)
@@ -219,36 +224,36 @@ class LearnableMultipliers(MultiplierOptimizer):
             for place, held in enumerate(group["params"]):
                 state = next(states)
                 if state.owns_raw:
-                    # A DTensor where the parameter is one: the wrapped optimizer's state then is
-                    # too, and one that looks at whole matrices sees them.
+                    # A DTensor if the parameter is one: then the wrapped optimizer's state is one
+                    # too, and an optimizer that needs whole matrices sees them.
                     raw = nn.Parameter(self.state[state.parameter]["raw"])
                     group["params"][place] = self._raw[state.index] = raw
                 elif held is not state.parameter:
-                    # Put in its place by a framework that shards or casts parameters.
+                    # A framework that shards or casts parameters has replaced it.
                     group["params"][place] = state.parameter
                 new = group["params"][place]
                 if held in self.inner.state and held is not new:
-                    # What was made for a weight in 16 bits would stay in them.
+                    # State made for a 16-bit weight would stay 16-bit.
                     self.inner.state[new] = {
                         key: value.to(new.dtype) if _is_like(value, held) else value
                         for key, value in self.inner.state.pop(held).items()
                     }
 
     def _step(self) -> None:
-        self._pick_up()
+        self._pull_settings()
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
-            self._show_state()
+            self._materialize_inner_state()
 
-    def _show_state(self) -> None:
-        """Let the wrapped optimizer make its state, for checkpointing tools to see.
+    def _materialize_inner_state(self) -> None:
+        """Let the wrapped optimizer create its state, for checkpointing tools to see.
 
-        They ask by a step without rate and gradient, and load what they have seen, no more.
-        Training goes on without this step.
+        These tools take a step at rate 0 with zero gradients, and load only the entries they see
+        then. Training discards this placeholder.
         """
         groups = [{**group} for group in self.inner.param_groups]
-        self._hand_down()
+        self._push_settings()
         held = [parameter for group in groups for parameter in group["params"]]
         grads = [parameter.grad for parameter in held]
         for group in self.inner.param_groups:
@@ -260,13 +265,13 @@ class LearnableMultipliers(MultiplierOptimizer):
             parameter.grad = grad
         for group, before in zip(self.inner.param_groups, groups, strict=True):
             group.update(before)
-        self._only_shown = True
+        self._inner_state_is_placeholder = True
         self._mirror_state()
 
     def _mirror_state(self) -> None:
-        """Hold the wrapped optimizer's state in ours, too, under `inner.` names.
+        """Mirror the wrapped optimizer's state in ours, under `inner.` names.
 
-        Tools that load flattened checkpoints look in `state` for what there is to load.
+        Tools that load flattened checkpoints look in `state` for the entries to load.
         """
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             for parameter, held in zip(ours["params"], theirs["params"], strict=True):
@@ -279,13 +284,13 @@ class LearnableMultipliers(MultiplierOptimizer):
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
-        # The wrapped optimizer cannot be told on the device to hold still.
+        # The wrapped optimizer steps on the host's word: it cannot read `go` on the device.
         if not bool(go):
             return
-        if self._only_shown:
+        if self._inner_state_is_placeholder:
             self.inner.state.clear()
-            self._only_shown = False
-        self._hand_down()
+            self._inner_state_is_placeholder = False
+        self._push_settings()
         for raw in self._raw.values():
             raw.grad = None
         kept = []
@@ -302,7 +307,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             parameter.grad = grad
         for raw in self._raw.values():
             raw.grad = None
-        self._take_over()
+        self._pull_notes()
         self._mirror_state()
         for state in active:
             if state.owns_raw:
@@ -317,10 +322,10 @@ class LearnableMultipliers(MultiplierOptimizer):
             _STEPPING.discard(id(self.inner))
 
     def _step_inner(self, active: ParameterSet) -> None:
-        """Let the wrapped optimizer step; raise where it trained the model's weights, not ours."""
+        """Step the wrapped optimizer; raise if it trained the model's weights, not the raw ones."""
         owned = [state for state in active if state.owns_raw]
         versions = [state.parameter._version for state in owned]
-        # Writes through `.data` leave no trace but their numbers. Read until a step has moved.
+        # Only the values show writes through `.data`. Compare them until a step has moved weights.
         before = None if self._has_moved else _sums(owned)
         self._call_inner()
         written = [s for s, old in zip(owned, versions, strict=True) if s.parameter._version != old]
@@ -338,28 +343,28 @@ class LearnableMultipliers(MultiplierOptimizer):
         for state in active:
             held = self._raw.get(state.index, state.parameter)
             if not state.sharded and held.data_ptr() != state.raw.data_ptr():
-                # It has put a tensor of its own in place: `p.data = p.data - ...`.
+                # The optimizer replaced the storage: `p.data = p.data - ...`.
                 state.raw.copy_(held)
                 held.data = state.raw
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the groups of the wrapped optimizer; it cannot grow once it is wrapped."""
+        """Add a group of the wrapped optimizer; none can be added once it is wrapped."""
         if hasattr(self, "_last"):
             raise ValueError("add parameter groups to the optimizer before wrapping it")
         super().add_param_group(param_group)
 
-    def _hand_down(self) -> None:
-        """Pass on what schedulers and users have changed in our groups, and nothing else.
+    def _push_settings(self) -> None:
+        """Copy to the wrapped optimizer what schedulers and users changed in our groups.
 
-        Some optimizers keep notes of their own in their groups.
+        Only that: some optimizers keep notes of their own in their groups.
         """
         for ours, theirs, last in self._paired_groups():
             theirs.update(_changes(ours, last))
 
-    def _pick_up(self) -> None:
-        """Take over what a scheduler made on the wrapped optimizer has changed in its groups.
+    def _pull_settings(self) -> None:
+        """Copy to our groups what a scheduler on the wrapped optimizer changed in its groups.
 
-        What was changed in our own counts for more.
+        Changes in our own groups take precedence.
         """
         for ours, theirs, last in self._paired_groups():
             own = _changes(ours, last)
@@ -367,8 +372,8 @@ class LearnableMultipliers(MultiplierOptimizer):
             ours.update(changed)
             last.update(changed)
 
-    def _take_over(self) -> None:
-        """Show in our groups what the wrapped optimizer has noted in its own."""
+    def _pull_notes(self) -> None:
+        """Copy to our groups what the wrapped optimizer noted in its own."""
         for ours, theirs, last in self._paired_groups():
             ours.update({key: value for key, value in theirs.items() if key not in _OURS})
             last.update({key: value for key, value in theirs.items() if key not in _OURS})
@@ -379,12 +384,12 @@ class LearnableMultipliers(MultiplierOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
         self._drop_replaced()
-        self._pick_up()
+        self._pull_settings()
         if self.state and not self.inner.state and not self._has_stepped:
-            # Something has read our state before the first step. Checkpointing tools load what
-            # they see here, so that the wrapped optimizer's must be there, too.
+            # Our state was read before the first step. Checkpointing tools load only what they see
+            # here, so the wrapped optimizer's state must be here, too.
             self._bound()
-            self._show_state()
+            self._materialize_inner_state()
         saved = super().state_dict()
         for index, state in self.inner.state_dict()["state"].items():
             kept = saved["state"].get(index, {})
@@ -418,7 +423,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if state_dict["state"]:
             self._bound()
             if not self.inner.state:
-                self._show_state()
+                self._materialize_inner_state()
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
             check_kept(saved_groups, theirs, stepped, self.inner)
         named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
@@ -426,7 +431,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if state_dict["state"]:
             self._load_inner(theirs, saved_groups)
         else:
-            # Nothing is made for parameters that a framework may yet replace.
+            # Create no state yet: a framework may still replace parameters.
             self.inner.state.clear()
         for ours, inner, last in self._paired_groups():
             kept = {key: value for key, value in ours.items() if key not in _OURS}
@@ -434,9 +439,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             last.update(kept)
 
     def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Load the wrapped optimizer's part of a state."""
+        """Load the wrapped optimizer's entries of a state."""
         bound = self._bound()
-        # Parameters under the names that the state was saved with: numbers, or the model's own in
+        # Parameters by the keys that the state was saved with: numbers, or the model's names in
         # distributed checkpoints.
         groups = [
             {**group, "params": saved["params"]}
@@ -444,21 +449,21 @@ class LearnableMultipliers(MultiplierOptimizer):
                 self.inner.state_dict()["param_groups"], saved_groups, strict=True
             )
         ]
-        made_early = bool(self.inner.state) and not self._only_shown
-        if self._only_shown:
-            # No room is needed for it beside what is loaded.
+        made_early = bool(self.inner.state) and not self._inner_state_is_placeholder
+        if self._inner_state_is_placeholder:
+            # Free the placeholder before loading.
             self.inner.state.clear()
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         for kept in self.inner.state.values():
-            # torch keeps the tensors it is given: training would change the state that was loaded.
+            # torch keeps the tensors it is given: training would change the caller's state dict.
             kept.update({k: v.clone() for k, v in kept.items() if isinstance(v, Tensor)})
         self._mirror_state()
-        # What was saved before the first step was only shown, too.
-        self._only_shown = not made_early and not bool(bound.steps.any())
+        # A state that was saved before the first step is a placeholder, too.
+        self._inner_state_is_placeholder = not made_early and not bool(bound.steps.any())
 
 
 def _check_caller(optimizer: Optimizer, *_: Any) -> None:
-    """Raise where a wrapped optimizer is stepped by itself: it would train no multipliers."""
+    """Raise if a wrapped optimizer is stepped by itself: it would train no multipliers."""
     if id(optimizer) not in _STEPPING:
         raise RuntimeError(
             f"step() was called on the {type(optimizer).__name__} inside lrm.LearnableMultipliers, "
@@ -473,9 +478,9 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return the default scale of a group's learning rate for its multipliers."""
-    if any(base.__name__ in _STEPS_OF_LR for base in type(optimizer).__mro__):
+    if any(base.__name__ in _UPDATE_SIZE_IS_LR for base in type(optimizer).__mro__):
         return 1.0
-    # What a scheduler that was made before takes for the rate itself.
+    # A scheduler that was made before keeps its base rate here.
     lr = float(group.get("initial_lr", group["lr"]))
     if lr == 0:
         raise ValueError(
@@ -486,11 +491,11 @@ def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
 
 
 def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the wrapped optimizer that are others than they were."""
+    """Return the settings of the wrapped optimizer that have changed."""
     return {
         key: value
         for key, value in group.items()
-        # Numbers of an optimizer that was pickled are equal, but not the same.
+        # Numbers of an unpickled optimizer are equal, but not the same objects.
         if key not in _OURS
         and value is not last.get(key, value)
         and not (isinstance(value, int | float) and value == last[key])
@@ -499,6 +504,6 @@ def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
 
 def _sums(states: Sequence[ParameterState]) -> Tensor:
     """Return a sum over each weight, to see whether it changes."""
-    # A weight that is not a number would differ from itself.
+    # NaN would differ from itself.
     sums = [state.weight.sum(dtype=torch.float64).nan_to_num() for state in states]
     return torch.stack(sums) if sums else torch.zeros(0)
