@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import learnable_multipliers as lrm
 from learnable_multipliers.optim import _batches as batches
 from learnable_multipliers.optim import _sharding
-from learnable_multipliers.optim._exchange import assigned, newton_schulz_cost
+from learnable_multipliers.optim._distributed_batches import assign_owners, newton_schulz_cost
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._packed_multipliers import PackedMultipliers
 from learnable_multipliers.optim._packed_sums import PackedSums
@@ -186,7 +186,7 @@ def test_each_matrix_is_orthogonalized_once_on_one_rank(layout, ranks):
     expected = [
         shape
         for matrix in hidden_with_gradients("blocks")
-        for shape in batches.part_shapes(matrix, "blocks") * math.prod(matrix.stack)
+        for shape in batches.partition_shapes(matrix, "blocks") * math.prod(matrix.stack)
     ]
     found = ranks.run(orthogonalized, layout)
     assert sorted(shape for rank in found for shape in rank) == sorted(expected)
@@ -202,7 +202,7 @@ def test_newton_schulz_of_a_model_is_shared_evenly():
     costs = [newton_schulz_cost(matrix, "blocks") for matrix in matrices]
     for number in (2, 3, 8, 16):
         loads = [0] * number
-        for cost, owner in zip(costs, assigned(costs, number), strict=True):
+        for cost, owner in zip(costs, assign_owners(costs, number), strict=True):
             loads[owner] += cost
         assert max(loads) < 1.02 * sum(costs) / number
 

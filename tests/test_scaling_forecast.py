@@ -9,7 +9,7 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers._placement import Placement
-from learnable_multipliers.optim._exchange import _divided
+from learnable_multipliers.optim._distributed_batches import _assign_jobs
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._sharding import box_of
 from learnable_multipliers.pretrain.distributed import Axes
@@ -98,7 +98,7 @@ def test_work_on_many_ranks_is_what_the_optimizer_would_divide(axes):
     size = math.prod(axes)
     places = [(rank // axes.tensor % axes.shard, rank % axes.tensor) for rank in range(size)]
     boxes = [[box_of(w.shape, w.chunks(axes, *place)) for place in places] for w in found]
-    wholes = _divided([w.matrix for w in found if w.matrix is not None], boxes, size, "blocks")
+    wholes = _assign_jobs([w.matrix for w in found if w.matrix is not None], boxes, size, "blocks")
     there, back = {}, {}
     for whole in wholes:
         for rank, box in enumerate(whole.boxes):

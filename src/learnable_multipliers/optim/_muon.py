@@ -21,7 +21,7 @@ from learnable_multipliers.kernels._parameter import ParameterSet, Rates
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
-from learnable_multipliers.optim._exchange import SharedBatches, gathered_boxes
+from learnable_multipliers.optim._distributed_batches import DistributedBatches, gather_boxes
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, local_shard
 from learnable_multipliers.roles import QKV
@@ -34,7 +34,7 @@ class _HiddenMatrices:
     """The hidden matrices among some parameters, and what Muon needs for them."""
 
     states: ParameterSet
-    batches: Batches | SharedBatches
+    batches: Batches | DistributedBatches
     indices: Tensor
     """Of the matrices among all parameters."""
     sizes: Tensor
@@ -155,7 +155,7 @@ class Muon(MultiplierOptimizer):
         if hidden is None:
             return
         self._average_squares(bound, hidden, clip, go)
-        updates = hidden.batches.fresh()
+        updates = hidden.batches.allocate()
         momentum = _shared_momentum(hidden.states)
         bound.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
         updates = hidden.batches.orthogonalize(updates, self.coefficients, self.backend)
@@ -199,7 +199,7 @@ class Muon(MultiplierOptimizer):
         ]
         if hidden and layout != self._layout:
             # Asked once for a layout: one rank may bind again when others need not.
-            boxes = gathered_boxes(workers, [shard.box for shard in shards], bound.device)
+            boxes = gather_boxes(workers, [shard.box for shard in shards], bound.device)
             self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 
@@ -216,7 +216,7 @@ class Muon(MultiplierOptimizer):
             batches = Batches(matrices, self.adjust_lr, self.split, update_dtype(raws[0]), device)
         else:
             boxes = [self._boxes[state.name] for state in states]
-            batches = SharedBatches(
+            batches = DistributedBatches(
                 matrices, boxes, raws, self._workers, self.adjust_lr, self.split
             )
         sizes = [max(math.prod(matrix.shape), 1) for matrix in matrices]

@@ -1,6 +1,6 @@
 """Muon's exchange: which rank orthogonalizes which matrix, and what is sent for that.
 
-The formulas of `optim/_exchange.py` for any number of ranks, without ranks.
+The formulas of `optim/_distributed_batches.py` for any number of ranks, without ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers.optim._exchange import assigned, newton_schulz_cost
+from learnable_multipliers.optim._distributed_batches import assign_owners, newton_schulz_cost
 from learnable_multipliers.optim._muon import is_hidden
 from learnable_multipliers.optim._sharding import Box, box_of
 from learnable_multipliers.pretrain.distributed import Axes
@@ -51,7 +51,7 @@ def muon_work(weights: Sequence[Weight], axes: Axes) -> MuonWork:
     size = math.prod(axes)
     wholes = [whole for weight in weights if weight.is_trained for whole in _wholes(weight)]
     costs = [newton_schulz_cost(matrix, "blocks") for _, _, matrix in wholes]
-    owners = assigned(costs, size)
+    owners = assign_owners(costs, size)
     loads = [0] * size
     there: Counter[tuple[int, int]] = Counter()
     back: Counter[tuple[int, int]] = Counter()
