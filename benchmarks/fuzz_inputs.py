@@ -16,7 +16,7 @@ import pyarrow
 import zstandard
 from pyarrow import parquet
 
-from learnable_multipliers._checksum import KEY, sealed, sealed_line
+from learnable_multipliers._checksum import KEY, add_checksum, encode_line
 from learnable_multipliers.cli.data_prepare import PrepareConfig
 from learnable_multipliers.cli.demo import DemoConfig
 from learnable_multipliers.cli.diagnosis import DiagnoseConfig
@@ -165,7 +165,7 @@ def _reseal_json(root: Path, path: Path) -> None:
 
 def _write_sealed(path: Path, content: dict) -> None:
     if KEY in content:
-        content = sealed({key: value for key, value in content.items() if key != KEY})
+        content = add_checksum({key: value for key, value in content.items() if key != KEY})
     path.write_text(json.dumps(content, indent=1))
 
 
@@ -176,7 +176,7 @@ def _reseal_lines(root: Path, path: Path) -> None:
         try:
             record = json.loads(line)
             record.pop("crc32")
-            lines.append(sealed_line(record))
+            lines.append(encode_line(record))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             lines.append(line)
     path.write_bytes(b"".join(lines))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from learnable_multipliers import _planner
-from learnable_multipliers._checksum import sealed
+from learnable_multipliers._checksum import add_checksum
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME, MetricLog
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -46,7 +46,7 @@ def write_log(folder: Path, steps: int, *, whole: bool) -> None:
                     log.log(step, {"kind": kind, "tokens": step * 4096, **values})
         log.log(steps, {"kind": "end", "tokens": steps * 4096, "steps": steps, "seconds": 1e6})
     for name, content in (("config.json", {"name": "long"}), ("environment.json", {})):
-        (folder / name).write_text(json.dumps(sealed(content)))
+        (folder / name).write_text(json.dumps(add_checksum(content)))
 
 
 def _weights() -> dict[str, Any]:

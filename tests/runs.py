@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from learnable_multipliers._checksum import sealed_line, unsealed_line
+from learnable_multipliers._checksum import decode_line, encode_line
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, fingerprint, manifest_json
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
@@ -65,12 +65,12 @@ def bytes_per_token(data: TrainingData) -> float:
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write records as the lines of a metrics.jsonl."""
-    path.write_bytes(b"".join(map(sealed_line, records)))
+    path.write_bytes(b"".join(map(encode_line, records)))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl as they are written."""
-    return [unsealed_line(line) for line in path.read_bytes().splitlines(keepends=True)]
+    return [decode_line(line) for line in path.read_bytes().splitlines(keepends=True)]
 
 
 def small_run(data: Path, out: Path, steps: int = 12, **changes: object) -> TrainConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learnable_multipliers._atomic import replace_file, sync
+from learnable_multipliers._atomic import fsync, replace_file
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
@@ -103,6 +103,6 @@ def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monk
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    sync(tmp_path)
+    fsync(tmp_path)
     with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
-        sync(tmp_path / "file")
+        fsync(tmp_path / "file")

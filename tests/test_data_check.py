@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learnable_multipliers._checksum import read_sealed, sealed
+from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import CheckpointConfig, ParallelConfig
 from learnable_multipliers.pretrain.data import check
@@ -76,10 +76,10 @@ def shuffle(path):
 
 def edit(folder, change, *, resealed):
     """Change the manifest of a dataset, and its checksum too if asked."""
-    content = read_sealed(folder / "manifest.json")
-    old = sealed(content)
+    content = read_verified(folder / "manifest.json")
+    old = add_checksum(content)
     change(content)
-    new = sealed(content) if resealed else old | content
+    new = add_checksum(content) if resealed else old | content
     (folder / "manifest.json").write_text(json.dumps(new))
 
 
@@ -433,7 +433,7 @@ def test_deep_content_under_a_checksum_of_its_own_is_refused(own):
     deep = {}
     for _ in range(900):
         deep = {"a": deep}
-    text = json.dumps(sealed(read_sealed(own / "manifest.json")))
+    text = json.dumps(add_checksum(read_verified(own / "manifest.json")))
     text = text.replace('"source": {', f'"source": {{"deep": {json.dumps(deep)}, ')
     (own / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"own/manifest\.json cannot be used"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from learnable_multipliers._checksum import sealed_line, unsealed_line
+from learnable_multipliers._checksum import decode_line, encode_line
 from learnable_multipliers.experiments import record as records
 from learnable_multipliers.experiments.record import (
     CURVE_POINTS,
@@ -211,8 +211,8 @@ def test_numbers_that_json_lacks_survive_a_line(record):
 
 
 def changed(record, **changes):
-    values = unsealed_line(to_line(record)) | changes
-    return sealed_line({name: value for name, value in values.items() if value is not ...})
+    values = decode_line(to_line(record)) | changes
+    return encode_line({name: value for name, value in values.items() if value is not ...})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def changed(record, **changes):
         (lambda record: b'{"some": "JSON"}\n', "does not end with its crc32"),
         (lambda record: b"no JSON\n", "does not end with its crc32"),
         (lambda record: b"\n", "does not end with its crc32"),
-        (lambda record: sealed_line({"step": 1}), "the record has unknown keys: step"),
+        (lambda record: encode_line({"step": 1}), "the record has unknown keys: step"),
         (lambda record: changed(record, extra=1), "the record has unknown keys: extra"),
         (lambda record: changed(record, loss=...), "the record has no: loss"),
         (lambda record: changed(record, loss="low"), "the record.loss is 'low', not a number"),

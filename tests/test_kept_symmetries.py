@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import learnable_multipliers as lrm
-from learnable_multipliers._checksum import sealed
+from learnable_multipliers._checksum import add_checksum
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer import symmetries as kept
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
 from learnable_multipliers.symmetry import Symmetries
-from learnable_multipliers.symmetry._storage import _members, _runs, from_plain, to_plain
+from learnable_multipliers.symmetry._serialization import (
+    _members,
+    _runs,
+    from_json_data,
+    to_json_data,
+)
 from runs import HYBRID, LLAMA
 
 MODELS = {
@@ -88,7 +93,7 @@ def test_channels_heads_and_whole_matrices_are_a_run_or_a_few():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_symmetries_come_back_from_json_as_they_were(name, found):
-    again = from_plain(json.loads(json.dumps(to_plain(found[name]))))
+    again = from_json_data(json.loads(json.dumps(to_json_data(found[name]))))
     assert everything(again) == everything(found[name])
     assert str(again) == str(found[name])
 
@@ -96,7 +101,7 @@ def test_symmetries_come_back_from_json_as_they_were(name, found):
 def test_entries_that_were_not_reached_and_open_questions_are_kept_too(found):
     axis = found["llama"][0].terms[0].axis
     open_ones = replace(found["llama"], silent={axis: 3}, unconfirmed=("a pair, in layer 1",))
-    again = from_plain(json.loads(json.dumps(to_plain(open_ones))))
+    again = from_json_data(json.loads(json.dumps(to_json_data(open_ones))))
     assert everything(again) == everything(open_ones)
 
 
@@ -136,7 +141,7 @@ def cut_off(content: bytes) -> bytes:
 
 
 def of_another_model(content: bytes) -> bytes:
-    return json.dumps(sealed({"key": "0" * 64, "symmetries": {}})).encode()
+    return json.dumps(add_checksum({"key": "0" * 64, "symmetries": {}})).encode()
 
 
 def no_json(content: bytes) -> bytes:

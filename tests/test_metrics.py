@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learnable_multipliers._checksum import sealed_line
+from learnable_multipliers._checksum import encode_line
 from learnable_multipliers.pretrain.metrics.log import (
     FILE_NAME,
     NEWEST,
@@ -169,13 +169,13 @@ def test_torn_line_is_not_glued_to_the_next(tmp_path):
     "broken",
     [
         b'{"step": 1}\n',
-        sealed_line({"step": 1, "loss": 1.0}).replace(b"1.0", b"2.0"),
-        sealed_line({"loss": 1}),
+        encode_line({"step": 1, "loss": 1.0}).replace(b"1.0", b"2.0"),
+        encode_line({"loss": 1}),
         b"\n",
     ],
 )
 def test_broken_line_is_named(tmp_path, broken):
-    (tmp_path / FILE_NAME).write_bytes(sealed_line({"step": 0}) + broken)
+    (tmp_path / FILE_NAME).write_bytes(encode_line({"step": 0}) + broken)
     with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl .*: remove the line"):
         read_metrics(tmp_path)
     with (

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from browser import open_in_browser
-from learnable_multipliers._checksum import sealed
+from learnable_multipliers._checksum import add_checksum
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.report import Run, records, write_page
 from learnable_multipliers.report.comparison import (
@@ -79,7 +79,7 @@ def write_run(
     tokens_per_step, peak = 4096, 4e-3
     (folder / "config.json").write_text(
         json.dumps(
-            sealed(
+            add_checksum(
                 {
                     "out": str(folder),
                     "name": name,
@@ -100,7 +100,7 @@ def write_run(
     )
     (folder / "environment.json").write_text(
         json.dumps(
-            sealed(
+            add_checksum(
                 {
                     "command": f"lrm pretrain --name {name} --placement {placement} --seed {seed}",
                     "commit": "0123abcd",
@@ -768,7 +768,7 @@ def test_every_plot_says_what_it_is_to_those_who_do_not_see_it(page):
 def test_hostile_names_and_samples_are_text(tmp_path):
     folder = write_run(tmp_path / "x", name=HOSTILE, placement="full", **{HOSTILE: HOSTILE})
     (folder / "environment.json").write_text(
-        json.dumps(sealed({"command": HOSTILE, HOSTILE: HOSTILE}))
+        json.dumps(add_checksum({"command": HOSTILE, HOSTILE: HOSTILE}))
     )
 
     def attack(records):

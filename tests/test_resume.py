@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from learnable_multipliers._checksum import read_sealed, sealed
+from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.config import OptimizerConfig
@@ -399,7 +399,7 @@ def test_data_with_another_checksum_are_refused(data, tmp_path, change):
     other = tmp_path / "other"
     shutil.copytree(data, other)
     trained(small_run(other, tmp_path / "run", steps=3, resume=True))
-    manifest = read_sealed(other / "manifest.json")
+    manifest = read_verified(other / "manifest.json")
     match change:
         case "shard":
             manifest["splits"]["train"][0]["sha256"] = "0" * 64
@@ -407,7 +407,7 @@ def test_data_with_another_checksum_are_refused(data, tmp_path, change):
             same_otherwise = (other / "tokenizer.json").read_bytes() + b"\n"
             (other / "tokenizer.json").write_bytes(same_otherwise)
             manifest["tokenizer_sha256"] = hashlib.sha256(same_otherwise).hexdigest()
-    (other / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (other / "manifest.json").write_text(json.dumps(add_checksum(manifest)))
     with pytest.raises(ValueError, match="not those the run started with"):
         Trainer(small_run(other, tmp_path / "run", steps=3, resume=True))
 

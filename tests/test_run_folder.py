@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers._checksum import read_sealed
+from learnable_multipliers._checksum import read_verified
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.serialization import from_dict
@@ -22,7 +22,7 @@ from runs import LLAMA, assert_same, killed_after, small_run, trained
 
 def test_the_folder_tells_what_made_it(data, tmp_path):
     trainer = trained(small_run(data, tmp_path / "run", steps=3))
-    written = read_sealed(tmp_path / "run" / "config.json")
+    written = read_verified(tmp_path / "run" / "config.json")
     assert from_dict(TrainConfig, written) == trainer.config
     # The 257 of the data, rounded up.
     assert written["model"]["vocab_size"] == 320
@@ -164,9 +164,9 @@ def test_a_damaged_description_does_not_block_a_resume(data, tmp_path, name, dam
     assert str(path) in warnings[0]
     assert told in warnings[0]
     assert "\n" not in warnings[0]
-    assert read_sealed(path).keys() == {key for key in json.loads(good) if key != "sha256"}
+    assert read_verified(path).keys() == {key for key in json.loads(good) if key != "sha256"}
     if name == "config.json":
-        again = from_dict(TrainConfig, read_sealed(path))
+        again = from_dict(TrainConfig, read_verified(path))
         assert replace(again, resume=False) == whole.config
 
 

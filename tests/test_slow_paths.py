@@ -47,7 +47,7 @@ def test_what_is_told_is_what_the_model_meets(causes, monkeypatch, data, tmp_pat
                 met.add(obstacle)
             return False
 
-        monkeypatch.setattr(door, "takes_triton", taken)
+        monkeypatch.setattr(door, "use_triton", taken)
     with FakeTensorMode():
         HybridLM(MODELS[causes]).loss(torch.zeros(2, 33, dtype=torch.long))
     found = told(small_run(data, tmp_path / "run", model=MODELS[causes]))

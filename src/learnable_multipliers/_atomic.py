@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Some network file systems cannot sync a folder, and a folder that can be written to cannot always
-# be opened. Neither can be helped.
+# Some network file systems cannot sync a folder, and some writable folders cannot be opened. Both
+# are ignored.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES}
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file of ours atomically.
+    """Write one of our own files atomically.
 
     The temporary file has a fixed name, so a killed process leaves at most one. One process at a
     time may call this for a path.
@@ -28,13 +28,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a file that a user named, and the folders above it; an older one is replaced.
+    """Write or replace a file that a user named, and create the folders above it.
 
-    The temporary file has a new name: nobody else's file is touched. A link stays a link; devices
-    and pipes, which nothing can replace, are written to.
+    The temporary file has a new name: no other file is touched. A link stays a link; devices and
+    pipes cannot be replaced and are written to.
     """
     if path.exists() and not path.is_file():
-        # A pipe that nobody reads is an error: opened otherwise, it would wait forever.
+        # A pipe without a reader is an error. A blocking open would wait forever.
         descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
         os.set_blocking(descriptor, True)
         with os.fdopen(descriptor, "wb") as file:
@@ -44,7 +44,7 @@ def write_output(path: Path, content: bytes) -> None:
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     with new_parents(target):
-        _replace(target, hidden(target, "tmp"), content)
+        _replace(target, hidden_sibling(target, "tmp"), content)
 
 
 def _replace(path: Path, temporary: Path, content: bytes) -> None:
@@ -61,20 +61,20 @@ def _replace(path: Path, temporary: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno is not None:
-            # Failing writes name no file, and others the temporary one.
+            # Failed writes name no file, other errors the temporary one.
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    sync(path.parent)
+    fsync(path.parent)
 
 
-def hidden(target: Path, kind: str = "partial") -> Path:
+def hidden_sibling(target: Path, kind: str = "partial") -> Path:
     """Return a new hidden path beside `target`."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.{kind}")
 
 
 @contextmanager
 def new_parents(path: Path) -> Iterator[None]:
-    """Make the missing folders above a path; on any error they are removed again."""
+    """Create the missing folders above a path; remove them again on any error."""
     missing = [parent for parent in path.absolute().parents if not parent.exists()]
     try:
         if not path.parent.is_dir() and path.parent.exists():
@@ -89,7 +89,7 @@ def new_parents(path: Path) -> Iterator[None]:
         raise
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     is_folder = path.is_dir()
     # Windows cannot sync folders.

@@ -1,6 +1,6 @@
-"""Checksums that our JSON files carry of themselves: a changed byte is noticed on reading.
+"""Self-checksummed JSON: SHA-256 for files, CRC-32 for lines.
 
-They detect accidents, not an attacker who writes a new checksum too.
+Checksums detect accidents, not an attacker, who can write a new checksum too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LINE_END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?')
 _LINE_END_BYTES = len(', "crc32": "00000000"}')
 
 
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(content: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object with the SHA-256 of its content added."""
     return content | {KEY: _digest(content)}
 
 
-def unsealed(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the content of a sealed object; raise a ValueError if it was changed since."""
+def verify_checksum(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a JSON object without its checksum; raise a ValueError if its content was changed."""
     content = {key: value for key, value in found.items() if key != KEY}
     if KEY not in found:
         raise ValueError(f"{name} carries no {KEY} of its content")
@@ -32,8 +32,8 @@ def unsealed(found: dict[str, Any], name: str) -> dict[str, Any]:
     return content
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """Return the content of a file that holds a sealed object; an error names the file."""
+def read_verified(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file with a checksum; errors name the file."""
     # Opening a pipe could block forever.
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, or not a file")
@@ -41,22 +41,22 @@ def read_sealed(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
             raise ValueError(f"{path} holds a {type(found).__name__}, not a JSON object")
-        return unsealed(found, str(path))
+        return verify_checksum(found, str(path))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
-    # Bytes that are no text are not JSON either.
+    # Bytes that are not UTF-8 are not JSON either.
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def sealed_line(record: dict[str, Any]) -> bytes:
-    """Return a record, not an empty one, as a line of JSON that ends with its CRC-32."""
+def encode_line(record: dict[str, Any]) -> bytes:
+    """Return a non-empty record as a line of JSON that ends with its CRC-32."""
     text = json.dumps(record, allow_nan=False)[:-1].encode()
     return text + b', "crc32": "%08x"}\n' % zlib.crc32(text)
 
 
-def unsealed_line(line: bytes) -> dict[str, Any]:
-    """Return the record of a line; raise a ValueError if it was changed since."""
+def decode_line(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; raise a ValueError if the line was changed."""
     line = line.removesuffix(b"\n")
     text, end = line[:-_LINE_END_BYTES], _LINE_END.fullmatch(line[-_LINE_END_BYTES:])
     if end is None:

@@ -11,16 +11,16 @@ from torch import nn
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def expect(value: Any, kind: type, told: str) -> None:
-    """Raise where an argument is not what it should be: swapped with another, or its name."""
+def check_type(value: Any, kind: type, expected: str) -> None:
+    """Raise a TypeError if an argument is of another type; `expected` is the type in words."""
     if not isinstance(value, kind):
         got = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-        raise TypeError(f"expected {told}, got {got}")
+        raise TypeError(f"expected {expected}, got {got}")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile, DistributedDataParallel and their like."""
-    expect(model, nn.Module, "a model (torch.nn.Module)")
+    check_type(model, nn.Module, "a model (torch.nn.Module)")
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
         model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from learnable_multipliers._multiplier import Block, Matrix
-from learnable_multipliers._names import expect, layer_template, named_parameters, unwrap
+from learnable_multipliers._names import check_type, layer_template, named_parameters, unwrap
 from learnable_multipliers._placement import PLACEMENTS, Placement
 from learnable_multipliers._rules import Train
 from learnable_multipliers.roles import UNKNOWN
@@ -200,9 +200,9 @@ class Plan:
         return plan
 
 
-def expect_plan(plan: Any) -> None:
-    """Raise where a plan is needed and something else was given, as the name of a placement."""
-    expect(plan, Plan, 'a plan, as lrm.plan(model, "full") makes one')
+def check_is_plan(plan: Any) -> None:
+    """Raise if this is no plan, but the name of a placement for instance."""
+    check_type(plan, Plan, 'a plan, as lrm.plan(model, "full") makes one')
 
 
 def _matrix_from(content: dict[str, Any]) -> Matrix:

@@ -20,7 +20,7 @@ from learnable_multipliers._placement import (
     derived_choices,
 )
 from learnable_multipliers._plan import Plan, PlanEntry
-from learnable_multipliers._rules import Rule, Train, listed, quoted, unmatched
+from learnable_multipliers._rules import Rule, Train, check_rules, quoted, unmatched_error
 from learnable_multipliers.roles import QKV, UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
@@ -70,7 +70,7 @@ def plan(
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
     carried, unconfirmed = derived_placement(bare, inputs, proxy) if derive else ({}, ())
-    planner = _Planner(placement, listed(rules), carried, train, scale, init == "fold")
+    planner = _Planner(placement, check_rules(rules), carried, train, scale, init == "fold")
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
@@ -204,7 +204,7 @@ class _Planner:
                     "frozen: unfreeze it before planning, learn multipliers over the fixed weight "
                     'with train="multipliers", or let the rule match nothing with optional=True'
                 )
-            raise unmatched(rule, [parameter.name for parameter in parameters])
+            raise unmatched_error(rule, [parameter.name for parameter in parameters])
         if self.undecided:
             shown = ", ".join(self.undecided[:5])
             more = f" and {len(self.undecided) - 5} more" if len(self.undecided) > 5 else ""

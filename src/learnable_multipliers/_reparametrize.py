@@ -25,7 +25,7 @@ from learnable_multipliers._multiplier import (
     raw_dtype,
 )
 from learnable_multipliers._names import canonical_name, owner_of, unwrap
-from learnable_multipliers._plan import Plan, expect_plan
+from learnable_multipliers._plan import Plan, check_is_plan
 
 _ORDER = "_order_before_multipliers"
 
@@ -86,7 +86,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
     Raw weights and multipliers are float32 under a bfloat16 or float16 model. A tied weight is
     parametrized once and shared.
     """
-    expect_plan(plan)
+    check_is_plan(plan)
     if is_reparametrized(model):
         raise ValueError("the model carries multipliers already; lrm.merge(model) removes them")
     plan.check_initialized()

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 from learnable_multipliers._multiplier import KINDS, Kind, Scale
-from learnable_multipliers._names import expect
+from learnable_multipliers._names import check_type
 from learnable_multipliers.roles import check_role
 
 Train = Literal["all", "multipliers"]
@@ -61,7 +61,7 @@ class Rule:
     """Let the rule match nothing."""
 
     def __post_init__(self) -> None:
-        expect(self.pattern, str, "a pattern as text")
+        check_type(self.pattern, str, "a pattern as text")
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(f"unknown kind {self.kind!r}; choose from {', '.join(KINDS)}")
         try:
@@ -107,12 +107,12 @@ class Rule:
         return re.search(self.pattern, name) is not None
 
 
-def listed(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return rules as a tuple; raise where they are anything else."""
-    expect(rules, Iterable, "a list of lrm.Rule")
+def check_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return rules as a tuple; raise if they are anything else."""
+    check_type(rules, Iterable, "a list of lrm.Rule")
     found = tuple(rules)
     for rule in found:
-        expect(rule, Rule, "a list of lrm.Rule")
+        check_type(rule, Rule, "a list of lrm.Rule")
     return found
 
 
@@ -130,7 +130,7 @@ def quoted(pattern: str) -> str:
     return f"'{pattern}'" if pattern.isprintable() else repr(pattern)
 
 
-def unmatched(rule: Rule, names: Sequence[str]) -> ValueError:
+def unmatched_error(rule: Rule, names: Sequence[str]) -> ValueError:
     """Return the error for a rule that matched nothing, with the closest names."""
     found = [name for name in names if rule.finds(name)]
     if found and rule.only is not None:

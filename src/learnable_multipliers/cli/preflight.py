@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from learnable_multipliers._checksum import read_sealed
+from learnable_multipliers._checksum import read_verified
 from learnable_multipliers._formats import duration
 from learnable_multipliers.cli.arguments import closest, read
 from learnable_multipliers.cli.train import recipe
@@ -76,7 +76,7 @@ def _config_of(name: str) -> TrainConfig:
             + (f"; did you mean {near}?" if near else "")
         )
     try:
-        stored = from_dict(TrainConfig, read_sealed(file), str(file))
+        stored = from_dict(TrainConfig, read_verified(file), str(file))
     except ValueError as error:
         advice = "lrm train RECIPE --resume writes it again, if the run has a checkpoint"
         raise ValueError(f"{error}; {advice}") from error

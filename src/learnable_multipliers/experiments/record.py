@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from learnable_multipliers._checksum import sealed_line, unsealed_line
+from learnable_multipliers._checksum import decode_line, encode_line
 from learnable_multipliers.equilibrium import TensorReading
 from learnable_multipliers.experiments.run import Labels, Run, key_of
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -241,13 +241,13 @@ def to_line(record: Record) -> bytes:
     """Return a record as a line of JSON with its checksum."""
     values = to_dict(record)
     del values["key"]
-    return sealed_line(values)
+    return encode_line(values)
 
 
 def from_line(line: bytes) -> Record:
     """Return the record of a line; a ValueError says why it is none."""
     try:
-        values = unsealed_line(line)
+        values = decode_line(line)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if any(b'"%s"' % word.encode() in line for word in NOT_FINITE):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from learnable_multipliers._names import named_parameters
-from learnable_multipliers.integrations.saved_run import SavedRun, restored
+from learnable_multipliers.integrations.saved_run import SavedRun, rebuild_optimizer
 
 METADATA = ".metadata"
 _MOMENTS = ("exp_avg", "momentum_buffer")
@@ -106,7 +106,7 @@ def read_dcp_checkpoint(folder: Path, model: nn.Module | None = None) -> SavedRu
     }
     groups = _groups(folder, values, f"{prefix}param_groups.", names)
     groups = [{**group, "params": [parameters[n] for n in group["params"]]} for group in groups]
-    optimizer, notes = restored(folder, groups, states)
+    optimizer, notes = rebuild_optimizer(folder, groups, states)
     steps = [int(state["step"]) for state in states.values() if "step" in state]
     return SavedRun(
         name=folder.name,

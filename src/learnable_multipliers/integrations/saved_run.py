@@ -29,7 +29,7 @@ class SavedRun:
     """What was assumed, in words."""
 
 
-def restored(
+def rebuild_optimizer(
     folder: Path,
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[nn.Parameter, dict[str, Any]],

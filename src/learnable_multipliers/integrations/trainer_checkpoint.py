@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from learnable_multipliers.integrations import missing
-from learnable_multipliers.integrations.saved_run import SavedRun, restored
+from learnable_multipliers.integrations.saved_run import SavedRun, rebuild_optimizer
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 
@@ -57,7 +57,7 @@ def read_trainer_checkpoint(folder: Path) -> SavedRun:
     for parameter, state in states.items():
         if "exp_avg" in state and state["exp_avg"].shape != parameter.shape:
             raise ValueError(_other_order(folder))
-    optimizer, notes = restored(folder, groups, states)
+    optimizer, notes = rebuild_optimizer(folder, groups, states)
     step = int(told["global_step"])
     logged = {
         int(entry["step"]): float(entry["learning_rate"])

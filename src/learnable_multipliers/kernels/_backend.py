@@ -1,4 +1,4 @@
-"""Which kernels run, PyTorch or Triton, and how small tensors reach their device."""
+"""Choose between PyTorch and Triton kernels, and copy small tensors to their device."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 
-# Looked up once, not in every forward pass: torch.compile traces `takes_triton`.
+# Looked up once, not in every forward pass: torch.compile traces `use_triton`.
 HAS_TRITON = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Host memory that the copies in captured CUDA graphs read again at every replay.
+# Host memory that captured CUDA graphs read again at every replay.
 _CAPTURED: list[Tensor] = []
 
 
-def takes_triton(backend: Backend, device: torch.device, obstacle: str | None = None) -> bool:
-    """Whether Triton's kernels do the work; never another than was asked for.
+def use_triton(backend: Backend, device: torch.device, unsupported: str | None = None) -> bool:
+    """Return whether to run Triton kernels.
 
-    `auto` takes Triton on a CUDA device and PyTorch elsewhere, or where there is an `obstacle`:
-    why the kernels do not serve these tensors. `triton` raises where they cannot run.
+    Raise if backend='triton' cannot run: no silent fallback. `auto` means Triton on a CUDA device
+    and PyTorch elsewhere, or if the kernels do not support these tensors: `unsupported` says why.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(get_args(Backend))}")
     if not HAS_TRITON:
-        obstacle = "the package triton is not installed"
-    elif obstacle is None and device.type != "cuda" and not _INTERPRETED:
-        obstacle = f"the tensors are on {device.type}, not on a CUDA device"
-    if backend == "triton" and obstacle is not None:
-        raise ValueError(f"backend='triton' cannot run here: {obstacle}; use 'torch' or 'auto'")
-    return backend == "triton" or (backend == "auto" and device.type == "cuda" and obstacle is None)
+        unsupported = "the package triton is not installed"
+    elif unsupported is None and device.type != "cuda" and not _INTERPRETED:
+        unsupported = f"the tensors are on {device.type}, not on a CUDA device"
+    if backend == "triton" and unsupported is not None:
+        raise ValueError(f"backend='triton' cannot run here: {unsupported}; use 'torch' or 'auto'")
+    return backend == "triton" or (
+        backend == "auto" and device.type == "cuda" and unsupported is None
+    )
 
 
 def is_capturing() -> bool:

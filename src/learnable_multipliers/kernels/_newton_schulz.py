@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learnable_multipliers.kernels._backend import Backend, takes_triton
+from learnable_multipliers.kernels._backend import Backend, use_triton
 
 _MIN_SIZE = 512
 """Of products by the kernel. Below, torch is as fast: benchmarks/newton_schulz.py."""
@@ -29,7 +29,7 @@ def result_dtype(dtype: torch.dtype) -> torch.dtype:
 def divided_by_norm(batch: Tensor, margin: float, eps: float, backend: Backend) -> Tensor:
     """Return matrices over their Frobenius norm times a margin, in `result_dtype`."""
     is_served = batch.device.type == "cuda" and batch.dtype == torch.bfloat16
-    if not is_served or not takes_triton(backend, batch.device):
+    if not is_served or not use_triton(backend, batch.device):
         return divided_by_norm_reference(batch, margin, eps)
     from learnable_multipliers.kernels import _newton_schulz_kernels
 
@@ -54,7 +54,7 @@ def symmetric_product(
     backend: Backend,
 ) -> Tensor:
     """Return alpha a b^T + beta add + diagonal I of each pair in a batch; it must be symmetric."""
-    if not _is_faster(a) or not takes_triton(backend, a.device):
+    if not _is_faster(a) or not use_triton(backend, a.device):
         return symmetric_product_reference(a, b, add, alpha, beta, diagonal)
     from learnable_multipliers.kernels import _newton_schulz_kernels
 

@@ -30,7 +30,7 @@ from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
-    check_reached,
+    check_has_effect,
     param_groups,
     plan_for,
 )
@@ -38,7 +38,7 @@ from learnable_multipliers.optim._owner import WeightOwner
 from learnable_multipliers.optim._replicas import Replicas, replicas_among
 from learnable_multipliers.optim._sharding import local
 from learnable_multipliers.optim._skipping import SkippedSteps
-from learnable_multipliers.optim._surroundings import undisturbed
+from learnable_multipliers.optim._torch_defaults import torch_defaults
 
 _DEFAULTS = {
     "lr": 1e-3,
@@ -100,7 +100,7 @@ class MultiplierOptimizer(WeightOwner):
         self._process_groups: dict[tuple[int, ...], Any] = {}
         groups = list(params)
         for name in given:
-            check_reached(name, given[name], groups)
+            check_has_effect(name, given[name], groups)
         ours = {"lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
         super().__init__(groups, {**ours, **defaults})
         if self._plan is None:
@@ -134,7 +134,7 @@ class MultiplierOptimizer(WeightOwner):
             self._replicas = replicas_among(self._process_group or self._ddp_group)
         super()._bind()
         if self._skipped is None:
-            self._skipped = SkippedSteps(self._bound().device)
+            self._skipped = SkippedSteps(self._get_binding().device)
 
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
@@ -167,9 +167,9 @@ class MultiplierOptimizer(WeightOwner):
         return loss
 
     def _step(self) -> None:
-        self._tell_of_unfrozen()
-        bound = self._current()
-        with undisturbed(bound.device):
+        self._warn_unfrozen()
+        bound = self._refreshed_binding()
+        with torch_defaults(bound.device):
             self._take_step(bound)
 
     def _take_step(self, bound: Binding) -> None:
@@ -222,8 +222,8 @@ class MultiplierOptimizer(WeightOwner):
             # Triton's writes do not change a tensor's version; torch's do.
             bound.guard.remember(active)
 
-    def _tell_of_unfrozen(self) -> None:
-        """Warn once of parameters that were frozen when the optimizer was made, and are no more."""
+    def _warn_unfrozen(self) -> None:
+        """Warn once about parameters unfrozen since the optimizer was made."""
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             self._frozen = []
@@ -265,14 +265,14 @@ class MultiplierOptimizer(WeightOwner):
         `clip_multipliers` is the optimizer's own unless given.
         """
         _check_norm("max_norm", max_norm)
-        bound = self._current()
+        bound = self._refreshed_binding()
         for packed in bound.packed.values():
             packed.write_factors_()
         active = bound.collect_gradients()
         if not active:
             return torch.zeros(())
         counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
-        with undisturbed(bound.device):
+        with torch_defaults(bound.device):
             _, norm, _ = bound.gradients(active, counted)
         clip = _clip_factor(norm, max_norm)
         for state in active:

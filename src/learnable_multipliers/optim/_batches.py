@@ -156,7 +156,8 @@ def num_partitions(matrix: Matrix, split: Split) -> list[int]:
 def update_dtype(raw: Tensor) -> torch.dtype:
     """Return the dtype of updates before they are orthogonalized: bfloat16 on a GPU, else float32.
 
-    float64 stays. Not float16: before they are divided by their norm, updates may be too small for it.
+    Not float16: before they are divided by their norm, updates may be too small for it.
+    Updates of float64 weights stay float64.
     """
     if raw.dtype == torch.float64:
         return torch.float64

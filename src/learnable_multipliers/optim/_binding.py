@@ -108,8 +108,10 @@ class Binding:
         self.guard = WriteGuard(self.states, self.packed.values(), self.kernels)
         self._owners: list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]] | None = None
 
-    def is_of(self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]) -> bool:
-        """Return whether these are the parameters and the state it was made from."""
+    def is_current(
+        self, param_groups: list[dict[str, Any]], saved: dict[Any, dict[str, Any]]
+    ) -> bool:
+        """Return whether it was made from these groups and this state, which have not changed."""
         held = chain.from_iterable(group["params"] for group in param_groups)
         if (
             [len(group["params"]) for group in param_groups] != self._sizes

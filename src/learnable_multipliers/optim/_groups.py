@@ -13,7 +13,7 @@ from torch import nn
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan, expect_plan
+from learnable_multipliers._plan import Plan, check_is_plan
 from learnable_multipliers._planner import plan as make_plan
 from learnable_multipliers._reparametrize import is_reparametrized
 from learnable_multipliers._rules import Rule, Train, as_number
@@ -46,7 +46,7 @@ def param_groups(
     given) and, where `lr` is given, its own learning rate. Groups hold (name, parameter) pairs.
     """
     explicit = is_reparametrized(model)
-    expect_plan(plan)
+    check_is_plan(plan)
     present = dict(named_parameters(model))
     fixed = {e.name for e in plan.entries if e.train == "multipliers" and not e.carries}
     trained = {n: p for n, p in present.items() if p.requires_grad and n not in fixed}
@@ -74,7 +74,7 @@ def param_groups(
         for entry in plan.entries
     }
     carrying = {entry.name for entry in plan.entries if entry.carries}
-    _refuse_misfit(plan, [name for name in entries if name not in present], "misses")
+    _check_fit(plan, [name for name in entries if name not in present], "misses")
 
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -101,8 +101,8 @@ def param_groups(
             put(name, kind, decay, entry.lr_scale, entry.train)
         else:
             unplanned.append(name)
-    _refuse_misfit(plan, unplanned, "has, beyond the plan,")
-    return [_finished(group, lr, explicit) for group in groups.values()]
+    _check_fit(plan, unplanned, "has, beyond the plan,")
+    return [_set_lr(group, lr, explicit) for group in groups.values()]
 
 
 def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
@@ -127,7 +127,8 @@ def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
+def _set_lr(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
+    """Set and return a group's learning rate; raise where torch would ignore its scale."""
     if explicit:
         scale = group.pop("lr_scale")
         if lr is not None:
@@ -143,7 +144,8 @@ def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[s
     return group
 
 
-def _refuse_misfit(plan: Plan, names: list[str], has: str) -> None:
+def _check_fit(plan: Plan, names: list[str], has: str) -> None:
+    """Raise for parameters that only the plan, or only the model, has."""
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ValueError(
@@ -180,7 +182,7 @@ def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule
     return placement
 
 
-def check_reached(name: str, value: Any, groups: Sequence[Any]) -> None:
+def check_has_effect(name: str, value: Any, groups: Sequence[Any]) -> None:
     """Raise where an argument has no effect: every matrix's group says otherwise."""
     own = [
         group[name]

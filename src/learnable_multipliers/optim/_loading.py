@@ -44,7 +44,7 @@ def fingerprint(matrices: Mapping[str, Matrix]) -> str:
     return hashlib.sha256(json.dumps(placed).encode()).hexdigest()[:16]
 
 
-def saved_by_us(saved: dict[str, Any]) -> bool:
+def is_ours(saved: dict[str, Any]) -> bool:
     """Return whether a state was written by an optimizer of this library."""
     return any("format" in group for group in saved["param_groups"]) or any(
         "raw" in kept for kept in saved["state"].values()
@@ -114,7 +114,7 @@ def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[st
             )
 
 
-def packed(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
+def to_state_dict(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups and a state by parameter name in the form of `state_dict()`."""
     saved_groups, saved_state = [], {}
     for group in groups:
@@ -129,7 +129,7 @@ def packed(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[s
 # -- from another plan ------------------------------------------------------------------------
 
 
-def converted(
+def convert_plan(
     groups: Sequence[dict[str, Any]],
     saved: dict[str, Any],
     matrices: Mapping[str, Matrix],
@@ -153,10 +153,12 @@ def converted(
         name: _settings(group) for group in saved["param_groups"] for name in group["param_names"]
     }
     _check_names(groups, by_name)
-    return packed([_with_common(group, settings) for group in groups], by_name)
+    return to_state_dict([_merge_settings(group, settings) for group in groups], by_name)
 
 
-def _with_common(group: dict[str, Any], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _merge_settings(
+    group: dict[str, Any], settings: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Return a group with the saved settings that all its parameters had; the rest is its own."""
     first, *others = (settings[name] for name in group["param_names"])
     common = {
@@ -218,7 +220,9 @@ def _without_init(matrix: Matrix) -> Matrix:
 # -- from torch.optim.AdamW -------------------------------------------------------------------
 
 
-def adopted(groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def import_torch_adamw(
+    groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan
+) -> dict[str, Any]:
     """Return a state of torch's AdamW as one of ours: its moments, raw weights still to be made.
 
     Parameters are matched by the names in its groups. Without names, by the order in which
@@ -249,7 +253,7 @@ def adopted(groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan)
     }
     by_name |= {name: {} for name in names if name not in by_name}
     _check_names(groups, by_name)
-    return packed(groups, by_name)
+    return to_state_dict(groups, by_name)
 
 
 def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:

@@ -182,7 +182,7 @@ class Muon(MultiplierOptimizer):
         self._split: WeakKeyDictionary[
             ParameterSet, tuple[_HiddenMatrices | None, ParameterSet]
         ] = WeakKeyDictionary()
-        bound = self._bound()
+        bound = self._get_binding()
         self._workers = bound.process_group
         if self._process_group is not None and dist.get_world_size(self._process_group) > 1:
             self._workers = self._process_group

@@ -18,15 +18,15 @@ from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterState, write_effective_
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
-from learnable_multipliers.optim._following import changed, follow_
 from learnable_multipliers.optim._groups import (
     check_parameters,
     check_settings,
     joined_plan,
     names_in,
 )
+from learnable_multipliers.optim._resync import find_changed, resync_raw_
 from learnable_multipliers.optim._sharding import full, is_sharded, local
-from learnable_multipliers.optim._surroundings import undisturbed
+from learnable_multipliers.optim._torch_defaults import torch_defaults
 from learnable_multipliers.optim._unwrap import innermost
 from learnable_multipliers.optim._write_guard import wrong_shape
 
@@ -78,13 +78,13 @@ class WeightOwner(Optimizer):
 
         To be read; `rewriting` is for changes.
         """
-        return self._bound().states.states
+        return self._get_binding().states.states
 
     @contextmanager
     def rewriting(self, names: Collection[str]) -> Iterator[list[ParameterState]]:
         """Let raw weights and multipliers of some parameters be changed; their weights follow."""
         with torch.no_grad():
-            bound = self._current()
+            bound = self._refreshed_binding()
             states = [state for state in bound.states if state.name in names]
             # What something else wrote to these weights would be lost without a word.
             bound.guard.check_weights(states)
@@ -95,12 +95,12 @@ class WeightOwner(Optimizer):
                     write_effective_(state)
             bound.guard.remember(states)
 
-    def _current(self) -> Binding:
+    def _refreshed_binding(self) -> Binding:
         """Return the binding, made again where parameters, their storage or the state changed."""
         self = innermost(self)
-        bound = self._bound()
+        bound = self._get_binding()
         moved = bound.guard.moved()
-        is_old = bool(moved) or not bound.is_of(self.param_groups, self.state)
+        is_old = bool(moved) or not bound.is_current(self.param_groups, self.state)
         if self._has_stepped:
             # Moved is fine, changed is not; a state that was loaded must fit in every number.
             suspects = [*moved, *bound.guard.written()] if is_old else []
@@ -108,18 +108,18 @@ class WeightOwner(Optimizer):
             self._has_loaded = False
         if is_old:
             self._binding = None
-            bound = self._bound()
+            bound = self._get_binding()
         if not self._has_stepped:
             # Weights may be loaded or initialized until training starts.
-            follow_(bound, changed(bound), False)
+            resync_raw_(bound, find_changed(bound), False)
         return bound
 
-    def _bound(self) -> Binding:
+    def _get_binding(self) -> Binding:
         """Return the binding, made from parameter groups and state at its first use."""
         self = innermost(self)
         if self._binding is None:
             # What is made here is trained: also where somebody looks at it for inference.
-            with torch.inference_mode(False), torch.no_grad(), undisturbed(torch.device("cpu")):
+            with torch.inference_mode(False), torch.no_grad(), torch_defaults(torch.device("cpu")):
                 self._bind()
         assert self._binding is not None
         return self._binding
@@ -173,8 +173,8 @@ class WeightOwner(Optimizer):
         """
         self = innermost(self)
         self._binding = None
-        bound = self._bound()
-        follow_(bound, changed(bound), self._has_stepped)
+        bound = self._get_binding()
+        resync_raw_(bound, find_changed(bound), self._has_stepped)
         bound.guard.remember(bound.states)
 
     @torch.no_grad()
@@ -257,12 +257,12 @@ class WeightOwner(Optimizer):
     def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise where it cannot be."""
         groups, matrices = self.param_groups, self._matrices()
-        if not _loading.saved_by_us(saved):
-            saved = _loading.adopted(groups, saved, self.plan)
+        if not _loading.is_ours(saved):
+            saved = _loading.import_torch_adamw(groups, saved, self.plan)
         else:
             _loading.check_format(saved)
             if from_plan is not None:
-                saved = _loading.converted(groups, saved, matrices, from_plan)
+                saved = _loading.convert_plan(groups, saved, matrices, from_plan)
             _loading.check_plan(groups, saved, matrices)
         expected = {
             # The mean square is estimated again where a state has none.

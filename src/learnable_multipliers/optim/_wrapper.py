@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import expect, named_parameters, unwrap
+from learnable_multipliers._names import check_type, named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan, expect_plan
+from learnable_multipliers._plan import Plan, check_is_plan
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import (
@@ -101,8 +101,8 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
                 "that does not, or use it as it is"
             )
-        expect(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
-        expect_plan(plan)
+        check_type(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
+        check_is_plan(plan)
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -388,7 +388,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if self.state and not self.inner.state and not self._has_stepped:
             # Our state was read before the first step. Checkpointing tools load only what they see
             # here, so the wrapped optimizer's state must be here, too.
-            self._bound()
+            self._get_binding()
             self._materialize_inner_state()
         saved = super().state_dict()
         for index, state in self.inner.state_dict()["state"].items():
@@ -421,7 +421,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         saved_groups = state_dict["param_groups"]
         check_kind(saved_groups, self.inner)
         if state_dict["state"]:
-            self._bound()
+            self._get_binding()
             if not self.inner.state:
                 self._materialize_inner_state()
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
@@ -440,7 +440,7 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
         """Load the wrapped optimizer's entries of a state."""
-        bound = self._bound()
+        bound = self._get_binding()
         # Parameters by the keys that the state was saved with: numbers, or the model's names in
         # distributed checkpoints.
         groups = [

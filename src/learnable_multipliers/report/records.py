@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learnable_multipliers._checksum import read_sealed, unsealed_line
+from learnable_multipliers._checksum import decode_line, read_verified
 
 Record = Mapping[str, Any]
 
@@ -57,7 +57,9 @@ class Run:
                 raise FileNotFoundError(
                     f"{str(folder)!r} is not a run folder: it has no {path.name}"
                 )
-        return cls(folder, read_sealed(paths[0]), read_sealed(paths[1]), *_read_metrics(paths[2]))
+        return cls(
+            folder, read_verified(paths[0]), read_verified(paths[1]), *_read_metrics(paths[2])
+        )
 
     @property
     def name(self) -> str:
@@ -140,7 +142,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], int | None
 def _record(line: bytes, where: str) -> Record:
     """Return the record of a complete line."""
     try:
-        record = unsealed_line(line)
+        record = decode_line(line)
     except (ValueError, RecursionError) as error:
         reason = error if type(error) is ValueError else "it is no JSON"
         raise ValueError(

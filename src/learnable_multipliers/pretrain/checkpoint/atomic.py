@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
-from learnable_multipliers._atomic import hidden, new_parents, sync
+from learnable_multipliers._atomic import fsync, hidden_sibling, new_parents
 
 try:
     import fcntl
@@ -29,7 +29,7 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync(folder.parent)
+        fsync(folder.parent)
 
 
 def lock(path: Path) -> int | None:
@@ -58,14 +58,14 @@ def lock(path: Path) -> int | None:
 def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
     """Flush what is not on disk yet, rename the folder to `target`, and flush its new name."""
     for path in (*unsynced, partial):
-        sync(path)
+        fsync(path)
     partial.rename(target)
-    sync(target.parent)
+    fsync(target.parent)
 
 
 def remove(folder: Path) -> None:
     """Remove a folder. It is hidden first, so that a crash never leaves half of it visible."""
-    gone = hidden(folder)
+    gone = hidden_sibling(folder)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -81,7 +81,7 @@ def new_folder(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]
     """
     clear_leftovers(target)
     _check_target(target, overwrite)
-    partial, old = hidden(target), hidden(target, "old")
+    partial, old = hidden_sibling(target), hidden_sibling(target, "old")
     with new_parents(target), _naming(target, partial):
         partial.mkdir()
         descriptor = lock(partial)

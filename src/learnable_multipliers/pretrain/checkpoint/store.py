@@ -50,7 +50,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    partial = world.broadcast(atomic.hidden(target))
+    partial = world.broadcast(atomic.hidden_sibling(target))
     try:
         exists = world.run_on_all(lambda: world.is_first and _prepare(folder, target, partial))
         if world.broadcast(exists):
@@ -85,7 +85,7 @@ def _prepare(folder: Path, target: Path, partial: Path) -> bool:
     if target.exists():
         if manifest.problem(target) is None:
             # The process that renamed it may have been killed before the name was on disk.
-            atomic.sync(folder)
+            atomic.fsync(folder)
             return True
         set_aside(target)
     _clear_leftovers(folder)
@@ -98,7 +98,7 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
     files = {}
     for group, named in tensors.items():
         path = tensor_files.write(partial, group, named, world)
-        atomic.sync(path)
+        atomic.fsync(path)
         files[path.name] = manifest.fingerprint(path)
     return files
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learnable_multipliers._checksum import sealed, unsealed
+from learnable_multipliers._checksum import add_checksum, verify_checksum
 from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.data.documents import first_text
@@ -97,7 +97,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write the manifest of a folder."""
-        text = json.dumps(sealed(to_dict(self)), indent=1) + "\n"
+        text = json.dumps(add_checksum(to_dict(self)), indent=1) + "\n"
         (folder / MANIFEST_FILE).write_text(text, encoding="utf-8", newline="\n")
 
     @classmethod
@@ -112,7 +112,9 @@ class Manifest:
             found = fields.get("format")
             if found != FORMAT:
                 raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
-            manifest: Manifest = from_dict(cls, unsealed(fields, MANIFEST_FILE), MANIFEST_FILE)
+            manifest: Manifest = from_dict(
+                cls, verify_checksum(fields, MANIFEST_FILE), MANIFEST_FILE
+            )
             manifest.check()
             return manifest
         # Content can be parsed that is nested too deeply to be hashed.

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from learnable_multipliers._atomic import replace_file, sync
-from learnable_multipliers._checksum import sealed_line, unsealed_line
+from learnable_multipliers._atomic import fsync, replace_file
+from learnable_multipliers._checksum import decode_line, encode_line
 from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
 from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
@@ -77,7 +77,7 @@ class MetricLog:
                 self._trackers.append(tracker)
         self._file = self.path.open("ab")
         # Without its folder entry on disk the file would be lost in a crash.
-        sync(self.folder)
+        fsync(self.folder)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Write metrics of a step: numbers, strings, lists, or mappings of these.
@@ -87,7 +87,7 @@ class MetricLog:
         under "kind/key".
         """
         record = {"step": step, **metrics}
-        line = sealed_line(to_dict(record))
+        line = encode_line(to_dict(record))
         with self._writing(self.path):
             self._file.write(line)
             self._file.flush()
@@ -236,7 +236,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                record = unsealed_line(line)
+                record = decode_line(line)
                 int(record["step"])
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 reason = error if type(error) is ValueError else "it has no step"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
 
@@ -110,7 +110,7 @@ def split_heads(
     the `backend` asked for.
     """
     obstacle = _obstacle(projected, 2 * by.cos.shape[1])
-    if not takes_triton(backend, projected.device, obstacle) or kernels is None:
+    if not use_triton(backend, projected.device, obstacle) or kernels is None:
         return split_heads_reference(projected, by, num_heads, num_kv_heads, scales)
     counts = [num_heads, num_kv_heads, num_kv_heads]
     return kernels.split_and_turn(projected, by.cos, by.sin, counts, list(scales))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.projections import scaled
 
 if HAS_TRITON:
@@ -26,7 +26,7 @@ def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
     """
     dtype = joined.dtype
     obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not takes_triton(backend, joined.device, obstacle) or kernels is None:
+    if not use_triton(backend, joined.device, obstacle) or kernels is None:
         return gated_reference(joined, mup_gate)
     return kernels.gate(joined, mup_gate)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.projections import scaled
 
 if HAS_TRITON:
@@ -47,7 +47,7 @@ def head_loss(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not takes_triton(backend, features.device, obstacle) or kernels is None:
+    if not use_triton(backend, features.device, obstacle) or kernels is None:
         return head_loss_reference(features, head, mup_head, targets, z_loss)
     gradient = torch.is_grad_enabled() and (features.requires_grad or head.requires_grad)
     total, cross_entropy, *_ = kernels.head_loss(

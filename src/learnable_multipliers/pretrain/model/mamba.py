@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.gate import gated_by
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
@@ -112,7 +112,7 @@ def convolve(
     (batch, length, channels), weight (channels, taps), bias (channels,); what comes out is split
     into three, of `sizes` channels.
     """
-    if not takes_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
+    if not use_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
         parts = zip(x.split(sizes, -1), weight.split(sizes), bias.split(sizes), strict=True)
         return tuple(convolve_reference(*part) for part in parts)
     return kernels.convolve_silu(x, weight.float(), bias.float(), sizes)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import ssd_launch as launch
@@ -49,7 +49,7 @@ def ssd(
     kernels take the nearest they have, which changes the result by rounding alone.
     """
     _check(x, dt, A, B, C, D, chunk_size)
-    if not takes_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
+    if not use_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
     chunk_size = _kernel_chunk(chunk_size, x.dtype)
     return launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]

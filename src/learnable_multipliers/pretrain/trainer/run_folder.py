@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from learnable_multipliers._atomic import replace_file
-from learnable_multipliers._checksum import read_sealed, sealed
+from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
@@ -163,7 +163,7 @@ class RunFolder:
         """Return the description that a resumed run has already, or write it."""
         if self._config.resume:
             try:
-                return read_sealed(self.path / name)
+                return read_verified(self.path / name)
             except (ValueError, OSError) as error:
                 self._warn_of_damage(step, str(error))
         self._write(name, otherwise)
@@ -174,7 +174,7 @@ class RunFolder:
             self.warn(step, f"{what}: written again, as the run is resumed now")
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
-        replace_file(self.path / name, (json.dumps(sealed(data), indent=1) + "\n").encode())
+        replace_file(self.path / name, (json.dumps(add_checksum(data), indent=1) + "\n").encode())
 
     def flush(self) -> None:
         """Flush the metrics to disk."""

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import learnable_multipliers
 from learnable_multipliers._atomic import write_output
-from learnable_multipliers._checksum import read_sealed, sealed
+from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.data.training_data import cache_folder
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
-from learnable_multipliers.symmetry._storage import from_plain, to_plain
+from learnable_multipliers.symmetry._serialization import from_json_data, to_json_data
 
 
 def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
@@ -29,12 +29,12 @@ def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
     key = _key(config, plan)
     path = cache_folder() / "symmetries" / f"{key}.json"
     with suppress(OSError, ValueError):
-        kept = read_sealed(path)
+        kept = read_verified(path)
         if kept.get("key") == key:
-            return from_plain(kept["symmetries"])
+            return from_json_data(kept["symmetries"])
     # On the CPU, in float64. Of the same weights for every seed: those of a run do not matter.
     found = find_symmetries(build(config, seed=0), plan)
-    text = json.dumps(sealed({"key": key, "symmetries": to_plain(found)}))
+    text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(found)}))
     with suppress(OSError):
         # Under a temporary name of its own: several runs may find the same at once.
         write_output(path, text.encode())

@@ -1,4 +1,4 @@
-"""Keeps what a caller has set for the model out of the optimizer."""
+"""Run optimizer code outside autocast and set_default_device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute as outside of `torch.autocast` and `torch.set_default_device`.
+def torch_defaults(device: torch.device) -> Iterator[None]:
+    """Suspend `torch.autocast` and `torch.set_default_device`.
 
-    Autocast would round the products that sum a gradient to 16 bits, and small tensors that belong
-    on the host would be made on another device.
+    Autocast would round the products that sum a gradient to 16 bits, and a default device would
+    move small tensors that belong on the host.
     """
     with ExitStack() as left:
         if torch.is_autocast_enabled(device.type):

@@ -24,7 +24,7 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("made", MADE)
-def test_a_step_takes_nothing_from_its_surroundings(made, around):
+def test_a_step_ignores_autocast_and_default_device(made, around):
     model = net()
     optimizer = MADE[made](model)
     other, expected = copy.deepcopy((model, optimizer))
@@ -41,7 +41,7 @@ def test_a_step_takes_nothing_from_its_surroundings(made, around):
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_clipping_by_hand_takes_nothing_from_its_surroundings(around):
+def test_clipping_by_hand_ignores_autocast_and_default_device(around):
     norms = []
     for inside in (True, False):
         model = net()

@@ -12,8 +12,8 @@ from learnable_multipliers.symmetry._axes import Axis
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
 
-def to_plain(symmetries: Symmetries) -> dict[str, Any]:
-    """Return everything there is to know of them; `from_plain` gives back equal ones."""
+def to_json_data(symmetries: Symmetries) -> dict[str, Any]:
+    """Return everything there is to know of them; `from_json_data` gives back equal ones."""
     return {
         "found": [
             {
@@ -32,8 +32,8 @@ def to_plain(symmetries: Symmetries) -> dict[str, Any]:
     }
 
 
-def from_plain(content: Mapping[str, Any]) -> Symmetries:
-    """Return the symmetries that `to_plain` described."""
+def from_json_data(content: Mapping[str, Any]) -> Symmetries:
+    """Return the symmetries that `to_json_data` described."""
     return Symmetries(
         found=tuple(
             Symmetry(

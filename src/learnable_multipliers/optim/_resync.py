@@ -1,4 +1,4 @@
-"""Raw weights that follow what something else wrote to the model."""
+"""Recompute raw weights after something else wrote to the model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from learnable_multipliers.optim._sharding import all_agree
 from learnable_multipliers.optim._write_guard import matches_raw
 
 _SMALLEST_FACTOR = 1e-2
-"""Raw weights are not divided by factors below it: one step may change these several times over."""
+"""Raw weights are not divided by smaller factors, which one step may multiply several times."""
 
 
-def changed(bound: Binding) -> list[ParameterState]:
-    """Return the parameters that are others than their raw weights and multipliers make."""
+def find_changed(bound: Binding) -> list[ParameterState]:
+    """Return the parameters that differ from the product of their raw weights and multipliers."""
     bound.write_factors_()
     same = [matches_raw(state) for state in bound.states]
-    # A shard may be the same where those of other ranks are not.
+    # A shard may be unchanged while shards on other ranks are not.
     same = all_agree(bound.process_group, same, bound.device)
     return [s for s, kept in zip(bound.states, same, strict=True) if not kept]
 
 
-def follow_(bound: Binding, states: Iterable[ParameterState], has_stepped: bool) -> None:
-    """Set raw weights from the model's; multipliers near zero start at 1."""
-    # Ranks share columns, so where one of them has a row near zero all start again.
-    # Before the first step they are the initial values, which may be as small as asked for.
+def resync_raw_(bound: Binding, states: Iterable[ParameterState], has_stepped: bool) -> None:
+    """Compute raw weights from the model's; where a multiplier is near zero, restart it at 1."""
+    # Ranks share columns, so all restart a matrix if one of them has a row near zero. Before the
+    # first step multipliers are initial values, which may be as small as the user asked for.
     least = _SMALLEST_FACTOR if has_stepped else torch.finfo(torch.float32).tiny
     flags = [_is_divisible(state, least) for state in states]
     divisible = all_agree(bound.process_group, flags, bound.device)
-    for state, can_follow in zip(states, divisible, strict=True):
-        if state.matrix is not None and not can_follow:
+    for state, can_divide in zip(states, divisible, strict=True):
+        if state.matrix is not None and not can_divide:
             for name in state.matrix.value_shapes():
                 state.multipliers[name].fill_(0.0 if state.matrix.scale == "log" else 1.0)
     bound.write_factors_()
@@ -44,7 +44,7 @@ def follow_(bound: Binding, states: Iterable[ParameterState], has_stepped: bool)
 
 
 def _is_divisible(state: ParameterState, least: float) -> bool:
-    """Return whether no factor of a parameter is below `least`, so that its raw weight follows."""
+    """Return whether all factors of a parameter are at least `least` in absolute value."""
     return state.factors is None or all(
         bool((factor.abs() >= least).all()) for factor in state.factors
     )
