@@ -69,7 +69,8 @@ class ModelCopy:
     ):
         self.dtype = dtype
         self.model = copy.deepcopy(unwrap(model)).to("cpu", dtype).eval()
-        self.inputs = _like_the_copy(random_tokens(self.model) if inputs is None else inputs, dtype)
+        given = random_tokens(self.model) if inputs is None else inputs
+        self.inputs = map_tensors(partial(_to_copy, dtype=dtype), given)
         self.layouts = layouts(self.model, carried)
         named = dict(named_parameters(self.model))
         self.parameters = {name: named[name] for name in self.layouts}
@@ -279,15 +280,32 @@ def random_tokens(model: nn.Module, most: int | None = None) -> Tensor:
     return tokens[:count].view(-1, _LENGTH)
 
 
-def _like_the_copy(inputs: Any, dtype: torch.dtype) -> Any:
-    """Return inputs for a copy in some dtype on the CPU, inside tuples, lists and mappings too."""
+def map_tensors(function: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+    """Apply a function to each tensor in nested tuples, lists and mappings, which become dicts."""
+    # Not torch's pytree, to which the BatchEncoding of a tokenizer is a leaf.
     if isinstance(inputs, Tensor):
-        return inputs.to("cpu", dtype if inputs.is_floating_point() else inputs.dtype)
+        return function(inputs)
     if isinstance(inputs, Mapping):
-        return {key: _like_the_copy(value, dtype) for key, value in inputs.items()}
+        return {key: map_tensors(function, value) for key, value in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return type(inputs)(_like_the_copy(value, dtype) for value in inputs)
+        return type(inputs)(map_tensors(function, value) for value in inputs)
     return inputs
+
+
+def tensors_in(inputs: Any) -> Iterator[Tensor]:
+    """Yield each tensor in nested tuples, lists and mappings."""
+    if isinstance(inputs, Tensor):
+        yield inputs
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if isinstance(inputs, tuple | list):
+        for value in inputs:
+            yield from tensors_in(value)
+
+
+def _to_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an input tensor on the CPU, in the dtype of the copy if it has floats."""
+    return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

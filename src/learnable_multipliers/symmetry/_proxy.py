@@ -20,7 +20,7 @@ from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import unwrap
 from learnable_multipliers.roles import read_roles
 from learnable_multipliers.symmetry._axes import layouts
-from learnable_multipliers.symmetry._model_copy import ModelCopy
+from learnable_multipliers.symmetry._model_copy import ModelCopy, map_tensors, tensors_in
 from learnable_multipliers.symmetry._null_space import null_space_symmetries
 from learnable_multipliers.symmetry._symmetry import Symmetries
 from learnable_multipliers.symmetry._transfer import copy_like, transfer
@@ -124,14 +124,15 @@ def _proxy_copy(
     """
     if own_inputs is not None or inputs is None:
         return ModelCopy(proxy, own_inputs, carried)
-    if not _has_floats(inputs):
+    if not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
         try:
             return ModelCopy(proxy, None, carried)
         except Exception:  # A model that needs more than tokens, as with a decoder.
             pass
     vocabulary = getattr(getattr(proxy, "config", None), "vocab_size", _VOCABULARY)
     try:
-        return ModelCopy(proxy, _with_tokens_below(vocabulary, inputs), carried)
+        wrapped = map_tensors(partial(_wrap_tokens, count=vocabulary), inputs)
+        return ModelCopy(proxy, wrapped, carried)
     except Exception as error:  # Whatever the model raises.
         raise ValueError(
             f"a small {type(proxy).__name__} does not run on the inputs given "
@@ -139,24 +140,10 @@ def _proxy_copy(
         ) from error
 
 
-def _has_floats(inputs: Any) -> bool:
-    if isinstance(inputs, Tensor):
-        return inputs.is_floating_point()
-    if isinstance(inputs, Mapping):
-        inputs = list(inputs.values())
-    return isinstance(inputs, tuple | list) and any(map(_has_floats, inputs))
-
-
-def _with_tokens_below(count: int, inputs: Any) -> Any:
-    """Return inputs in which every whole number of `count` and above is wrapped around."""
-    if isinstance(inputs, Tensor):
-        whole = not inputs.is_floating_point() and inputs.dtype != torch.bool
-        return torch.where(inputs >= count, inputs % count, inputs) if whole else inputs
-    if isinstance(inputs, Mapping):
-        return {key: _with_tokens_below(count, value) for key, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return type(inputs)(_with_tokens_below(count, value) for value in inputs)
-    return inputs
+def _wrap_tokens(tensor: Tensor, count: int) -> Tensor:
+    """Return a tensor of integers modulo `count`, except negative ones; others unchanged."""
+    is_integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return torch.where(tensor >= count, tensor % count, tensor) if is_integer else tensor
 
 
 def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix]:
