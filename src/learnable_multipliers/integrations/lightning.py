@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.integrations import missing
+from learnable_multipliers.integrations import missing, new_alarms
 from learnable_multipliers.optim import unwrap
 
 try:
@@ -70,7 +70,7 @@ class MultiplierCallback(Callback):
         self.health = None
         self._monitor: Monitor | None = None
         self._saved: dict[str, Any] = {}
-        self._told: set[str] = set()
+        self._seen_alarms: set[str] = set()
         self._last = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,10 +112,8 @@ class MultiplierCallback(Callback):
             for found in health.ranges:
                 metrics[f"multipliers/{found.name}.{found.part}/smallest"] = found.smallest
                 metrics[f"multipliers/{found.name}.{found.part}/largest"] = found.largest
-        for alarm in health.alarms:
-            if alarm.about not in self._told:
-                self._told.add(alarm.about)
-                rank_zero_warn(str(alarm))
+        for alarm in new_alarms(health.alarms, self._seen_alarms):
+            rank_zero_warn(str(alarm))
         return metrics
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

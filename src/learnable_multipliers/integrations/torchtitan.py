@@ -18,7 +18,7 @@ from torch import nn
 
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.equilibrium._monitor import Health, Monitor
-from learnable_multipliers.integrations import missing
+from learnable_multipliers.integrations import missing, new_alarms
 from learnable_multipliers.optim import AdamW, Muon
 
 try:
@@ -133,7 +133,7 @@ class MetricsProcessor(metrics.MetricsProcessor):
 
     def __init__(self, config: Config, **settings: Any) -> None:
         super().__init__(config, **settings)
-        self._told: set[str] = set()
+        self._seen_alarms: set[str] = set()
         run = settings.get("config_dict") or {}
         if math.isfinite(run.get("training", {}).get("max_norm", math.inf)):
             logger.warning(
@@ -155,9 +155,7 @@ class MetricsProcessor(metrics.MetricsProcessor):
             self.health = health = self.optimizers.monitor.health()
             norm = self.optimizers.optimizers[0].grad_norm
             found = health.metrics() | ({} if norm is None else {"raw_grad_norm": float(norm)})
-            for alarm in health.alarms:
-                if alarm.about not in self._told:
-                    self._told.add(alarm.about)
-                    logger.warning(str(alarm))
+            for alarm in new_alarms(health.alarms, self._seen_alarms):
+                logger.warning(str(alarm))
         extra = {**(extra_metrics or {}), **found}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

@@ -30,7 +30,7 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers._planner import plan
 from learnable_multipliers._rules import Rule, Train
 from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.integrations import missing
+from learnable_multipliers.integrations import missing, new_alarms
 from learnable_multipliers.optim import AdamW, LearnableMultipliers, Muon, unwrap
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
@@ -119,7 +119,7 @@ class MultiplierCallback(TrainerCallback, ExportableState):
         self.monitor: Monitor | None = None
         self.seen: dict[str, Any] | None = None
         self._in_front = False
-        self._told: set[str] = set()
+        self._seen_alarms: set[str] = set()
 
     def attach(self, trainer: Any) -> MultiplierCallback:
         """Put the callback before all others of a trainer; return it."""
@@ -161,10 +161,9 @@ class MultiplierCallback(TrainerCallback, ExportableState):
             found["raw_grad_norm"] = optimizer.grad_norm.item()
         logs.update(found)
         state.log_history[-1].update(found)
-        for alarm in health.alarms:
-            if alarm.about not in self._told and state.is_world_process_zero:
+        for alarm in new_alarms(health.alarms, self._seen_alarms):
+            if state.is_world_process_zero:
                 _logger.warning(str(alarm))
-            self._told.add(alarm.about)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the optimizer follow the best model, where that has been loaded."""
