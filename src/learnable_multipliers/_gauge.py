@@ -108,8 +108,8 @@ def rebalance_(
     orbits = Orbits(opt, symmetries)
     doublings = orbits.balanced() / math.log(2)
     if powers_of_two:
-        for axis, scale in orbits.scales.items():
-            if not scale.doubles_exactly:
+        for axis, values in orbits.values.items():
+            if not values.doubles_exactly:
                 stored = "as x - 1" if axis.offset else "by its logarithm"
                 raise ValueError(
                     f"{axis} ({axis.kind}) is stored {stored}, where a factor of two rounds: leave "
@@ -132,11 +132,11 @@ class Orbits:
     def __init__(self, opt: MultiplierOptimizer, symmetries: Iterable[Symmetry]):
         self.symmetries = tuple(symmetries)
         axes = dict.fromkeys(term.axis for symmetry in self.symmetries for term in symmetry.terms)
-        self.scales = read_scales(opt, axes)
-        values = {scale.owner: scale.values for scale in self.scales.values()}
-        starts = itertools.accumulate(map(len, values.values()), initial=0)
-        start_of = dict(zip(values, starts, strict=False))
-        x = torch.cat([*values.values(), torch.empty(0, dtype=torch.float64)])
+        self.values = read_axis_values(opt, axes)
+        by_owner = {values.owner: values.values for values in self.values.values()}
+        starts = itertools.accumulate(map(len, by_owner.values()), initial=0)
+        start_of = dict(zip(by_owner, starts, strict=False))
+        x = torch.cat([*by_owner.values(), torch.empty(0, dtype=torch.float64)])
         self.logs = x.abs().log().where(x != 0, torch.zeros_like(x))
         self.num_zero: list[int] = []
         none = torch.empty(0, dtype=torch.int64)
@@ -145,10 +145,10 @@ class Orbits:
         for symmetry in self.symmetries:
             zeros = 0
             for term in symmetry.terms:
-                scale = self.scales[term.axis]
-                _check_fit(term.axis, scale, term.members)
-                member = term.members[scale.index]
-                entry = torch.arange(len(member)) + start_of[scale.owner]
+                values = self.values[term.axis]
+                _check_fit(term.axis, values, term.members)
+                member = term.members[values.index]
+                entry = torch.arange(len(member)) + start_of[values.owner]
                 present = (member >= 0) & (x[entry] != 0)
                 zeros += int((member >= 0).sum() - present.sum())
                 power = torch.full_like(x[entry], term.power)
@@ -216,14 +216,14 @@ class Orbits:
         return values.new_zeros(num_members).index_add_(0, self.member, values)
 
 
-def _check_fit(axis: Axis, scale: Scale, members: Tensor) -> None:
-    size = len(scale.carried)
+def _check_fit(axis: Axis, values: AxisValues, members: Tensor) -> None:
+    size = len(values.carried)
     if len(members) != size:
         raise ValueError(
             f"the symmetry has {len(members)} entries for {axis} ({axis.kind}), the optimizer "
             f"{size}: it was found on a model of another size"
         )
-    extra = int(((members >= 0) & ~scale.carried).sum())
+    extra = int(((members >= 0) & ~values.carried).sum())
     if extra:
         raise ValueError(
             f"the symmetry scales {extra} {axis} that carry no multiplier in this optimizer. Find "
@@ -237,7 +237,7 @@ _DEGREES = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisValues:
     """The numbers that an axis scales."""
 
     values: Tensor
@@ -253,8 +253,8 @@ class Scale:
     """Whether a factor of two is exact in the way the values are stored."""
 
 
-def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Scale]:
-    """Return the scales of some axes; raise on those that the optimizer does not train."""
+def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, AxisValues]:
+    """Return the values of some axes; raise for those that the optimizer does not train."""
     states = {state.name: state for state in opt.parameter_states()}
     multipliers, raw = opt.multipliers(), opt.raw_weights()
     found = {}
@@ -277,9 +277,9 @@ def read_scales(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, Sc
             carried = keep_carried_rows(matrix, carried)
         exact = not axis.offset and not (matrix and matrix.scale == "log")
         index = torch.arange(values.numel())
-        found[axis] = Scale(values.flatten(), axis, index, carried.flatten(), exact)
-    for axis, scale in found.items():
-        if not scale.values.isfinite().all():
+        found[axis] = AxisValues(values.flatten(), axis, index, carried.flatten(), exact)
+    for axis, read in found.items():
+        if not read.values.isfinite().all():
             raise ValueError(f"{axis} ({axis.kind}) holds numbers that are not finite")
     return found
 
@@ -358,11 +358,11 @@ def _trains(state: ParameterState, axis: Axis) -> bool:
     return axis.kind in ("row", "col") and state.parameter.ndim >= 3
 
 
-def _filter(axis: Axis, weight: Tensor) -> Scale:
+def _filter(axis: Axis, weight: Tensor) -> AxisValues:
     gains = weight.detach().to("cpu", torch.float64).flatten(2).norm(dim=2)  # (out, in)
     out, into = gains.shape
     index = torch.arange(out)[:, None] if axis.kind == "row" else torch.arange(into)
-    return Scale(
+    return AxisValues(
         values=gains.flatten(),
         owner=Axis(axis.name, "row"),
         index=index.expand(out, into).flatten(),

@@ -20,7 +20,7 @@ from learnable_multipliers._gauge import Drift, drift, symmetry_positions
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.equilibrium._diagnosis import PLURAL, count_verdicts, summarize
 from learnable_multipliers.equilibrium._gains import Gain, Gains
-from learnable_multipliers.equilibrium._prediction import Expectations, Part, Trained
+from learnable_multipliers.equilibrium._prediction import Expectations, TensorPart, TrainedTensor
 from learnable_multipliers.equilibrium._readings import TensorReading, read_tensor, rms
 from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
@@ -33,7 +33,7 @@ class Range:
     """The multipliers of one matrix along one axis."""
 
     name: str
-    part: Part
+    part: TensorPart
     smallest: float
     """In absolute value, as the largest."""
     largest: float
@@ -290,13 +290,13 @@ def rms_of(drifts: Sequence[Drift]) -> float:
     return math.sqrt(squares / members)
 
 
-def _values(tensor: Trained) -> Tensor:
+def _values(tensor: TrainedTensor) -> Tensor:
     """Return the multipliers themselves, on either scale."""
     assert tensor.matrix is not None
     return multiplier(tensor.matrix, tensor.value)
 
 
-def _range(tensor: Trained, signs: Tensor) -> Range:
+def _range(tensor: TrainedTensor, signs: Tensor) -> Range:
     values = _values(tensor)
     # What was 0 at the start has nothing to cross.
     crossed = (values * signs <= 0) & (signs != 0)

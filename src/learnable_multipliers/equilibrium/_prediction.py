@@ -39,7 +39,7 @@ from learnable_multipliers.optim._newton_schulz import Coefficients
 from learnable_multipliers.optim._sharding import full
 from learnable_multipliers.optim._wrapper import LearnableMultipliers
 
-Part = Literal["weight"] | MultiplierName
+TensorPart = Literal["weight"] | MultiplierName
 
 
 class TensorWalk(NamedTuple):
@@ -52,12 +52,12 @@ class TensorWalk(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedTensor:
     """One tensor in training: a raw weight, a vector, or the multipliers of a matrix."""
 
     name: str
     """Of the parameter."""
-    part: Part
+    part: TensorPart
     """`weight`: the parameter itself, or the raw weight behind it; or which multiplier."""
     kind: Literal["matrix", "multiplier", "vector"]
     matrix: Matrix | None
@@ -90,7 +90,7 @@ class Trained:
 
 
 @torch.no_grad()
-def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
+def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[TrainedTensor]:
     """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
@@ -101,7 +101,7 @@ def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[Trained]:
 
 def _tensors_of(
     optimizer: MultiplierOptimizer, parameter: ParameterState, share: float
-) -> Iterator[Trained]:
+) -> Iterator[TrainedTensor]:
     group, matrix = parameter.group, parameter.matrix
     state = optimizer.state[parameter.parameter]
     names, betas, walk = _raw_moments(optimizer, group, matrix)
@@ -112,7 +112,7 @@ def _tensors_of(
     is_matrix = matrix is not None or group["kind"] == "matrix"
     shared: dict[str, Any] = {"name": parameter.name, "matrix": matrix, "steps": int(state["step"])}
     if parameter.trains_raw:
-        yield Trained(
+        yield TrainedTensor(
             part="weight",
             kind="matrix" if is_matrix else "vector",
             value=full(state.get("raw", parameter.parameter.detach())),
@@ -135,7 +135,7 @@ def _tensors_of(
         def carried(value: Tensor, part: str = part) -> Tensor:
             return carried_rows(matrix, full(value)) if part == "row" else full(value)
 
-        yield Trained(
+        yield TrainedTensor(
             part=part,
             kind="multiplier",
             value=carried(state[part]),
@@ -268,7 +268,7 @@ class Expectations:
             *brownian, kept = state["walks"][str(walk)]
             self._states[walk] = BrownianState(*brownian), kept
 
-    def of(self, tensor: Trained, taken: int) -> tuple[Expectation | None, str]:
+    def of(self, tensor: TrainedTensor, taken: int) -> tuple[Expectation | None, str]:
         """Return what is expected of a tensor after the steps taken, or None and the reason."""
         walk = self.walks[tensor.key]
         reason = _unpredictable(tensor, walk)
@@ -282,7 +282,7 @@ class Expectations:
         return Expectation(state.rms, kept), ""
 
 
-def steady_expectation(tensor: Trained, base_lr: float) -> tuple[Expectation | None, str]:
+def steady_expectation(tensor: TrainedTensor, base_lr: float) -> tuple[Expectation | None, str]:
     """Return what is expected if the rate has always been this one, and what speaks against it."""
     reason = _unpredictable(tensor, tensor.walk)
     if tensor.walk is None or reason:
@@ -298,7 +298,7 @@ def steady_expectation(tensor: Trained, base_lr: float) -> tuple[Expectation | N
     return expected, "" if expected.settling >= SETTLED else early
 
 
-def _unpredictable(tensor: Trained, walk: TensorWalk | None) -> str:
+def _unpredictable(tensor: TrainedTensor, walk: TensorWalk | None) -> str:
     """Return why noise predicts nothing of a tensor; empty where it does."""
     if walk is None:
         return "its optimizer's random walk on noise is not known"

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learnable_multipliers.equilibrium._prediction import Expectation, Part, Trained
+from learnable_multipliers.equilibrium._prediction import Expectation, TensorPart, TrainedTensor
 from learnable_multipliers.equilibrium._random_walk import SETTLED
 from learnable_multipliers.equilibrium._simulation import simulate_brownian
 
@@ -49,7 +49,7 @@ class TensorReading:
 
     name: str
     """Of the parameter."""
-    part: Part
+    part: TensorPart
     """`weight` (the raw weight where there are multipliers), `row`, `col` or `scalar`."""
     kind: Literal["matrix", "multiplier", "vector"]
     role: str
@@ -157,7 +157,7 @@ def rms(values: Tensor) -> float:
 
 
 def read_tensor(
-    tensor: Trained,
+    tensor: TrainedTensor,
     expected: Expectation | None,
     note: str,
     starts: Mapping[tuple[str, str], float],
@@ -205,7 +205,7 @@ def row_frequency(counts: Tensor, tokens_per_step: int) -> Tensor:
 
 
 def read_rows(
-    tensor: Trained,
+    tensor: TrainedTensor,
     lrs: Sequence[float] | None,
     start_rms: Tensor | None,
     frequency: Tensor | None,
@@ -288,7 +288,7 @@ def _log_ratio(measured: float, predicted: float | None) -> float | None:
     return math.log(measured / predicted)
 
 
-def _indicator(tensor: Trained, rows: Tensor | EllipsisType = ...) -> float | None:
+def _indicator(tensor: TrainedTensor, rows: Tensor | EllipsisType = ...) -> float | None:
     """Return the noise indicator of a tensor; None without moments or gradients so far."""
     if tensor.first is None or tensor.second is None or tensor.steps == 0:
         return None

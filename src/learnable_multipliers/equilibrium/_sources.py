@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from learnable_multipliers._names import named_parameters
 from learnable_multipliers._plan import PlanEntry
 from learnable_multipliers._planner import plan
-from learnable_multipliers.equilibrium._prediction import TensorWalk, Trained, trained_tensors
+from learnable_multipliers.equilibrium._prediction import TensorWalk, TrainedTensor, trained_tensors
 from learnable_multipliers.equilibrium._random_walk import RandomWalk, adamw_walk, muon_walk
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._newton_schulz import COEFFICIENTS
@@ -72,7 +72,7 @@ class Source:
         """Steps that changed nothing; torch's optimizers are not called for those."""
         return 0 if self.ours is None else self.ours.num_skipped
 
-    def tensors(self, steps: int = 0) -> Iterator[Trained]:
+    def tensors(self, steps: int = 0) -> Iterator[TrainedTensor]:
         """Yield what it trains; `steps` are those of an optimizer that does not count them."""
         if self.ours is not None:
             yield from trained_tensors(self.ours)
@@ -95,7 +95,7 @@ def _adam_tensor(
     entry: PlanEntry,
     share: float,
     steps: int,
-) -> Trained:
+) -> TrainedTensor:
     """Read a parameter of torch.optim.AdamW or Adam."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     steps, value = int(state.get("step", 0)), full(parameter.detach())
@@ -123,7 +123,7 @@ def _muon_tensor(
     entry: PlanEntry,
     share: float,
     steps: int,
-) -> Trained:
+) -> TrainedTensor:
     """Read a parameter of torch.optim.Muon, which keeps one moment."""
     momentum, first = float(group["momentum"]), state.get("momentum_buffer")
     polynomials = (tuple(group["ns_coefficients"]),) * int(group["ns_steps"])
@@ -156,8 +156,8 @@ def _trained(
     first: Tensor | None,
     second: Tensor | None,
     betas: tuple[float, float],
-) -> Trained:
-    return Trained(
+) -> TrainedTensor:
+    return TrainedTensor(
         name=entry.name,
         part="weight",
         kind="vector" if entry.vector else "matrix",

@@ -147,9 +147,9 @@ class Muon(MultiplierOptimizer):
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
-        if active not in self._split:
-            self._split[active] = self._split_up(active)
-        hidden, rest = self._split[active]
+        if active not in self._partitions:
+            self._partitions[active] = self._partition(active)
+        hidden, rest = self._partitions[active]
         if rest:
             super()._update_(bound, rest, hyper, clip, go)
         if hidden is None:
@@ -179,7 +179,7 @@ class Muon(MultiplierOptimizer):
 
     def _bind(self) -> None:
         super()._bind()
-        self._split: WeakKeyDictionary[
+        self._partitions: WeakKeyDictionary[
             ParameterSet, tuple[_HiddenMatrices | None, ParameterSet]
         ] = WeakKeyDictionary()
         bound = self._get_binding()
@@ -203,7 +203,7 @@ class Muon(MultiplierOptimizer):
             self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 
-    def _split_up(self, active: ParameterSet) -> tuple[_HiddenMatrices | None, ParameterSet]:
+    def _partition(self, active: ParameterSet) -> tuple[_HiddenMatrices | None, ParameterSet]:
         """Return the parameters that Muon trains and those that AdamW does."""
         states = ParameterSet([state for state in active if is_hidden(state.matrix)])
         rest = ParameterSet([state for state in active if not is_hidden(state.matrix)])

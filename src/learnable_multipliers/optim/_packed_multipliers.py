@@ -29,14 +29,15 @@ MOMENTS = ("", "_exp_avg", "_exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one matrix's numbers lie in the flat tensors."""
+class _Offsets:
+    """Where one matrix's numbers are in the flat tensors."""
 
     values: dict[str, tuple[int, tuple[int, ...]]]
     """Start and shape of each of its multipliers."""
     out: tuple[int, tuple[int, int]]
     """Start and (stack, out) shape of its output factors."""
     into: tuple[int, tuple[int, int]]
+    """The same for its input factors."""
 
 
 class PackedMultipliers:
@@ -71,21 +72,21 @@ class PackedMultipliers:
                 trained.append(_trained(matrix, shards[index], name).flatten())
                 is_log.append(torch.full((value.numel(),), matrix.scale == "log"))
                 owner.append(torch.full((value.numel(),), index))
-        self._places: dict[int, _Place] = {}
-        row_places, scalar_places, col_places = [], [], []
+        self._offsets: dict[int, _Offsets] = {}
+        row_indices, scalar_indices, col_indices = [], [], []
         num_out, num_in = 0, 0
         for index, matrix in matrices.items():
             shard, start = shards[index], starts[index]
             stack = shard.stack.stop - shard.stack.start
             out = (stack, shard.out_features.stop - shard.out_features.start)
             into = (stack, shard.in_features.stop - shard.in_features.start)
-            row_places.append(_places(start, "row", out))
-            col_places.append(_places(start, "col", into))
-            scalar_places.append(_scalar_places(matrix, shard, start))
-            self._places[index] = _Place(start, (num_out, out), (num_in, into))
+            row_indices.append(_feature_index(start, "row", out))
+            col_indices.append(_feature_index(start, "col", into))
+            scalar_indices.append(_scalar_index(matrix, shard, start))
+            self._offsets[index] = _Offsets(start, (num_out, out), (num_in, into))
             num_out, num_in = num_out + out[0] * out[1], num_in + into[0] * into[1]
 
-        # The last place stands for "no multiplier": its value is 1 and its gradient is dropped.
+        # The last entry stands for "no multiplier": its value is 1 and its gradient is dropped.
         self._extended_values = torch.cat([*values, torch.ones(1, dtype=dtype)]).to(device)
         self.values = self._extended_values[:-1]
         self.exp_avg = torch.zeros_like(self.values)
@@ -96,17 +97,17 @@ class PackedMultipliers:
         self._all_trained = bool(self.trained.all())
         is_log_scale = torch.cat(is_log).to(device)
         self._is_log = is_log_scale if bool(is_log_scale.any()) else None
-        self._rows = _or_none(torch.cat(row_places).to(device), size)
-        self._cols = _or_none(torch.cat(col_places).to(device), size)
-        scalars = torch.cat(scalar_places).to(device)
+        self._rows = _or_none(torch.cat(row_indices).to(device), size)
+        self._cols = _or_none(torch.cat(col_indices).to(device), size)
+        scalars = torch.cat(scalar_indices).to(device)
         self._scalars = _or_none(scalars, size)
         self._scalar_sums = None if self._scalars is None else _ScalarSums(scalars)
         self._in_order = (
             size == num_out + num_in
             and self._scalars is None
             and self._is_log is None
-            and _counts_up(self._rows, 0)
-            and _counts_up(self._cols, num_out)
+            and _is_range(self._rows, 0)
+            and _is_range(self._cols, num_out)
         )
         # Factors before and after the multipliers' update, and the sums that give gradients.
         self.out_factors, self.out_factors_next = self.values.new_ones(2, num_out)
@@ -126,15 +127,15 @@ class PackedMultipliers:
         """Return a matrix's part of a flat tensor over all values, by multiplier."""
         return {
             name: flat[start : start + math.prod(shape)].view(shape)
-            for name, (start, shape) in self._places[index].values.items()
+            for name, (start, shape) in self._offsets[index].values.items()
         }
 
     def feature_views(self, index: int) -> tuple[RowsCols, RowsCols, RowsCols]:
         """Return a matrix's factors, next factors and sums along its stored rows and columns."""
-        place, transposed = self._places[index], self.matrices[index].transposed
+        offsets, transposed = self._offsets[index], self.matrices[index].transposed
 
         def views(out: Tensor, into: Tensor) -> RowsCols:
-            (out_start, out_shape), (in_start, in_shape) = place.out, place.into
+            (out_start, out_shape), (in_start, in_shape) = offsets.out, offsets.into
             along_out = out[out_start : out_start + math.prod(out_shape)].view(out_shape)
             along_in = into[in_start : in_start + math.prod(in_shape)].view(in_shape)
             return (along_in, along_out) if transposed else (along_out, along_in)
@@ -184,7 +185,7 @@ class PackedMultipliers:
             through = self.out_sums
             if self._rows is not None:
                 through = through * extended[self._rows]
-            grads[self._scalar_sums.places] = self._scalar_sums.sum(through)
+            grads[self._scalar_sums.index] = self._scalar_sums.sum(through)
         grads = grads[:-1]
         if self._is_log is not None:
             grads = torch.where(self._is_log, grads * extended[:-1], grads)
@@ -207,57 +208,58 @@ def _trained(matrix: Matrix, shard: LocalShard, name: str) -> Tensor:
     return local_values(matrix, shard, {name: mask})[name]
 
 
-def _places(
+def _feature_index(
     starts: dict[str, tuple[int, tuple[int, ...]]], name: str, shape: tuple[int, int]
 ) -> Tensor:
-    """Return the place of the multiplier of each feature; -1 where there is none."""
+    """Return the index of each feature's multiplier; -1 if it has none."""
     if name not in starts:
         return torch.full((shape[0] * shape[1],), -1)
     start, _ = starts[name]
     return torch.arange(start, start + shape[0] * shape[1])
 
 
-def _scalar_places(
+def _scalar_index(
     matrix: Matrix, shard: LocalShard, starts: dict[str, tuple[int, tuple[int, ...]]]
 ) -> Tensor:
-    """Return the place of the scalar of each output feature; -1 where there is none."""
+    """Return the index of each output feature's scalar; -1 if it has none."""
     stack = shard.stack.stop - shard.stack.start
     rows = scalar_index(matrix)[shard.out_features]
     first = starts.get("scalar", (0, ()))[0] + matrix.num_scalars * torch.arange(stack)
     return torch.where(rows >= 0, rows + first[:, None], -1).flatten()
 
 
-def _counts_up(places: Tensor | None, first: int) -> bool:
-    if places is None:
+def _is_range(index: Tensor | None, first: int) -> bool:
+    """Return whether indices count up by one from the first."""
+    if index is None:
         return False
-    return torch.equal(places, torch.arange(first, first + len(places), device=places.device))
+    return torch.equal(index, torch.arange(first, first + len(index), device=index.device))
 
 
-def _or_none(places: Tensor, size: int) -> Tensor | None:
-    """Return places with -1 sent to the neutral one; None where all are -1."""
-    return torch.where(places < 0, size, places) if bool((places >= 0).any()) else None
+def _or_none(index: Tensor, size: int) -> Tensor | None:
+    """Return indices with the neutral one, `size`, in place of -1; None if all are -1."""
+    return torch.where(index < 0, size, index) if bool((index >= 0).any()) else None
 
 
 class _ScalarSums:
     """Sums over the features of each scalar, in a fixed order and without a host synchronization.
 
-    Features are gathered into lines of one length, and the lines' sums into one line a scalar;
-    what is left over points at a zero.
+    Features are gathered into lines of one length, and the sums of lines into one line per scalar;
+    padding points to a zero.
     """
 
     LINE = 256
 
-    def __init__(self, places: Tensor):
-        order = torch.argsort(places, stable=True)
-        order = order[places[order] >= 0]
-        self.places, lengths = torch.unique_consecutive(places[order], return_counts=True)
+    def __init__(self, index: Tensor):
+        order = torch.argsort(index, stable=True)
+        order = order[index[order] >= 0]
+        self.index, lengths = torch.unique_consecutive(index[order], return_counts=True)
         lines, groups = [], []
         for features in order.split(lengths.tolist()):
             pieces = features.split(self.LINE)
             groups.append(torch.arange(len(lines), len(lines) + len(pieces)))
             lines += pieces
-        device = places.device
-        self._lines = _padded(lines, len(places)).to(device)
+        device = index.device
+        self._lines = _padded(lines, len(index)).to(device)
         self._groups = _padded(groups, len(lines)).to(device)
 
     def sum(self, features: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from learnable_multipliers.symmetry._axes import Axis
 from learnable_multipliers.symmetry._model_copy import ModelCopy
-from learnable_multipliers.symmetry._symmetry import Kind, Symmetries, Symmetry, Term
+from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, SymmetryKind, Term
 
 # Singular values of an exact symmetry are at 1e-15 of the largest, others above 1e-7: between the
 # two lies a wide gap; a value inside it is an error.
@@ -206,7 +206,7 @@ def _powers(vector: Tensor) -> Tensor:
     )
 
 
-def _kind(model: ModelCopy, symmetry: Symmetry) -> Kind:
+def _kind(model: ModelCopy, symmetry: Symmetry) -> SymmetryKind:
     names = {term.axis.name for term in symmetry.terms}
     powers = [term.power for term in symmetry.terms]
     kinds = sorted(term.axis.kind for term in symmetry.terms)

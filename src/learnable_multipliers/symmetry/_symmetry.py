@@ -15,7 +15,7 @@ from torch import Tensor
 from learnable_multipliers._names import layer_template
 from learnable_multipliers.symmetry._axes import Axis
 
-Kind = Literal["exchange", "multiplicative", "normalization"]
+SymmetryKind = Literal["exchange", "multiplicative", "normalization"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Term:
 class Symmetry:
     """Rescalings without effect that are alike: one for each member, a channel or a head."""
 
-    kind: Kind
+    kind: SymmetryKind
     """`exchange`: rows against columns of one matrix. `multiplicative`: factors that are only ever
     multiplied. `normalization`: a scale that a norm takes away."""
     terms: tuple[Term, ...]

@@ -42,7 +42,7 @@ _MOST_PARTS = 4
 _NUMBER = r"(?<=\.)\d+(?=\.)"
 
 # Axes and powers of a symmetry, and whether it has all entries of each.
-_Place = frozenset[tuple[Axis, float, bool]]
+_Signature = frozenset[tuple[Axis, float, bool]]
 
 
 def copy_like(
@@ -63,28 +63,29 @@ def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
 def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetries:
     """Return the symmetries of a model, given those of its proxy."""
     guesses = _Guesses(proxy, model)
-    carried: dict[_Place, Symmetry] = {}
-    tried: dict[_Place, str] = {}
+    carried: dict[_Signature, Symmetry] = {}
+    tried: dict[_Signature, str] = {}
     alike = proxy.parameters.keys() == model.parameters.keys()
     for symmetry in found:
         places = _namesakes(symmetry, model, as_named=alike)
         places = [names for names in places if guesses.known(symmetry, names)]
         if not places:
-            tried[_place(symmetry.terms)] = str(symmetry)
+            tried[_signature(symmetry.terms)] = str(symmetry)
         for names in places:
             renamed = tuple(
                 replace(term, axis=Axis(name, term.axis.kind))
                 for term in symmetry.terms
                 for name in names[term.axis.name]
             )
-            place = _place(renamed)
-            tried.setdefault(place, str(replace(symmetry, terms=renamed)))
+            signature = _signature(renamed)
+            tried.setdefault(signature, str(replace(symmetry, terms=renamed)))
             moved = guesses.confirmed(symmetry, names)
             # Layers may differ: what holds in one may be part of what holds in the other.
-            if moved and (place not in carried or moved.num_members > carried[place].num_members):
-                carried[place] = moved
+            known = carried.get(signature)
+            if moved and (known is None or moved.num_members > known.num_members):
+                carried[signature] = moved
     symmetries = tuple(carried.values())
-    unconfirmed = tuple(dict.fromkeys(tried[place] for place in tried if place not in carried))
+    unconfirmed = tuple(dict.fromkeys(tried[s] for s in tried if s not in carried))
     nullity = sum(symmetry.num_members for symmetry in symmetries)
     return Symmetries(symmetries, nullity, {}, unconfirmed)
 
@@ -215,8 +216,8 @@ def _namesakes(
             yield at
 
 
-def _place(terms: Sequence[Term]) -> _Place:
-    """Return what a symmetry scales in the model: two of one place are the same symmetry."""
+def _signature(terms: Sequence[Term]) -> _Signature:
+    """Return what identifies a symmetry: two with one signature are the same."""
     return frozenset((term.axis, term.power, term.block is None) for term in terms)
 
 
