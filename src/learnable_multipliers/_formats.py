@@ -1,4 +1,4 @@
-"""How numbers and tables are written for people: in output, messages and plots."""
+"""Format numbers and tables for output, messages and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def count(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        # What rounds up to the next letter takes it: 999,700 is 1M, not 1e+03k.
+        # A number that rounds up to the next letter takes it: 999,700 is 1M, not 1e+03k.
         if abs(value) >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
@@ -34,7 +34,7 @@ def size(num_bytes: float) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table; columns align to the right, but for those at these places."""
+    """Return the lines of a table, aligned right except for the columns with indices in `left`."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:

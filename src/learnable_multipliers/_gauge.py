@@ -1,4 +1,4 @@
-"""Drift of multipliers along the scale symmetries of a model, and how to undo it.
+"""Measure the drift of multipliers along the scale symmetries of a model, and undo it.
 
 Nothing in the loss holds a scale in its place along a symmetry (paper sec. 4.1), so noise moves it.
 With x_e the scales, s_k the free factor of each member k of a symmetry (a channel, a head) and P_ek
@@ -25,10 +25,10 @@ from learnable_multipliers.optim._accessors import unwrap
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Axis, Symmetry
 
-# Members' coordinates that count as 0 when solving, in log units.
+# Largest error of a member's coordinate in a solution, in log units.
 _BALANCED = 1e-13
 _MOST_ITERATIONS = 10_000
-# A power of two is taken for this much more than half of one, so that doing it twice does nothing.
+# Rounds to a power of two only this much above the half, so that a second call changes nothing.
 _MARGIN = 1e-6
 
 
@@ -49,7 +49,7 @@ class Drift:
 
 
 def symmetry_positions(opt: Optimizer, symmetries: Iterable[Symmetry]) -> tuple[Tensor, ...]:
-    """Return where each member of each symmetry stands along its orbit, in log units.
+    """Return the position of each member of each symmetry along its orbit, in log units.
 
     t = sum_e p_e log|x_e| / sum_e p_e^2 over the scales of a member: a factor s moves it by log s,
     and it is 0 where all scales are 1. Keep it at the start of a run for `drift(..., since=)`.
@@ -66,9 +66,9 @@ def drift(
     """Return how far scales have drifted along each symmetry: `rms` and `largest`, in log units.
 
     Args:
-        since: Positions to count from, of `lrm.symmetry_positions`; scales of 1 by default. Norm
-            weights and multipliers that take over a model's own factors do not start at 1: what a
-            run has moved is the difference from its start.
+        since: Positions to measure from, as `lrm.symmetry_positions` returned them; by default
+            those of scales of 1. Norm weights and folded multipliers do not start at 1: the drift
+            of a run is the difference from its start.
     """
     orbits = Orbits(unwrap(opt), symmetries)
     now = orbits.positions()
@@ -93,16 +93,16 @@ def rebalance_(
 
     minimize sum_e (log|x_e| + sum_k P_ek log s_k)^2 over all log s_k together, since a scale may
     have a part in several symmetries; then x_e <- x_e prod_k s_k^P_ek. There every position is 0.
-    The scales x_e are multipliers, vectors and filters. Their gradients are divided by what they
-    are multiplied by, so that moments become m / s^p and v / s^2p; raw weights and their moments
-    are not touched. What is 0 stays 0.
+    The scales x_e are multipliers, vectors and filters. Their gradients are divided by the same
+    factors, so moments become m / s^p and v / s^2p; raw weights and their moments do not change.
+    Zeros stay zero.
 
     With `powers_of_two` each s_k is the nearest power of two and the model computes bit for bit the
     same, in bfloat16 too. A symmetry of kind "normalization" is exact up to the small constant in
     the norm: leave it out where that matters.
 
-    Call it between steps, every few hundred: the next step moves multipliers by the same amounts as
-    it would have, which are other shares of them.
+    Call it between steps, every few hundred: the next step moves multipliers by the same absolute
+    amounts as before, so by other relative amounts.
     """
     opt = unwrap(opt)
     orbits = Orbits(opt, symmetries)
@@ -115,7 +115,7 @@ def rebalance_(
                     f"{axis} ({axis.kind}) is stored {stored}, where a factor of two rounds: leave "
                     "out powers_of_two, or the symmetries that have a term with it"
                 )
-        # A half is rounded towards 0: the rest of what was rounded so rounds to 0.
+        # Halves round towards 0, so that the remainder of a rounding rounds to 0.
         whole = (doublings.abs() - 0.5 - _MARGIN).ceil().clamp(min=0)
         doublings = doublings.sign() * whole
     # exp2 of an integer is exact.
@@ -187,7 +187,7 @@ class Orbits:
         )
 
     def by_axis(self, logs: Tensor) -> dict[Axis, Tensor]:
-        """Return what members' logs add up to on every entry of every axis, zeros included."""
+        """Return the sum of members' logs at every entry of every axis, including zeros."""
         sums: dict[Axis, Tensor] = {}
         for symmetry, part in zip(self.symmetries, self._by_symmetry(logs), strict=True):
             for axis, along in symmetry.log_factors(part).items():
@@ -241,16 +241,16 @@ class AxisValues:
     """The numbers that an axis scales."""
 
     values: Tensor
-    """Flat, float64 on the CPU. Of a filter the l2 norm over its taps, for each pair of channels:
-    its gain on white noise, 1 where the filter is neutral."""
+    """Flat, float64 on the CPU. For a filter, the l2 norm over the taps of each pair of channels:
+    its gain on white noise, 1 if the filter is neutral."""
     owner: Axis
-    """Whose numbers these are: rows and columns of a filter scale the same ones."""
+    """The axis that stands for these values: rows and columns of a filter scale the same ones."""
     index: Tensor
     """The entry of the axis that scales each of the values."""
     carried: Tensor
-    """Which entries of the axis there are: not the rows of blocks that carry none."""
+    """Which entries of the axis exist: not the rows of blocks that carry none."""
     doubles_exactly: bool = True
-    """Whether a factor of two is exact in the way the values are stored."""
+    """Whether a factor of two is exact in the stored form of the values."""
 
 
 def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axis, AxisValues]:
@@ -286,11 +286,11 @@ def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axi
 
 @torch.no_grad()
 def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
-    """Multiply the entries of axes by factors, and write the weights that follow.
+    """Multiply the entries of axes by factors, and write the effective weights.
 
-    With x' = f x a gradient is g' = g / f, so that moments become m / f and v / f^2, and gradients
-    that wait for a step are divided as well. On the log scale the stored value moves by log f, and
-    its gradient, x dL/dx, stays. Raw weights under multipliers and their moments are not touched.
+    With x' = f x a gradient is g' = g / f, so moments become m / f and v / f^2; gradients that are
+    present are divided too. On the log scale the stored value moves by log f, and its gradient,
+    x dL/dx, stays. Raw weights under multipliers and their moments do not change.
     """
     by_name: dict[str, dict[Axis, Tensor]] = {}
     for axis, factor in factors.items():

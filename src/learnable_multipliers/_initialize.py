@@ -1,8 +1,8 @@
-"""Initial values: applying a plan's, and reading the fixed multipliers a model brings along.
+"""Apply the initial values of a plan, and read the fixed multipliers of a model.
 
 Falcon-H1 multiplies activations by constants from its config. Learned multipliers can start at
-those values and the constants become 1; this module knows where the constants live, which
-matrices each acts on, and how to reset it. Another model declares its own with a method
+these values, and the constants become 1. This module knows where the constants are, which matrices
+each of them scales, and how to reset it. Another model declares its own with a method
 `fixed_multipliers()` that returns them with parameter names relative to its module.
 """
 
@@ -39,7 +39,7 @@ class FixedMultiplier:
 
 
 def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
-    """Return the constants of `model` that are known and not 1."""
+    """Return the known constants of `model` that are not 1."""
     found: list[FixedMultiplier] = []
     for name, module in unwrap(model).named_modules():
         own: tuple[FixedMultiplier, ...] = ()
@@ -56,16 +56,16 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
 
 @dataclass(frozen=True)
 class _Constant:
-    """Where one constant of Falcon-H1 lives; paths are relative to a layer or to the model."""
+    """One constant of Falcon-H1; paths are relative to a layer or to the model."""
 
     field: str
     """Name in the config."""
     path: str
-    """Of the attribute that holds it; those of `model` are not in a layer."""
+    """Path of its attribute; paths that start with `model` are not in a layer."""
     targets: tuple[tuple[str, str], ...]
     scales_bias: bool = True
     index: int | None = None
-    """Place in the config field, where that is a list."""
+    """Index in the config field, if that is a list."""
 
 
 _EMBED, _HEAD = ("model.embed_tokens", "embedding"), ("lm_head", "head")
@@ -130,9 +130,9 @@ def _reset(model: Any, places: list[str], constant: _Constant) -> None:
 def initialize_(model: nn.Module, plan: Plan) -> Plan:
     """Multiply the weights by the initial values that are pending; return the plan without them.
 
-    Where the values are the model's own fixed multipliers (`init="fold"`), those become 1 and
-    the function stays as it is. Where they are numbers with `init_keeps="raw"`, the function
-    changes, on purpose. Everything else is left alone.
+    If the values are the model's own fixed multipliers (`init="fold"`), those become 1 and the
+    function is preserved. If they are numbers with `init_keeps="raw"`, the function changes, on
+    purpose. Other weights do not change.
     """
     parameters = plan.resolve(model)
     fixed = {multiplier.field: multiplier for multiplier in fixed_multipliers(model)}

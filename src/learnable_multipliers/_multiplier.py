@@ -1,8 +1,7 @@
-"""What a weight matrix can carry, and the maths of carrying it (paper sec. 2, eqs. 2-4).
+"""The multipliers that a weight matrix can carry, and their maths (paper sec. 2, eqs. 2-4).
 
 `Matrix` describes one stored matrix: its axes, the blocks its rows fall into, and which
-multipliers each block carries. `effective` and `split_gradient` are pure functions of it;
-everything else in the library holds state around these two.
+multipliers each block carries. `effective` and `split_gradient` are pure functions of it.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Block:
     row: bool = False
     scalar: bool = False
     per_head: bool = False
-    """Whether it has a scalar for each head in place of one."""
+    """Whether it has a scalar for each head instead of one for the block."""
     init: float = 1.0
     """Initial value of the product of the block's multipliers."""
     head_dim: int | None = None
-    """Rows of one attention head; None without heads, or where they are not known."""
+    """Rows of one attention head; None if there are no heads, or if they are unknown."""
 
     @property
     def rows_of_scalar(self) -> int:
@@ -52,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A stored matrix: how its storage maps to (stack, out, in), and what it carries.
+    """A stored matrix: how its storage maps to (stack, out, in), and its multipliers.
 
     The rows are `repeats` copies of the pattern formed by the blocks in order. One repeat gives
     blocks that are slices (z, x, B, C, dt of a Mamba `in_proj`); one repeat per head gives the
@@ -108,7 +107,7 @@ class Matrix:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Where the output and the input features lie in the shape."""
+        """The dims of the output and the input features."""
         return (-1, -2) if self.transposed else (-2, -1)
 
     @property
@@ -133,11 +132,11 @@ class Matrix:
 
     @property
     def num_scalars(self) -> int:
-        """How many scalars a single matrix carries."""
+        """Number of scalars of a single matrix."""
         return sum(self.scalars_of(block) for block in self.blocks)
 
     def scalars_of(self, block: Block) -> int:
-        """Return how many scalars a block carries."""
+        """Return the number of scalars of a block."""
         if block.per_head:
             return self.repeats * block.size // block.rows_of_scalar
         return int(block.scalar)
@@ -149,13 +148,13 @@ class Matrix:
 
     @property
     def num_multipliers(self) -> int:
-        """How many numbers are learned besides the raw weight."""
+        """Number of learned values besides the raw weight."""
         pattern = sum(block.size for block in self.blocks if block.row)
         per_matrix = pattern * self.repeats + self.num_scalars + (self.num_in if self.col else 0)
         return per_matrix * math.prod(self.stack)
 
     def value_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stored values; `row` spans all rows, also those switched off."""
+        """Return the shapes of the stored values; `row` spans all rows, carried or not."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.row:
             shapes["row"] = (*self.stack, self.num_out)
@@ -209,7 +208,7 @@ def split_gradient(
 
 
 def raw_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of raw weights, multipliers and moments behind a weight."""
+    """Return the dtype of the raw weight, multipliers and moments of a weight."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
@@ -219,7 +218,7 @@ def multiplier(matrix: Matrix, value: Tensor) -> Tensor:
 
 
 def _factors(matrix: Matrix, values: Values) -> tuple[Tensor | None, Tensor | None]:
-    """Return what output and input features are multiplied by, to broadcast; None if nothing."""
+    """Return the factors of output and input features, shaped to broadcast; None if all are 1."""
     out_dim, in_dim = matrix.dims
     rows = scalars_per_row(matrix, values)
     if matrix.row:
@@ -266,7 +265,7 @@ def carried_rows(matrix: Matrix, row: Tensor) -> Tensor:
 
 
 def all_rows(matrix: Matrix, carried: Tensor) -> Tensor:
-    """Return the full-length `row` for its carried entries; rows switched off stay at 1."""
+    """Return the full-length `row` for its carried entries, with 1 for the other rows."""
     if all(block.row for block in matrix.blocks):
         return carried
     sizes = [block.size for block in matrix.blocks if block.row]
@@ -285,7 +284,7 @@ def _starts_on_columns(block: Block) -> bool:
 
 
 def by_block(matrix: Matrix, per_row: Tensor) -> Iterator[tuple[Block, Tensor]]:
-    """Pair each block with a view of its part of a per-row quantity, (*stack, repeats, size)."""
+    """Pair each block with its view of a per-row quantity, (*stack, repeats, size)."""
     sizes = [block.size for block in matrix.blocks]
     parts = per_row.unflatten(-1, matrix.row_pattern).split(sizes, -1)
     return zip(matrix.blocks, parts, strict=True)
@@ -296,7 +295,7 @@ def _stored(matrix: Matrix, init: float) -> float:
 
 
 def scalars_per_row(matrix: Matrix, values: Values) -> Tensor | None:
-    """Return the scalar of each row, (*stack, out); 1 where its block has none."""
+    """Return the scalar of each row, (*stack, out); 1 if its block has none."""
     if not matrix.num_scalars:
         return None
     scalar = multiplier(matrix, values["scalar"]).reshape(*matrix.stack, matrix.num_scalars)
@@ -330,7 +329,7 @@ def sum_by_scalar(matrix: Matrix, per_row: Tensor) -> Tensor:
 
 
 def scalar_index(matrix: Matrix) -> Tensor:
-    """Return which of a matrix's scalars each row has, (out,); -1 where it has none."""
+    """Return the index of the scalar of each row, (out,); -1 for rows without one."""
     index = torch.full((matrix.num_out,), -1)
     first = 0
     for block, rows in by_block(matrix, index):

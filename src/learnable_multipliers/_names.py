@@ -19,7 +19,7 @@ def check_type(value: Any, kind: type, expected: str) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DistributedDataParallel and their like."""
+    """Return the model inside wrappers such as torch.compile and DistributedDataParallel."""
     check_type(model, nn.Module, "a model (torch.nn.Module)")
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
@@ -28,19 +28,19 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def canonical_name(name: str) -> str:
-    """Drop what wrappers inside a model insert into a parameter's name."""
+    """Return a parameter's name without the components that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def layer_template(name: str) -> str:
-    """Put a star for every number in a name, so that repeated layers share one."""
+    """Replace every number in a name by a star, so that repeated layers share one name."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def named_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter under the name it has in the bare model, a tied one once or by each."""
+    """Yield each parameter by its name in the bare model; a tied one once, or under every name."""
     named = unwrap(model).named_parameters(remove_duplicate=remove_duplicate)
     for name, parameter in named:
         yield canonical_name(name), parameter

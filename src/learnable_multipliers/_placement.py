@@ -1,10 +1,9 @@
-"""Which multipliers a logical matrix carries under each placement, and why.
+"""The multipliers of a logical matrix under each placement, with reasons.
 
 `full` is what the paper trains: row and column everywhere but on the head, with the redundancy
-held in check by a small decay of the multipliers (sec. 4.1). `symmetry-aware` is its appendix
-"Multipliers placement", extended to norms the paper's model does not have: each scale the
-model can express has one multiplier and no more. `scalar` is one number per logical matrix,
-`none` a plain run.
+limited by a small decay of the multipliers (sec. 4.1). `symmetry-aware` is its appendix
+"Multipliers placement", extended to norms that the paper's model does not have: each scale that the
+model can express has one multiplier. `scalar` is one number per logical matrix, `none` a plain run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from learnable_multipliers.symmetry._derived_placement import Carried
 Placement = Literal["full", "symmetry-aware", "scalar", "none"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
-# Carry no multipliers, or none that symmetries have a say in, in every placement.
+# Roles whose multipliers, if any, do not depend on symmetries in any placement.
 _WITHOUT = {"head", "router", "adapter", "tied-embedding"}
 _KINDS: dict[tuple[bool, bool], Kind] = {
     (False, False): "none",
@@ -56,16 +55,16 @@ _COLUMNS = {
 
 
 class Choice(NamedTuple):
-    """What a logical matrix carries, and the reasons in words."""
+    """The multipliers of a logical matrix, and the reasons in words."""
 
     kind: Kind
     reason: str
     columns: str = ""
-    """Reason for columns, where it is a matter of its own."""
+    """Reason for columns, if it is a separate one."""
 
 
 def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice | None:
-    """Return the placement's choice for one logical matrix; None where a rule must decide."""
+    """Return the placement's choice for one logical matrix; None if a rule must decide."""
     if parameter.opaque:
         return Choice("none", parameter.note)
     if placement == "none":
@@ -95,16 +94,16 @@ def choose(placement: Placement, parameter: ParameterRole, part: Part) -> Choice
 def derived_choices(
     parameter: ParameterRole, carried: Carried
 ) -> tuple[ParameterRole, dict[int, Choice]]:
-    """Return the choices that symmetries make for each part of a matrix, and the matrix's parts.
+    """Return a matrix with its parts, and the choices that follow from symmetries for each part.
 
-    What no placement gives multipliers, a head or a router, is left to `choose`. Rows that do not
-    fall into the parts known give parts of their own.
+    Parts without multipliers in any placement, heads and routers, are left to `choose`. If rows do
+    not agree within the known parts, parts are made from the rows.
     """
     pattern = carried.rows.view(parameter.repeats, -1)
     sizes = [part.size for part in parameter.parts]
     parts = pattern.split(sizes, 1) if sum(sizes) == pattern.shape[1] else ()
     if not parts or not all((part == part[0, 0]).all() for part in parts):
-        # Runs of rows that all carry a multiplier or all do not.
+        # Runs of rows that either all carry a multiplier, or all do not.
         runs = torch.unique_consecutive(carried.rows, return_counts=True)[1].tolist()
         unknown = tuple(Part(UNKNOWN, size) for size in runs)
         parameter = replace(parameter, parts=unknown, repeats=1, opaque=False)

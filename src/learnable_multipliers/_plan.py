@@ -1,7 +1,7 @@
-"""The plan: for every parameter of a model, what it is and which multipliers it carries.
+"""The plan: the role of every parameter of a model, and the multipliers it carries.
 
-A plan is data: names and shapes, no tensors. It is unaffected by sharding and compiling, serializes
-to JSON, and is matched with a model's parameters by name whenever it is used.
+A plan is data: names and shapes, no tensors. It does not depend on sharding or compiling,
+serializes to JSON, and is matched with a model's parameters by name whenever it is used.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FORMAT = 1
 _HEADER = ("parameter", "shape", "role", "multipliers", "reason")
 _REASON_WIDTH = 64
 _LEAST_REASON = 24
-"""Columns below which a reason goes to lines of its own."""
+"""Narrowest column for reasons; without room for it, each row becomes a paragraph."""
 _PROSE_WIDTH, _NARROWEST = 100, 40
-"""Columns that sentences are wrapped to at most, and at least."""
+"""Most and fewest columns that sentences are wrapped to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class PlanEntry:
     matrix: Matrix | None = None
     """None for a vector, and for a parameter that is not laid out as matrices."""
     reason: str = ""
-    """Why it carries what it carries, in words."""
+    """The reason for its multipliers, in words."""
     lr_scale: float = 1.0
     """Learning rate of the raw weight over that of its group."""
     weight_decay: float | None = None
     """None follows the decay given to `param_groups`."""
     train: Train = "all"
     init_pending: bool = False
-    """Whether the weight still has to be multiplied by its initial values, by `initialize_`."""
+    """Whether `initialize_` still has to multiply the weight by its initial values."""
 
     @property
     def carries(self) -> bool:
@@ -69,7 +69,7 @@ class PlanEntry:
 
     @property
     def multipliers(self) -> str:
-        """What is carried, in words: `row+col`, `row (ssm-z, ssm-dt)`, `scalar x5`."""
+        """Its multipliers in words: `row+col`, `row (ssm-z, ssm-dt)`, `scalar x5`."""
         matrix = self.matrix
         if matrix is None or not matrix.carries:
             return "-" if self.vector else "none"
@@ -89,7 +89,7 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every parameter of a model is, in the model's order. `print` shows it as a table.
+    """The role and multipliers of every parameter of a model, in its order. Prints as a table.
 
     `plan[name]` is the entry of a parameter.
     """
@@ -101,9 +101,9 @@ class Plan:
     folds: tuple[tuple[str, float], ...] = ()
     """The model's own fixed multipliers that `initialize_` takes over, with their values."""
     assumptions: tuple[str, ...] = ()
-    """What a symmetry-aware placement takes for granted about norms, in words."""
+    """Assumptions of a symmetry-aware placement about norms, in words."""
     symmetries: tuple[str, ...] = ()
-    """What remains of the model's symmetries, in words, for a placement derived from them."""
+    """The remaining symmetries of the model, in words, if the placement was derived from them."""
 
     def __getitem__(self, name: str) -> PlanEntry:
         for entry in self.entries:
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """How many matrices carry multipliers, and how many numbers these are."""
+        """Number of matrices with multipliers, and number of multipliers, in words."""
         matrices = [entry for entry in self.entries if not entry.vector]
         carrying = [entry for entry in matrices if entry.carries]
         share = self.num_multipliers / max(self.num_parameters, 1)
@@ -142,7 +142,7 @@ class Plan:
     def resolve(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the model's parameters by the plan's names; raise if the model does not fit."""
         present = dict(named_parameters(model))
-        # The first name of a tied parameter depends on the wrapper; any of its names will do.
+        # Which name of a tied parameter comes first depends on the wrapper: accept any.
         for entry in self.entries:
             for alias in entry.aliases:
                 if alias in present and entry.name not in present:
@@ -201,7 +201,7 @@ class Plan:
 
 
 def check_is_plan(plan: Any) -> None:
-    """Raise if this is no plan, but the name of a placement for instance."""
+    """Raise a TypeError if this is not a plan: the name of a placement, for instance."""
     check_type(plan, Plan, 'a plan, as lrm.plan(model, "full") makes one')
 
 
@@ -223,7 +223,7 @@ def render(plan: Plan, columns: int | None = None) -> str:
     """Return the plan as a table in which repeated layers share a line.
 
     Args:
-        columns: Width of the terminal that the table has to fit into; None for as wide as it is.
+        columns: Width of the terminal that the table must fit into; None for no limit.
     """
     lines: dict[tuple[str, ...], list[PlanEntry]] = {}
     for entry in plan.entries:
@@ -249,7 +249,7 @@ def render(plan: Plan, columns: int | None = None) -> str:
 
 
 def _table(rows: list[tuple[str, ...]], columns: int | None) -> list[str]:
-    """Return the lines of a table; without room for its columns, a paragraph for each row."""
+    """Return the lines of a table; if its columns do not fit, a paragraph per row."""
     widths = [max(len(row[i]) for row in [_HEADER, *rows]) for i in range(4)]
     left = _REASON_WIDTH if columns is None else columns - sum(widths) - 2 * len(widths)
     if left < min(_LEAST_REASON, max(len(row[4]) for row in [_HEADER, *rows])):

@@ -1,4 +1,4 @@
-"""Make a plan for a model: read its roles, apply a placement and rules, matrix by matrix."""
+"""Make a plan for a model: read its roles, then apply a placement and rules to each matrix."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def plan(
             `"symmetry-aware"` leaves out the redundant ones, `"scalar"` is one number per matrix,
             `"none"` no multipliers.
         rules: Exceptions; the first that matches a matrix decides.
-        train: `"multipliers"` learns nothing else: raw weights and vectors stay as they are.
-        scale: Of multipliers whose rule does not say: the number itself, or its logarithm.
-        init: They start at 1, or with `"fold"` at the model's own fixed forward multipliers, which
-            become 1 (`lrm.initialize_`).
+        train: `"multipliers"` trains only those: raw weights and vectors stay fixed.
+        scale: Scale of multipliers whose rule sets none: the number itself, or its logarithm.
+        init: Multipliers start at 1, or with `"fold"` at the model's own fixed forward multipliers,
+            which become 1 (`lrm.initialize_`).
         derive: Compute the symmetry-aware placement from the symmetries of the model itself, by
-            running a copy of it; those that remain are listed with the plan. The conventions are in
+            running a copy of it; the plan lists those that remain. The conventions are in
             `symmetry/_derived_placement.py`.
         inputs: For `derive`, the arguments of the forward pass; random tokens by default.
         proxy: For `derive`, as in `lrm.find_symmetries`.
@@ -93,7 +93,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Decision:
-    """What was decided for one logical matrix."""
+    """The decision for one logical matrix."""
 
     part: Part
     choice: Choice
@@ -114,7 +114,7 @@ class _Decision:
 
 
 class _Planner:
-    """Applies placement and rules to one parameter after the other."""
+    """Applies placement and rules to each parameter in turn."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Planner:
     def fold(
         self, entries: tuple[PlanEntry, ...], fixed: Sequence[FixedMultiplier]
     ) -> tuple[tuple[PlanEntry, ...], tuple[tuple[str, float], ...], tuple[str, ...]]:
-        """Start multipliers at the model's fixed ones; also return which are folded, which stay."""
+        """Start multipliers at the model's fixed ones; also return which are folded or stay."""
         if not self.to_fold:
             return entries, (), ()
         if not fixed:
@@ -275,7 +275,7 @@ class _Planner:
         return entry
 
     def _describe(self, parameter: ParameterRole) -> ParameterRole:
-        """Apply what the first rule for this parameter says it is."""
+        """Apply the description of this parameter in the first rule that matches it."""
         rule = next((r for r in self.rules if r.only is None and r.finds(parameter.name)), None)
         if rule is None or not rule.describes:
             return parameter
@@ -343,7 +343,7 @@ class _Planner:
 
 
 def _no_heads(parameter: ParameterRole, part: Part) -> ValueError:
-    """Return the error for a multiplier per head where no heads are known."""
+    """Return the error for a multiplier per head if no heads are known."""
     advice = 'heads are those of query, key and value; narrow the rule, such as with only="query"'
     if part.role == UNKNOWN:
         advice = "its role is unknown; say with role or split where its queries, keys or values are"

@@ -31,7 +31,7 @@ _ORDER = "_order_before_multipliers"
 
 
 class Multipliers(nn.Module):
-    """The multipliers of one matrix, as a torch parametrization: raw weight in, effective out."""
+    """The multipliers of one matrix, as a torch parametrization from raw to effective weight."""
 
     row: nn.Parameter | None
     col: nn.Parameter | None
@@ -51,7 +51,7 @@ class Multipliers(nn.Module):
             self.register_parameter(name, parameter)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the stored values; `row` spans all rows, at 1 where a block carries none."""
+        """Return the stored values; `row` spans all rows, with 1 for blocks that carry none."""
         values: dict[str, Tensor] = {}
         for name in MULTIPLIERS:
             value = getattr(self, name)
@@ -64,7 +64,7 @@ class Multipliers(nn.Module):
         return effective(self.matrix, raw, self.values()).to(self.weight_dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the raw weight behind an effective one: what `module.weight = ...` stores."""
+        """Return the raw weight of an effective one, which `module.weight = ...` stores."""
         values = self.values()
         if not weight.is_meta and any(
             (multiplier(self.matrix, v) == 0).any() for v in values.values()
@@ -75,7 +75,7 @@ class Multipliers(nn.Module):
         return effective(self.matrix, weight.to(raw_dtype(weight)), inverse)
 
     def extra_repr(self) -> str:
-        """Show the shapes of what is carried."""
+        """Return the shapes of the multipliers."""
         shapes = [f"{name}={tuple(value.shape)}" for name, value in self.named_parameters()]
         return ", ".join([*shapes, "log scale"] if self.matrix.scale == "log" else shapes)
 
@@ -116,7 +116,7 @@ def reparametrize(model: nn.Module, plan: Plan) -> nn.Module:
 def merge(model: nn.Module) -> nn.Module:
     """Replace every raw weight by its effective weight and drop the multipliers, in place.
 
-    Classes, state-dict keys and their order are those from before `reparametrize`.
+    Classes, state-dict keys and their order are restored to those before `reparametrize`.
     """
     merged: set[int] = set()
     for _, module, leaf, parametrization in list(_parametrized(model)):
@@ -139,8 +139,8 @@ def merge(model: nn.Module) -> nn.Module:
 def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the multipliers of a reparametrized model by the name of their matrix.
 
-    Values are the multipliers themselves on either scale; `row` spans all rows, with 1 where a
-    block carries none.
+    Values are the multipliers themselves, on the log scale too; `row` spans all rows, with 1 for
+    blocks that carry none.
     """
     found = {}
     for path, _, _, parametrization in _parametrized(unwrap(model)):
@@ -165,7 +165,7 @@ def _attach(owner: nn.Module, leaf: str, carried: Multipliers) -> None:
     weight = owner.get_parameter(leaf)
     low_precision = weight.dtype != raw_dtype(weight)
     if low_precision:
-        # torch keeps the parameter's dtype through a parametrization; ours stores a wider one.
+        # torch keeps the parameter's dtype through a parametrization; raw weights need a wider one.
         owner.register_parameter(
             leaf, nn.Parameter(weight.detach().to(raw_dtype(weight)), weight.requires_grad)
         )
@@ -173,7 +173,7 @@ def _attach(owner: nn.Module, leaf: str, carried: Multipliers) -> None:
 
 
 def _share(owner: nn.Module, leaf: str, parametrization: parametrize.ParametrizationList) -> None:
-    """Let a tied module read the effective weight of another one."""
+    """Share a parametrization with a tied module, so that it reads the same effective weight."""
     parametrize.register_parametrization(owner, leaf, nn.Identity(), unsafe=True)
     assert isinstance(owner.parametrizations, nn.ModuleDict)
     owner.parametrizations[leaf] = parametrization
@@ -181,7 +181,7 @@ def _share(owner: nn.Module, leaf: str, parametrization: parametrize.Parametriza
 
 @torch.no_grad()
 def _merge_raw(parametrization: parametrize.ParametrizationList) -> None:
-    """Make the raw weight of a parametrization hold the effective weight."""
+    """Replace the raw weight of a parametrization by the effective weight."""
     if len(parametrization) != 1:
         raise ValueError(
             "another parametrization was registered on top of the multipliers; remove it first "

@@ -14,22 +14,22 @@ from learnable_multipliers._names import check_type
 from learnable_multipliers.roles import check_role
 
 Train = Literal["all", "multipliers"]
-"""What of a parameter is trained: all of it, or its multipliers alone, over a fixed raw weight."""
+"""Train all of a parameter, or only its multipliers over a fixed raw weight."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do with the parameters a pattern finds.
+    """Settings for the parameters that a pattern finds.
 
-    The first rule that matches a logical matrix decides everything about it; what that rule
-    leaves out is as without rules.
+    The first rule that matches a logical matrix decides everything about it; settings that this
+    rule leaves out are as without rules.
     """
 
     pattern: str
     """Regular expression searched for in the parameter's name."""
     kind: Kind | None = None
-    """What to carry: `per-head` is one scalar for each head of query, key or value. None keeps the
-    placement's choice."""
+    """Multipliers to carry: `per-head` is one scalar for each head of query, key or value. None
+    keeps the placement's choice."""
     _: KW_ONLY
     only: str | None = None
     """Restrict the rule to logical matrices of this role: a block of a fused matrix, too."""
@@ -38,7 +38,7 @@ class Rule:
     split: Mapping[str, int] | None = None
     """Set the row blocks of a fused matrix: role -> rows, in order, within one repeat."""
     repeats: int = 1
-    """How often the pattern of `split` repeats down the rows (heads, where interleaved)."""
+    """How often the pattern of `split` repeats down the rows: heads, if interleaved by head."""
     transposed: bool | None = None
     """Set whether the weight is stored (in, out)."""
     head_dim: int | None = None
@@ -49,16 +49,16 @@ class Rule:
     """Initial value of the product of the multipliers. `fold` takes over the model's own fixed
     forward multipliers, which become 1. None follows `lrm.plan`."""
     init_keeps: Literal["function", "raw"] = "function"
-    """What an initial number leaves as it is: the function (the raw weight is divided by it),
-    or the raw weight (the effective weight is multiplied by it, on purpose)."""
+    """What an initial number keeps: the function (the raw weight is divided by it), or the raw
+    weight (the effective weight is multiplied by it, on purpose)."""
     lr_scale: float | None = None
-    """Learning rate of the raw weight over the group's; multipliers do not follow it."""
+    """Learning rate of the raw weight over the group's; it does not affect multipliers."""
     weight_decay: float | None = None
-    """Of the raw weight; None is the optimizer's."""
+    """Weight decay of the raw weight; None is the optimizer's."""
     train: Train | None = None
     """`all`, or the `multipliers` alone; None follows `lrm.plan`."""
     optional: bool = False
-    """Let the rule match nothing."""
+    """Allow the rule to match nothing."""
 
     def __post_init__(self) -> None:
         check_type(self.pattern, str, "a pattern as text")
@@ -79,7 +79,7 @@ class Rule:
                 continue
             if not 0 <= as_number(name, value) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {value}")
-            # Plans and states are read back without the libraries that other numbers are of.
+            # Saved plans must not need the library of a number's type, such as NumPy.
             object.__setattr__(self, name, float(value))
         if self.scale not in (None, *get_args(Scale)):
             raise ValueError(f"scale is 'linear' or 'log', got {self.scale!r}")
@@ -98,7 +98,7 @@ class Rule:
 
     @property
     def describes(self) -> bool:
-        """Whether the rule says what a matrix is, not only what it carries."""
+        """Whether the rule describes a matrix, and not only sets its multipliers."""
         told = (self.role, self.split, self.transposed, self.head_dim)
         return any(value is not None for value in told)
 
@@ -117,7 +117,7 @@ def check_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return a setting as a float, whichever library's number it is; raise where it is none."""
+    """Return a number of any library as a float; raise for anything else."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         got = f"the text {value!r}" if isinstance(value, str) else repr(value)
         raise TypeError(f"{name} must be a number, got {got}")
@@ -125,8 +125,8 @@ def as_number(name: str, value: Any) -> float:
 
 
 def quoted(pattern: str) -> str:
-    """Return a pattern in quotes, its backslashes as the user wrote them."""
-    # A line break in it would break the table of a plan.
+    """Return a pattern in quotes, with its backslashes as the user wrote them."""
+    # A line break would break the table of a plan.
     return f"'{pattern}'" if pattern.isprintable() else repr(pattern)
 
 

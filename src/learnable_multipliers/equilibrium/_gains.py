@@ -1,9 +1,9 @@
-"""What row and column multipliers would learn from, in a run that has none.
+"""Noise of the gradients that row and column multipliers would have, in a run without any.
 
-At multipliers of 1 their gradients are sums of W_ij G_ij over a row or a column (eq. 4): the weight
-and its gradient give them. Averaged over the steps of a run as AdamW would average them, they show
-how much of them is signal. The moments of the weight cannot tell: noise that a row shares would
-count like a signal.
+At multipliers of 1 these gradients are sums of W_ij G_ij over a row or a column (eq. 4), so they
+follow from the weight and its gradient. Averaged over the steps of a run as AdamW would average
+them, they show how much of them is signal. The moments of the weight do not show that: noise that a
+row shares would count as signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learnable_multipliers.equilibrium._readings import noise_indicator
 from learnable_multipliers.optim._sharding import full
 
 BETAS = (0.9, 0.95)
-"""Of the averages: those that multipliers have by default."""
+"""Betas of the averages: the defaults of multipliers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class _Averages:
 
 
 class Gains:
-    """Follows the gradients that multipliers would have, placed as "full" does."""
+    """Averages the gradients that the multipliers of the "full" placement would have."""
 
     def __init__(self, model: nn.Module, trained: Iterable[Tensor]):
         planned, mine = plan(model, "full"), {id(parameter) for parameter in trained}
@@ -67,7 +67,7 @@ class Gains:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Take note of the gradients of a step that is about to be taken."""
+        """Add the gradients of the step that is about to be taken."""
         for name, (weight, matrix) in self._weights.items():
             if weight.grad is None:
                 continue
@@ -96,8 +96,7 @@ def gain_gradients(
 ) -> dict[Literal["row", "col"], Tensor]:
     """Return the gradients of multipliers at 1: sums of W_ij G_ij over each row and column.
 
-    A matrix that may not have rows, as a head, has those of its columns alone, and the other way
-    round.
+    Only for the multipliers that the matrix carries: a head, for instance, has no rows.
     """
     out_dim, in_dim = matrix.dims
     dtype = raw_dtype(weight)

@@ -1,7 +1,7 @@
-"""The health of a run, as plain metrics and alarms in words.
+"""The health of a run: plain metrics, and alarms in words.
 
-Only observes: ranges of the multipliers, drift along scale symmetries, which
-tensors noise and decay hold, and how noisy gradients are.
+Read-only: ranges of the multipliers, drift along scale symmetries, which tensors noise and decay
+hold, and how noisy gradients are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Alarm:
     """A problem that needs attention."""
 
     about: str
-    """The same for the same trouble at another step."""
+    """What the problem is: equal for the same problem at another step."""
     text: str
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class Health:
     ranges: tuple[Range, ...]
     """Of the multipliers of each matrix: `name`, `part`, `smallest`, `largest`, `num_crossed`."""
     drifts: dict[str, tuple[Drift, ...]]
-    """By symmetry in words, for each place it comes back in; since the start of the run."""
+    """By symmetry in words, one for each layer it repeats in; since the start of the run."""
     readings: tuple[TensorReading, ...]
-    """Of every tensor but the rows of embeddings."""
+    """Of every tensor, without the rows of embeddings."""
     alarms: tuple[Alarm, ...]
     """What needs attention; `print` shows the text."""
     gains: tuple[Gain, ...] = ()
-    """What multipliers would learn from, where a monitor with `gains` follows a run without any."""
+    """Noise of the gradients that multipliers would have, from a monitor with `gains`."""
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers under flat names, for any logger."""
@@ -122,15 +122,15 @@ class Monitor:
         for alarm in health.alarms:
             print(alarm)
 
-    It notes the learning rate of every step by a hook on the optimizer. A reading takes a few
-    numbers from each tensor; on sharded tensors it is collective, so on all ranks alike.
+    A hook on the optimizer records the learning rate of every step. A reading takes a few numbers
+    from each tensor; with sharded tensors it is collective: call it on all ranks.
 
     Args:
-        symmetries: Along which drift is measured; none by default.
-        drift_bound: The factor by which scales may drift along a symmetry, from where they started,
-            before there is an alarm.
-        model: What a plain optimizer of torch trains (`lrm.diagnose` says which can be read);
-            without multipliers there is no drift to measure.
+        symmetries: Symmetries to measure drift along; none by default.
+        drift_bound: The factor by which scales may drift along a symmetry, from their start, before
+            there is an alarm.
+        model: The model of a plain torch optimizer (`lrm.diagnose` says which can be read); without
+            multipliers there is no drift to measure.
         gains: Also follow the gradients that row and column multipliers would have in a run without
             them: each step reads weights and gradients once more.
     """
@@ -191,27 +191,27 @@ class Monitor:
         return Gains(model, [parameter for group in groups for parameter in group["params"]])
 
     def follow(self, lr: float) -> None:
-        """Take note of a step at this learning rate, that of the first parameter group.
+        """Record a step taken at this learning rate (that of the first group).
 
-        The hook does so; call it where steps bypass the hook, as in a captured graph.
+        The hook does so; call it if steps bypass the hook, as in a captured graph.
         """
         self._expectations.step(lr)
 
     def resume(self, lrs: Iterable[float], num_skipped: int = 0) -> None:
         """Continue with a run that was loaded from a checkpoint after the monitor was made.
 
-        The monitor must have been made at the run's start. Also for a run that goes back to an
-        earlier step: what was followed before is forgotten.
+        The monitor must have been made at the start of the run. Also for a run that goes back to an
+        earlier step: its own record of steps is replaced.
 
         Args:
-            lrs: The learning rate of every step behind it.
-            num_skipped: Steps among them that changed nothing.
+            lrs: The learning rate of every step taken.
+            num_skipped: Steps among them that were skipped.
         """
         self._expectations = Expectations(self._expectations.walks, lrs)
         self._skipped_before = self._source.num_skipped - num_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it has followed so far: numbers and strings, also for JSON."""
+        """Return its state so far: numbers and strings, which JSON can hold."""
         return {
             "before": self._before,
             "num_skipped": self._source.num_skipped - self._skipped_before,
@@ -230,9 +230,9 @@ class Monitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another monitor of the same run has been; the optimizer is loaded first.
+        """Continue from the state of another monitor of the same run; load the optimizer first.
 
-        Drift is measured from now on where the other monitor did not know the symmetry.
+        Drift along a symmetry that the other monitor did not have is measured from now on.
         """
         if {_joined(key) for key in self._starts} != set(state["starts"]):
             raise ValueError("this monitor's state was saved for another model or another plan")
@@ -254,13 +254,13 @@ class Monitor:
                 )
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following the run: remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def health(self) -> Health:
-        """Return what the run shows now."""
+        """Return the health of the run now."""
         skipped = self._source.num_skipped - self._skipped_before
         taken = self._before + self._expectations.steps - skipped
         readings, ranges = [], []
@@ -298,7 +298,7 @@ def _values(tensor: TrainedTensor) -> Tensor:
 
 def _range(tensor: TrainedTensor, signs: Tensor) -> Range:
     values = _values(tensor)
-    # What was 0 at the start has nothing to cross.
+    # A multiplier that started at 0 has no sign to change.
     crossed = (values * signs <= 0) & (signs != 0)
     low, high = values.abs().aminmax()
     size = values.numel()
@@ -316,9 +316,9 @@ def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:
     yield Alarm(
         "multipliers that crossed zero",
         f"{count:,} of {size:,} multipliers have crossed zero since the start: "
-        f"{most.num_crossed:,} of {most.size:,} {kinds[most.part]} of {most.name}{others}. What "
-        "they scale was switched off on the way, and its sign is turned round. If there are more "
-        "and more, lower multiplier_lr_scale, or learn them on the log scale: "
+        f"{most.num_crossed:,} of {most.size:,} {kinds[most.part]} of {most.name}{others}. A "
+        "multiplier at zero switches its row or column off; past zero its sign is flipped. If the "
+        "count keeps growing, lower multiplier_lr_scale, or learn multipliers on the log scale: "
         'lrm.Rule(..., scale="log")',
     )
 
@@ -333,7 +333,7 @@ def _drifted(drifts: Mapping[str, Iterable[Drift]], bound: float) -> Iterator[Al
     yield Alarm(
         "drift past the bound",
         f"scales have drifted by a factor of {math.exp(most.largest):.3g} along a symmetry, past "
-        f"the bound of {bound:g}: {most.symmetry}{others}. The outputs do not notice, but "
+        f"the bound of {bound:g}: {most.symmetry}{others}. This does not change the outputs, but "
         "multipliers far from 1 learn at another relative rate. Raise multiplier_weight_decay, or "
         "call lrm.rebalance_(opt, symmetries) now and then",
     )

@@ -61,21 +61,21 @@ class TrainedTensor:
     """`weight`: the parameter itself, or the raw weight behind it; or which multiplier."""
     kind: Literal["matrix", "multiplier", "vector"]
     matrix: Matrix | None
-    """What the plan says of the parameter."""
+    """The plan's matrix of the parameter."""
     value: Tensor
     """As trained: the stored value of a multiplier, its logarithm on the log scale."""
     start_rms: float | None
-    """RMS before the first step, where that can be known now: of multipliers."""
+    """RMS before the first step; known afterwards only for multipliers."""
     walk: TensorWalk | None
     """On noise; None for an optimizer whose walk is not known."""
     steps: int
     """Steps in which it had a gradient."""
     first: Tensor | None
-    """Average of the gradient with beta1; None where the optimizer keeps none that is known."""
+    """Average of the gradient with beta1; None if no known one is kept."""
     second: Tensor | None
-    """Average of the squared gradient with beta2: number by number, or one for all."""
+    """Average of the squared gradient with beta2: elementwise, or one number for all."""
     betas: tuple[float, float]
-    """beta2 is 0 where the average needs no correction for its start."""
+    """beta2 is 0 if the average of squares needs no bias correction."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -84,14 +84,14 @@ class TrainedTensor:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether rows get gradients only when their tokens occur."""
+        """Whether a row gets a gradient only if its token occurs."""
         blocks = self.matrix.blocks if self.matrix and self.part == "weight" else ()
         return any(block.role.endswith("embedding") for block in blocks)
 
 
 @torch.no_grad()
 def trained_tensors(optimizer: MultiplierOptimizer) -> Iterator[TrainedTensor]:
-    """Yield everything an optimizer trains; sharded tensors are gathered, so on all ranks alike."""
+    """Yield all tensors that an optimizer trains; collective, as sharded ones are gathered."""
     base = float(optimizer.param_groups[0]["lr"])
     for parameter in optimizer.parameter_states():
         # Groups mostly share one rate; those of a wrapped optimizer may not.
@@ -151,7 +151,7 @@ def _tensors_of(
 def _raw_moments(
     optimizer: MultiplierOptimizer, group: dict[str, Any], matrix: Matrix | None
 ) -> tuple[tuple[str, str], tuple[float, float], RandomWalk | None]:
-    """Return names and betas of a raw weight's moments, and its walk on noise where known."""
+    """Return names and betas of a raw weight's moments, and its walk on noise if known."""
     if isinstance(optimizer, Muon) and matrix is not None and is_hidden(matrix):
         momentum, adjust_lr = float(group["momentum"]), optimizer.adjust_lr
         walk = _muon_walk(
@@ -167,7 +167,7 @@ def _raw_moments(
     if isinstance(optimizer, LearnableMultipliers):
         beta1, beta2 = group.get("betas", betas)
         betas, inner = (float(beta1), float(beta2)), optimizer.inner
-        # Adam's own decay goes through the second moment, and is another thing.
+        # Adam's coupled decay goes through the second moment and is not predicted.
         apart = isinstance(inner, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
         known = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         known = known and (apart or not group.get("weight_decay"))
@@ -199,16 +199,16 @@ def _muon_walk(
 
 @dataclass(frozen=True)
 class Expectation:
-    """The effect of a run on noise on a tensor, for any start."""
+    """The effect of a run of pure noise on a tensor, for any start."""
 
     spread: float
     """RMS that a tensor starting at zero would have by now."""
     kept: float
-    """What decay has left of the start: the product of 1 - lr wd over all steps."""
+    """Share of the start that decay has left: the product of 1 - lr wd over all steps."""
 
     @property
     def settling(self) -> float:
-        """2 wd sum(lr): minus the logarithm of what is left of the start's square."""
+        """2 wd sum(lr): minus the logarithm of the share of the start's square that is left."""
         return 2 * math.log(1 / self.kept) if self.kept > 0 else math.inf
 
     def rms(self, start_rms: float) -> float:
@@ -229,7 +229,7 @@ class Expectation:
 
 
 class Expectations:
-    """Expected random walks of the tensors of a run, step by step; equal ones are computed once."""
+    """Expected random walks of a run's tensors, step by step; equal ones are computed once."""
 
     def __init__(
         self, walks: Mapping[tuple[str, str], TensorWalk | None], lrs: Iterable[float] = ()
@@ -250,14 +250,16 @@ class Expectations:
             self._states[walk] = state, kept * abs(1 - own * decay)
 
     def state(self) -> dict[str, Any]:
-        """Return where the walks stand, as plain numbers."""
+        """Return the state of the walks as plain numbers."""
         return {
             "steps": self.steps,
+            # Saved Monitor states have these reprs as keys: renaming TensorWalk, RandomWalk or one
+            # of their fields would make them unreadable.
             "walks": {str(walk): [*s, kept] for walk, (s, kept) in self._states.items()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from where walks of the same tensors stood."""
+        """Restore the state of the same walks."""
         missing = [str(walk) for walk in self._states if str(walk) not in state["walks"]]
         if missing:
             raise ValueError(
@@ -269,7 +271,7 @@ class Expectations:
             self._states[walk] = BrownianState(*brownian), kept
 
     def of(self, tensor: TrainedTensor, taken: int) -> tuple[Expectation | None, str]:
-        """Return what is expected of a tensor after the steps taken, or None and the reason."""
+        """Return the expectation for a tensor after the steps taken, or None and the reason."""
         walk = self.walks[tensor.key]
         reason = _unpredictable(tensor, walk)
         if walk is None or reason:
@@ -283,7 +285,7 @@ class Expectations:
 
 
 def steady_expectation(tensor: TrainedTensor, base_lr: float) -> tuple[Expectation | None, str]:
-    """Return what is expected if the rate has always been this one, and what speaks against it."""
+    """Return the expectation if the rate was always this one, and a reason to doubt it, or ""."""
     reason = _unpredictable(tensor, tensor.walk)
     if tensor.walk is None or reason:
         return None, reason
@@ -299,7 +301,7 @@ def steady_expectation(tensor: TrainedTensor, base_lr: float) -> tuple[Expectati
 
 
 def _unpredictable(tensor: TrainedTensor, walk: TensorWalk | None) -> str:
-    """Return why noise predicts nothing of a tensor; empty where it does."""
+    """Return why noise predicts nothing about a tensor; empty if it predicts something."""
     if walk is None:
         return "its optimizer's random walk on noise is not known"
     if tensor.steps == 0:

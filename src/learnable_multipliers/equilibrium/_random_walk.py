@@ -92,7 +92,7 @@ class BrownianState(NamedTuple):
     rms: float
     """RMS of the weight."""
     heading: float = 0.0
-    """-E[w m] with the next momentum: how far the next update continues the way so far."""
+    """-E[w m]: covariance with the next momentum, negated."""
     steps: int = 0
     """Steps taken."""
 

@@ -1,4 +1,4 @@
-"""What one tensor shows of noise and decay: its rms, the noise indicator, and a verdict.
+"""Measure one tensor against noise and decay: rms, noise indicator, verdict.
 
 A tensor is **trapped** when its rms is the one that noise and decay alone would have given it, its
 start has decayed away, and its gradients are mostly noise. It is **free** when its rms is another

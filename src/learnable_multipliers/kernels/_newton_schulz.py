@@ -1,7 +1,7 @@
-"""What Newton-Schulz is made of: division by the norm, and products known to be symmetric.
+"""The operations of Newton-Schulz: division by the norm, and products known to be symmetric.
 
-The Gram matrix of X is symmetric, and so is the product of two polynomials of it: Triton computes
-one triangle.
+The Gram matrix of X is symmetric, and so is the product of two polynomials of it. The Triton kernel
+computes one triangle.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from torch import Tensor
 from learnable_multipliers.kernels._backend import Backend, use_triton
 
 _MIN_SIZE = 512
-"""Of products by the kernel. Below, torch is as fast: benchmarks/newton_schulz.py."""
+"""Smallest product for the kernel. Below, torch is as fast: benchmarks/newton_schulz.py."""
 _ALIGNMENT = 8
-"""Rows of 16-bit numbers start at multiples of 16 bytes."""
+"""In elements: rows of 16-bit numbers start at multiples of 16 bytes."""
 
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that matrices are orthogonalized in.
 
-    float16 in place of bfloat16: as fast, and three bits finer. Matrices of norm 1 do not need
-    more range.
+    float16 instead of bfloat16: as fast, with three more bits. Matrices of norm 1 do not need the
+    range of bfloat16.
     """
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
@@ -37,7 +37,7 @@ def divided_by_norm(batch: Tensor, margin: float, eps: float, backend: Backend) 
 
 
 def divided_by_norm_reference(batch: Tensor, margin: float, eps: float) -> Tensor:
-    """Return the same by PyTorch's own operators."""
+    """Return the same, computed by PyTorch operators."""
     wide = torch.promote_types(batch.dtype, torch.float32)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True, dtype=wide)
     return (batch.to(wide) / (norm * margin).clamp(min=eps)).to(result_dtype(batch.dtype))
@@ -53,7 +53,7 @@ def symmetric_product(
     diagonal: float = 0.0,
     backend: Backend,
 ) -> Tensor:
-    """Return alpha a b^T + beta add + diagonal I of each pair in a batch; it must be symmetric."""
+    """Return alpha a b^T + beta add + diagonal I for each pair of a batch; must be symmetric."""
     if not _is_faster(a) or not use_triton(backend, a.device):
         return symmetric_product_reference(a, b, add, alpha, beta, diagonal)
     from learnable_multipliers.kernels import _newton_schulz_kernels
@@ -64,7 +64,7 @@ def symmetric_product(
 def symmetric_product_reference(
     a: Tensor, b: Tensor, add: Tensor | None, alpha: float, beta: float, diagonal: float
 ) -> Tensor:
-    """Return the same by PyTorch's own operators."""
+    """Return the same, computed by PyTorch operators."""
     if add is None:
         found = torch.bmm(a, b.mT)
         if alpha != 1:
@@ -77,7 +77,7 @@ def symmetric_product_reference(
 
 
 def _is_faster(a: Tensor) -> bool:
-    """Return whether the kernel beats torch's products, which was measured on Hopper alone."""
+    """Return whether the kernel beats torch's products; only measured on Hopper."""
     return (
         a.device.type == "cuda"
         and a.dtype == torch.float16

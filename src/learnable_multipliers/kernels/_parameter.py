@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from learnable_multipliers._multiplier import Matrix, raw_dtype
 
 RowsCols = tuple[Tensor, Tensor]
-"""Something along the stored rows (stack, rows) and along the stored columns (stack, cols).
+"""Values along the stored rows (stack, rows) and along the stored columns (stack, cols).
 
 A weight stored (in, out) has its output features along its stored columns.
 """
@@ -33,10 +33,10 @@ class Rates(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class ParameterState:
-    """One parameter: what the groups say of it, and its tensors on this rank.
+    """One parameter: its settings, and its tensors on this rank.
 
-    The optimizer fills in the first part; binding to the optimizer's state sets the tensors, which
-    are those of the state itself.
+    The optimizer sets the fields up to `weight`. `Binding` sets the others; the tensors are those
+    of the optimizer's state.
     """
 
     index: int
@@ -45,9 +45,9 @@ class ParameterState:
     name: str
     group: dict[str, Any]
     matrix: Matrix | None
-    """What the plan says of it; None for vectors."""
+    """Its matrix in the plan; None for vectors."""
     moment_names: tuple[str, ...]
-    """Names in the state of what is averaged beside the raw weight."""
+    """Names of the raw weight's moments in the state."""
     sharded: bool
     tied_names: tuple[str, ...] = ()
     """All names of a tied parameter."""
@@ -55,9 +55,9 @@ class ParameterState:
     weight: Tensor
     """The parameter itself: the effective weight."""
     raw: Tensor = field(init=False)
-    """What is trained, float32 or float64; the weight itself where nothing differs."""
+    """The trained weight, float32 or float64; `weight` itself if the two do not differ."""
     owns_raw: bool = False
-    """Whether the raw weight is kept apart from the parameter."""
+    """Whether the raw weight is another tensor than the parameter."""
     moments: tuple[Tensor, ...] = field(init=False)
     """(exp_avg, exp_avg_sq) for AdamW, (momentum,) for Muon."""
     multipliers: dict[str, Tensor] = field(default_factory=dict)
@@ -65,20 +65,20 @@ class ParameterState:
     step: Tensor = field(init=False)
     """How many steps it has taken."""
     kept: tuple[Any, ...] = ()
-    """All tensors above, as the state holds them: DTensors where the parameter is one."""
+    """All tensors above as the state holds them: DTensors if the parameter is one."""
     grad: Tensor | None = None
-    """Gradient of the effective weight, during a step that has one."""
+    """Gradient of the effective weight; set only during a step."""
     factors: RowsCols | None = None
-    """What rows and columns of the raw weight are multiplied by; None without multipliers."""
+    """Factors of the raw weight's rows and columns; None without multipliers."""
     next_factors: RowsCols | None = None
     """The same after the multipliers' update of this step."""
     sums: RowsCols | None = None
-    """Sums of W * G along rows and columns, from which the multipliers' gradients are made."""
+    """Sums of W * G along rows and columns, which give the multipliers' gradients."""
 
     written_version: int = -1
-    """Of the parameter, after the optimizer wrote to it for the last time."""
+    """Version counter of the parameter after the optimizer's last write."""
     written_pointer: int = 0
-    """Where its storage was then."""
+    """Address of its storage then."""
 
     @property
     def raw_dtype(self) -> torch.dtype:
@@ -92,18 +92,18 @@ class ParameterState:
 
     @property
     def trains_raw(self) -> bool:
-        """Whether the raw weight is trained, or its multipliers alone."""
+        """Whether the raw weight is trained, and not only its multipliers."""
         return self.group.get("train") != "multipliers"
 
 
 class ParameterSet:
-    """Parameters that kernels work on together, with what a backend has prepared for them."""
+    """Parameters that kernels update together, with tables that a backend prepares for them."""
 
     def __init__(self, states: Sequence[ParameterState]):
         self.states = tuple(states)
         self.indices = [state.index for state in states]
         self.tables: Any = None
-        """Belongs to the backend."""
+        """Owned by the backend."""
 
     @cached_property
     def fixed(self) -> tuple[ParameterState, ...]:

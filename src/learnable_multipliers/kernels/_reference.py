@@ -1,4 +1,4 @@
-"""The kernels in PyTorch: the specification, and the path of every device without Triton."""
+"""The kernels in PyTorch: the specification, and the implementation on devices without Triton."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from learnable_multipliers.kernels._parameter import (
 )
 
 decides_on_host = True
-"""Whether the optimizer looks at a step's numbers before it goes on; `go` is then always true."""
+"""Whether the host reads the result of checks before it updates; `go` is then always true."""
 
 _CHUNK = 1 << 16
-"""Numbers worked on at a time: temporaries of this size stay in a core's cache."""
+"""Elements per chunk: temporaries of this size stay in a core's cache."""
 
 _SAMPLE_STEP = 7919
-"""Columns from one sampled entry to the next: a prime, so that all columns are reached."""
+"""Columns from one sampled entry to the next: a prime, so that all columns are sampled."""
 
 
 def reduce(active: ParameterSet, each: Tensor | None = None) -> Tensor:
     """Write the row and column sums of every matrix; return the squared norm of the gradients.
 
-    The norm is that of the raw gradients, `rows_i cols_j G_ij`; multipliers are not in it. Where
+    The norm is that of the raw gradients, `rows_i cols_j G_ij`, without those of multipliers. If
     `each` is given, every parameter's own squared norm is written there, at its index.
     """
     squares = []
@@ -76,7 +76,7 @@ def adamw_(active: ParameterSet, hyper: Tensor, clip: Tensor, go: Tensor) -> Non
     factor = clip.item()
     for state in active:
         lr, decay, beta1, beta2, eps, bias1, bias2 = table[state.index]
-        for raw, g, weight, next_factors, (exp_avg, exp_avg_sq) in _parts(state, factor):
+        for raw, g, weight, next_factors, (exp_avg, exp_avg_sq) in _tensor_chunks(state, factor):
             raw.mul_(1 - lr * decay)
             exp_avg.lerp_(g, 1 - beta1)
             exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -96,7 +96,7 @@ def muon_momentum_(
     nesterov: bool,
     go: Tensor,
 ) -> None:
-    """Update the momentum of every raw gradient and write what is to be orthogonalized."""
+    """Update the momentum of every raw gradient; write the updates before orthogonalization."""
     for state, update in zip(active, updates, strict=True):
         g = raw_gradient(state, clip)
         buffer = state.moments[0].lerp_(g, 1 - momentum)
@@ -112,7 +112,7 @@ def muon_apply_(
 ) -> None:
     """Decay the raw weights, take the orthogonalized step and write the effective weights.
 
-    `adjust` scales each matrix's learning rate; decay goes by the rate itself.
+    `adjust` scales each matrix's learning rate, but not its decay.
     """
     table = hyper.tolist()
     for state, update, scale in zip(active, updates, adjust, strict=True):
@@ -132,7 +132,7 @@ def multipliers_(
     clip: Tensor,
     go: Tensor,
 ) -> None:
-    """AdamW on all multipliers; `owner` is each one's row in the hyper-parameters."""
+    """Update all multipliers by AdamW; `owner` is the row of `hyper` for each of them."""
     values, exp_avg, exp_avg_sq = state
     lr, decay, beta1, beta2, eps, bias1, bias2 = hyper.unbind(1)
 
@@ -151,10 +151,10 @@ def multipliers_(
 
 
 def touched_from_outside(states: ParameterSet) -> Tensor:
-    """Return for each parameter whether it differs from what was written, on a sample of entries.
+    """Return for each parameter whether a sample of entries differs from what was written.
 
-    The sample has an entry in every row and every column, so that a copy into the parameter, or
-    into a row or a column of it, shows. It is no diagonal, which a triangle would miss.
+    The sample has an entry in every row and every column, so that it detects a copy into the
+    parameter, a row or a column of it. It is not a diagonal, which a triangle may leave unchanged.
     """
     flags = [_differs(state) for state in states]
     return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
@@ -178,12 +178,12 @@ def _differs(state: ParameterState) -> Tensor:
     return ~same.all()
 
 
-_Part = tuple[Tensor, Tensor, Tensor | None, RowsCols | None, tuple[Tensor, ...]]
+_Chunk = tuple[Tensor, Tensor, Tensor | None, RowsCols | None, tuple[Tensor, ...]]
 
 
-def _parts(state: ParameterState, factor: float) -> Iterator[_Part]:
-    """Yield a parameter's tensors piece by piece: raw, raw gradient, weight, factors, moments."""
-    # Pieces of a weight that is not contiguous would be copies.
+def _tensor_chunks(state: ParameterState, factor: float) -> Iterator[_Chunk]:
+    """Yield a parameter's tensors in chunks: raw, raw gradient, weight, factors, moments."""
+    # Chunks of a weight that is not contiguous would be copies.
     weight = state.weight if state.owns_raw and state.weight.is_contiguous() else None
     if state.factors is None or state.next_factors is None:
         g = gradient_of(state).to(state.raw.dtype)

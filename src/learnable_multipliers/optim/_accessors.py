@@ -1,4 +1,4 @@
-"""What users ask of an optimizer by a function, also where a framework has wrapped it."""
+"""Public functions on an optimizer; each looks inside a framework's wrapper first."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from learnable_multipliers.optim._unwrap import innermost
 def multipliers(source: Optimizer | nn.Module) -> dict[str, dict[str, Tensor]]:
     """Return the multipliers by the name of their matrix: {"row": ..., "col": ..., "scalar": ...}.
 
-    Takes an optimizer of this library, also inside a framework's, or a reparametrized model. Values
-    are the multipliers themselves on either scale, full tensors; `row` spans all rows, with 1 where
-    a block carries none.
+    Takes an optimizer of this library, a framework's wrapper around one, or a reparametrized model.
+    Values are the multipliers themselves, on the log scale too, as full tensors; `row` spans all
+    rows, with 1 for blocks that carry none.
     """
     if isinstance(source, nn.Module):
         return explicit_multipliers(source)
@@ -29,21 +29,21 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their norm is at most `max_norm`; return the norm.
 
-    The norm is that of the raw weights' gradients and of every parameter without multipliers.
-    Multipliers are left out of it (paper sec. 4.3), but scaled with the rest; `clip_multipliers`
-    counts them, as an optimizer made with it does unless told otherwise here.
-    `torch.nn.utils.clip_grad_norm_` would take the effective weights' gradients instead.
+    The norm is over the gradients of raw weights and of parameters without multipliers. Gradients
+    of multipliers are left out (paper sec. 4.3), but scaled too; `clip_multipliers` includes them,
+    and is the optimizer's own by default. `torch.nn.utils.clip_grad_norm_` would use the gradients
+    of effective weights instead.
     """
     return unwrap(optimizer).clip_grad_norm_(max_norm, clip_multipliers)
 
 
 def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what each parameter trains by name: the raw weight, the parameter where it is one."""
+    """Return the raw weights by name; of a parameter without multipliers, the parameter itself."""
     return unwrap(optimizer).raw_weights()
 
 
 def unwrap(optimizer: Any) -> MultiplierOptimizer:
-    """Return the optimizer of this library inside what a framework has put around it."""
+    """Return the optimizer of this library inside a framework's wrapper."""
     found = innermost(optimizer)
     if not isinstance(found, MultiplierOptimizer):
         raise TypeError(

@@ -14,18 +14,18 @@ from learnable_multipliers.optim._base import MultiplierOptimizer
 class AdamW(MultiplierOptimizer):
     """`torch.optim.AdamW` on raw weights, multipliers and everything else.
 
-    Made by `lrm.AdamW.from_model(model)`, or from the groups of `lrm.param_groups(model, plan)`.
+    Create it by `lrm.AdamW.from_model(model)`, or from `lrm.param_groups(model, plan)`.
     Multipliers train at `lr * multiplier_lr_scale`, so that schedulers move them too.
 
     Args:
-        lr: 1e-3 where neither it nor the groups say otherwise; `weight_decay` 0.1,
-            `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3 likewise.
+        lr: 1e-3 if neither this argument nor the groups set it; likewise `weight_decay` 0.1,
+            `multiplier_lr_scale` 1 and `multiplier_weight_decay` 2e-3.
         max_grad_norm: Clip by the norm of the raw weights' gradients, as part of the step.
-        clip_multipliers: Count the multipliers' gradients in that norm too.
+        clip_multipliers: Include the multipliers' gradients in that norm.
         process_group: The ranks that hold replicas of these parameters, as under
             DistributedDataParallel: they agree on which steps to skip.
-        backend: Which kernels run. `fused` and `foreach` are taken as torch has them; every step
-            is fused, so that they change nothing.
+        backend: Kernels to run. `fused` and `foreach` are accepted as by torch, and change nothing:
+            every step is fused.
     """
 
     def __init__(

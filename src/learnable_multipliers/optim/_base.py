@@ -1,8 +1,8 @@
-"""What every optimizer with multipliers shares: state, clipping, the order of a step.
+"""Base class of optimizers with multipliers: clipping, and the order of a step.
 
 The parameter of the model is the effective weight. The optimizer owns the raw weight and the
-multipliers; a step turns the gradient into theirs (eq. 4), clips, updates, and writes the
-effective weight back. Raw weights are updated by AdamW; subclasses may do otherwise.
+multipliers; a step splits the gradient into theirs (eq. 4), clips, updates, and writes the
+effective weight back. AdamW updates the raw weights unless a subclass overrides that.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ _DEFAULTS = {
     "multiplier_lr_scale": 1.0,
     "multiplier_weight_decay": MULTIPLIER_WEIGHT_DECAY,
 }
-"""Settings that parameter groups and the optimizer's arguments may both give."""
+"""Defaults of settings that both parameter groups and the optimizer's arguments may give."""
 _NORM_FLOOR = 1e-6
 """Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class MultiplierOptimizer(WeightOwner):
-    """Base of the optimizers; not used by itself."""
+    """Abstract base class of the optimizers."""
 
     found_inf: Tensor | None = None
-    """Set before `step` to skip it where this 0-d tensor is nonzero, as a bad gradient would: for
-    a loss that is not finite. The same on all ranks, read on the device, cleared by the step."""
+    """A 0-d tensor that skips the next step if it is nonzero, for a loss that is not finite.
+
+    It must be the same on all ranks. The device reads it, and the step clears it."""
     _replicas: Replicas | None = None
     _settings: tuple[str, ...] = (
         "_plan",
@@ -139,7 +140,7 @@ class MultiplierOptimizer(WeightOwner):
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
-        """Update raw weights that have gradients, write effective ones; nothing where `go` is 0."""
+        """Update raw weights with gradients, write effective weights; do nothing if `go` is 0."""
         bound.kernels.adamw_(active, hyper, clip, go)
 
     def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
@@ -148,15 +149,15 @@ class MultiplierOptimizer(WeightOwner):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; gradients that are not finite leave everything as it is.
+        """Take one step; skip it if a gradient is not finite.
 
-        The norm that was clipped is `grad_norm` afterwards.
+        Afterwards `grad_norm` is the norm before clipping.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Inside a compiled training step this part runs as it is.
+        # A compiled training step runs this uncompiled.
         without_compiler: Callable[[], None] = torch.compiler.disable(self._step)  # pyright: ignore[reportAssignmentType]
         try:
             without_compiler()
@@ -181,7 +182,7 @@ class MultiplierOptimizer(WeightOwner):
         active = bound.collect_gradients()
         if not active:
             return
-        # The long pass over all gradients first: a GPU is busy with it while the host goes on.
+        # The long pass over all gradients first: the host works on while the GPU runs it.
         grads, norm, finite = bound.gradients(active, self.clip_multipliers)
         if self.found_inf is not None:
             finite = finite & (self.found_inf == 0)
@@ -190,8 +191,8 @@ class MultiplierOptimizer(WeightOwner):
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
-        # Checkpointing tools take a step without rate and gradient to see the state, maybe on one
-        # rank alone; it must leave no trace.
+        # Checkpointing tools take a step at rate 0 with zero gradients to create state, perhaps on
+        # one rank only; it must change nothing.
         if self._replicas is not None and (self._has_stepped or not still or bool(norm)):
             finite, go = self._replicas.agree(finite, go, bound.states)
         if still:
@@ -236,24 +237,24 @@ class MultiplierOptimizer(WeightOwner):
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were left out because a gradient was not finite."""
+        """Number of steps skipped because a gradient was not finite."""
         return 0 if self._skipped is None else int(self._skipped.total)
 
     @property
     def skipped_last(self) -> Tensor | None:
-        """Whether the last step was left out, on the device; None before the first."""
+        """Whether the last step was skipped, on the device; None before the first step."""
         return None if self._skipped is None else self._skipped.last
 
     def _rates(self, state: ParameterState) -> Rates:
         """Return a parameter's hyper-parameters."""
         group = state.group
-        # Schedulers and users write to groups at any time.
+        # Schedulers and users may write to groups at any time.
         self._check_settings(group)
         return Rates(
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),
             float(group["lr"]) * group["multiplier_lr_scale"],
-            # A tensor that is written to would be the same one at the next step.
+            # A float: a tensor that is written to in place would compare equal at the next step.
             float(group["multiplier_weight_decay"]),
             *map(float, self.adamw_settings(group)),
         )
@@ -262,7 +263,7 @@ class MultiplierOptimizer(WeightOwner):
     def clip_grad_norm_(self, max_norm: float, clip_multipliers: bool | None = None) -> Tensor:
         """Scale all gradients so that their clip norm is at most `max_norm`; return it.
 
-        `clip_multipliers` is the optimizer's own unless given.
+        `clip_multipliers` overrides the optimizer's setting.
         """
         _check_norm("max_norm", max_norm)
         bound = self._refreshed_binding()

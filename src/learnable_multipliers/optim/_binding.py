@@ -1,7 +1,7 @@
-"""The parameters of an optimizer, bound to their state in the form kernels take.
+"""Bind the parameters of an optimizer to their state, in the form that kernels take.
 
-Made from parameter groups and state, and made again when these change. The tensors are the state's
-own: what a step writes here is what a checkpoint saves.
+A binding is made from parameter groups and state, and made again when these change. Its tensors are
+those of the state: a step writes to them, and a checkpoint saves them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from learnable_multipliers.optim._sharding import (
 from learnable_multipliers.optim._write_guard import WriteGuard
 
 _MOST_SETS = 16
-"""Sets of parameters with gradients that are kept, with their tables; more of them start over."""
+"""Most sets of parameters with gradients to keep, each with the kernels' tables."""
 MEAN_SQUARE = "mean_sq"
-"""Name in the state of an average of mean(g^2), one number in place of a second moment."""
+"""Name in the state of an average of mean(g^2): one number instead of a second moment."""
 
 
 class Binding:
-    """One state for each parameter, and what they share: packed multipliers, counts, kernels."""
+    """A state for each parameter, and the packed multipliers, counts and kernels they share."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Binding:
         process_groups: dict[tuple[int, ...], Any],
         models: Sequence[Callable[[], nn.Module | None]],
     ):
-        """Bind parameters to `saved`, the optimizer's state, which is completed."""
+        """Bind parameters to `saved`, the optimizer's state; add to it what is missing."""
         self.states = ParameterSet(states)
         self._groups = list(param_groups)
         self._sizes = [len(group["params"]) for group in param_groups]
@@ -96,8 +96,8 @@ class Binding:
                     write_effective_(state)
         self._sets: dict[tuple[int, ...], ParameterSet] = {}
         self._classify()
-        # Whoever moves one tensor of a parameter moves all. Two are looked at: one that is a view
-        # of what is held here, whose old address no other storage can have, and a large one.
+        # Code that moves one tensor of a parameter moves all. Check two of them: a view of a tensor
+        # that is alive here, so that no other storage can have its address, and a large one.
         self._kept = [
             tensor
             for state in states
@@ -121,16 +121,16 @@ class Binding:
             return False
         for state in self.states:
             kept = saved[state.parameter]
-            # Ours come first in the state; what others have added follows.
+            # Our entries come first in the state, before entries that others have added.
             if len(kept) < len(state.kept) or not all(map(is_, kept.values(), state.kept)):
                 return False
         # `tensor.data = tensor.data.to(device)`, as offloading code does, leaves the same objects.
         return list(map(Tensor.data_ptr, self._kept)) == self._addresses
 
-    # -- of a step ----------------------------------------------------------------------------
+    # -- step ---------------------------------------------------------------------------------
 
     def collect_gradients(self) -> ParameterSet:
-        """Return the parameters that have a gradient now, and set it in their states."""
+        """Return the parameters that have a gradient, and set it in their states."""
         active = []
         for state in self.states:
             grad = state.parameter.grad
@@ -142,14 +142,14 @@ class Binding:
             active.append(state)
         if len(active) == len(self.states):
             return self.states
-        # One object for one set of parameters: it keeps the tables of the kernels.
+        # One object per set of parameters: it keeps the tables of the kernels.
         key = tuple(state.index for state in active)
         if key not in self._sets and len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(key, ParameterSet(active))
 
     def check_replaced(self) -> None:
-        """Raise where the model has other parameters in the place of one that is trained here."""
+        """Raise if the model has another parameter in place of one that is trained here."""
         if self._owners is not None and all(
             (module := owner()) is not None and module._parameters.get(leaf) is parameter
             for owner, leaf, parameter in self._owners
@@ -189,7 +189,7 @@ class Binding:
                     f"{state.name} was tied to {other} after the optimizer was made, and their "
                     "multipliers are those of two matrices: tie weights before"
                 )
-            # Under its name, or under what was put in its place: `head.0.weight` for `head.weight`.
+            # Under its name, or in a module that replaced its own: `head.0.weight`, `head.weight`.
             owner = state.name.rpartition(".")[0] + "."
             new = [n for n, p in present.items() if p.requires_grad and id(p) not in known]
             if any(name == state.name or name.startswith(owner) for name in new):
@@ -201,7 +201,7 @@ class Binding:
         self._owners = self._find_owners()
 
     def _find_owners(self) -> list[tuple[Callable[[], nn.Module | None], str, nn.Parameter]]:
-        """Return the modules that hold the parameters; FSDP2 may have others there for a while."""
+        """Return the modules that hold parameters, except sharded ones, which FSDP2 swaps."""
         trained = {id(state.parameter) for state in self.states if not state.sharded}
         return [
             (weakref.ref(module), leaf, parameter)
@@ -215,20 +215,20 @@ class Binding:
         return [model for each in self._models if (model := each()) is not None]
 
     def release_gradients(self) -> None:
-        """Keep no gradient alive beyond the step that used it."""
+        """Drop references to gradients after the step that used them."""
         for state in self.states:
             state.grad = None
 
     def gradients(
         self, active: ParameterSet, clip_multipliers: bool
     ) -> tuple[dict[torch.dtype, Tensor], Tensor, Tensor]:
-        """Return the multipliers' gradients by dtype, the clip norm, and if all is finite.
+        """Return the multipliers' gradients by dtype, the clip norm, and whether all is finite.
 
-        The norm is that of all other gradients, or of these too. Where parameters are distributed
-        over ranks these are the same numbers on each of them.
+        The norm is over all other gradients, and over these with `clip_multipliers`. If parameters
+        are distributed over ranks, the results are the same on all ranks.
         """
         if len(active) < len(self.states):
-            # Sums of the last step must not stay for matrices without a gradient in this one.
+            # Matrices without a gradient in this step must not keep the sums of the last one.
             for packed in self.packed.values():
                 packed.out_sums.zero_()
                 packed.in_sums.zero_()
@@ -251,7 +251,7 @@ class Binding:
         return grads, norm, finite
 
     def has_gradient(self, active: ParameterSet) -> Tensor:
-        """Return 1 for each parameter that has a gradient, 0 for the others."""
+        """Return 1 for each parameter with a gradient, 0 for the others."""
         if len(active) == len(self.states):
             return torch.ones_like(self.steps)
         mask = torch.zeros(len(self.states))
@@ -259,22 +259,22 @@ class Binding:
         return to_device(mask, self.device)
 
     def set_rates(self, rows: list[Rates]) -> None:
-        """Set `rates`, the hyper-parameters: a row for each of the `classes`."""
+        """Set `rates`: a row of hyper-parameters for each of the `classes`."""
         if rows != self._last_rows:
-            # Only what a scheduler has changed is sent to the device.
+            # Sent to the device only if a scheduler has changed something.
             self._last_rows = rows
             self.rates = to_device(torch.tensor(rows, dtype=torch.float64), self.device)
 
     def write_factors_(self) -> None:
-        """Compute the factors of this step and the next from the multipliers as they are."""
+        """Compute the factors of this step and the next from the current multipliers."""
         for packed in self.packed.values():
             packed.write_factors_()
             packed.write_factors_(following=True)
 
-    # -- being made ---------------------------------------------------------------------------
+    # -- construction -------------------------------------------------------------------------
 
     def _bind(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
-        """Set the tensors of one parameter from what was saved, creating what is missing."""
+        """Set the tensors of one parameter from the saved state; create those that are missing."""
         kept: dict[str, Tensor] = {"step": self.steps[state.index]}
         if MEAN_SQUARE in state.moment_names:
             kept[MEAN_SQUARE] = self.mean_squares[state.index]
@@ -291,7 +291,7 @@ class Binding:
             )
         known = dict(saved[state.parameter])
         if not owns_raw:
-            # Of a plan that carried multipliers here; now the parameter itself is trained.
+            # Saved under a plan with multipliers here; now the parameter itself is trained.
             known.pop("raw", None)
         for key, value in kept.items():
             if key in known:
@@ -306,7 +306,7 @@ class Binding:
         saved[state.parameter] = {**sharded, **others}
 
     def _classify(self) -> None:
-        """Find parameters that share all hyper-parameters: few, whatever the model's size."""
+        """Group parameters that share all hyper-parameters: few classes for any model."""
         classes: dict[tuple[Any, ...], int] = {}
         self.classes: list[ParameterState] = []
         """One parameter of each class."""

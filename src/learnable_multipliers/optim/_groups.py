@@ -20,9 +20,9 @@ from learnable_multipliers._rules import Rule, Train, as_number
 
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
-"""Enough to stop the drift along symmetries, too little to set the scale (paper sec. 4.1)."""
+"""Stops the drift along symmetries, and is too small to set the scale (paper sec. 4.1)."""
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
-"""Smallest floor under AdamW's second moment; GPUs take smaller numbers of float32 for 0."""
+"""Smallest allowed eps; GPUs flush smaller float32 numbers to 0."""
 _SIZES = (
     *("lr", "weight_decay", "lr_scale", "adamw_lr_scale"),
     *("multiplier_lr_scale", "multiplier_weight_decay"),
@@ -38,12 +38,13 @@ def param_groups(
     multiplier_lr_scale: float | None = None,
     multiplier_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, every trainable parameter in exactly one.
+    """Return parameter groups for an optimizer, with every trainable parameter in exactly one.
 
-    On an untouched model they carry the plan, for the optimizers of this library; settings left
-    out here are the optimizer's. On a reparametrized model they suit any torch optimizer: raw
-    matrices, their multipliers and vectors, each with its own decay (0.1, 2e-3 and none unless
-    given) and, where `lr` is given, its own learning rate. Groups hold (name, parameter) pairs.
+    For an unmodified model they carry the plan, for the optimizers of this library; settings that
+    are not given here are the optimizer's. For a reparametrized model they suit any torch
+    optimizer: raw matrices, their multipliers and vectors, each with its own decay (0.1, 2e-3 and
+    none by default) and, if `lr` is given, its own learning rate. Groups hold (name, parameter)
+    pairs.
     """
     explicit = is_reparametrized(model)
     check_is_plan(plan)
@@ -106,7 +107,7 @@ def param_groups(
 
 
 def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
-    """Raise where a matrix carries nothing only because it was frozen, and is trained now."""
+    """Raise if a matrix carries nothing only because it was frozen, and is trained now."""
     for entry in plan.entries if plan.placement != "none" else ():
         parameter = present.get(entry.name) if entry.matrix and entry.reason == "frozen" else None
         if parameter is not None and parameter.requires_grad:
@@ -117,7 +118,7 @@ def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
-    """Raise where multipliers are to be learned from a gradient that is not computed."""
+    """Raise if multipliers are to be learned from a gradient that is not computed."""
     for entry in plan.entries:
         needed = entry.carries and entry.train == "multipliers" and entry.name in present
         if needed and not present[entry.name].requires_grad:
@@ -139,7 +140,7 @@ def _set_lr(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str
                 "param_groups the learning rate, lr=..., so that each group can carry its own"
             )
     elif lr is not None:
-        # One base for all groups, so that schedulers move them alike.
+        # The same base rate for all groups, so that schedulers change them alike.
         group["lr"] = lr
     return group
 
@@ -161,7 +162,7 @@ def _raw_name(name: str) -> str:
 
 
 def _multiplier_owner(name: str) -> str | None:
-    """Return the matrix whose multiplier a parameter is; None if it is none."""
+    """Return the name of the matrix that a multiplier belongs to; None for other parameters."""
     parts = name.split(".")
     if len(parts) < 4 or parts[-4] != "parametrizations" or parts[-1] == "original":
         return None
@@ -169,7 +170,7 @@ def _multiplier_owner(name: str) -> str | None:
 
 
 def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule]) -> Plan:
-    """Return the plan that `from_model` was asked for."""
+    """Return the plan for the arguments of `from_model`."""
     if is_reparametrized(model):
         raise ValueError(
             "this model holds its multipliers itself (lrm.reparametrize): train it with an "
@@ -183,7 +184,7 @@ def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule
 
 
 def check_has_effect(name: str, value: Any, groups: Sequence[Any]) -> None:
-    """Raise where an argument has no effect: every matrix's group says otherwise."""
+    """Raise if an argument has no effect because every group of matrices overrides it."""
     own = [
         group[name]
         for group in groups
@@ -198,7 +199,7 @@ def check_has_effect(name: str, value: Any, groups: Sequence[Any]) -> None:
 
 
 def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
-    """Raise a ValueError for settings that give NaN, or nonsense, at the first step."""
+    """Raise a ValueError for settings that cannot train: NaN or nonsense at the first step."""
     for name in _SIZES:
         value = group.get(name)
         if value is not None and not 0 <= as_number(name, value) < math.inf:
@@ -233,7 +234,7 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
 def check_parameters(
     group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], has_plan: bool
 ) -> None:
-    """Raise a ValueError for parameters that would be trained otherwise than is expected."""
+    """Raise a ValueError for parameters that would not be trained as expected."""
     taken = {name for other in others for name in other.get("param_names", ())}
     names = names_in(group)
     for name, parameter in zip(names, group["params"], strict=True):
@@ -256,7 +257,7 @@ def check_parameters(
 
 
 def names_in(group: Mapping[str, Any]) -> list[str]:
-    """Return the names of a group's parameters; raise where their number is another one."""
+    """Return the names of a group's parameters; raise if there are more or fewer of them."""
     count, names = len(group["params"]), group.get("param_names")
     if not names:
         return [""] * count
@@ -269,7 +270,7 @@ def names_in(group: Mapping[str, Any]) -> list[str]:
 
 
 def ddp_group_of(model: nn.Module) -> dict[str, Any]:
-    """Return the process group of a DistributedDataParallel model as an entry of a group."""
+    """Return the process group of a DDP model as an entry of a parameter group; else nothing."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
         if not hasattr(model, "_orig_mod"):
             return {}
@@ -278,7 +279,7 @@ def ddp_group_of(model: nn.Module) -> dict[str, Any]:
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:
-    """Return one plan of two; raise where they disagree."""
+    """Merge two plans; raise if they disagree."""
     if plan == other:
         return plan
     known = {entry.name: entry for entry in plan.entries}

@@ -1,7 +1,7 @@
-"""What becomes of a saved optimizer state: taken as it is, converted, adopted, or refused.
+"""Load optimizer state: as saved, converted from another plan, or imported from torch.optim.AdamW.
 
-A state carries the fingerprint of its plan, not the plan: checkpointing tools repeat what a group
-holds for each of its parameters. Everything here is decided before the optimizer changes.
+A state carries the fingerprint of its plan, not the plan: checkpointing tools repeat the entries of
+a group for each of its parameters. All errors are raised before the optimizer changes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
 
 FORMAT = 2
-"""Of the optimizer's state; every parameter group carries it, so that all checkpoints do."""
+"""Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _PARALLEL = "module."
 _NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
-"""Parts of the names that the Hugging Face Trainer puts into its group without decay."""
+"""Substrings of names that the Hugging Face Trainer puts into its group without decay."""
 
 
 def fingerprint(matrices: Mapping[str, Matrix]) -> str:
-    """Return a short hash of what matrices carry.
+    """Return a short hash of the multipliers that matrices carry.
 
-    Without initial values, which matter once, and heads where they change nothing in the state.
+    Initial values, which matter once, are left out, and so are heads that do not affect the state.
     """
     placed = {name: dataclasses.asdict(matrix) for name, matrix in sorted(matrices.items())}
     for matrix in placed.values():
@@ -52,7 +52,7 @@ def is_ours(saved: dict[str, Any]) -> bool:
 
 
 def check_format(saved: dict[str, Any]) -> None:
-    """Raise where a state of this library is of another format."""
+    """Raise if a state of this library has another format."""
     for group in saved["param_groups"]:
         found = group.get("format")
         if found != FORMAT:
@@ -66,7 +66,7 @@ def check_format(saved: dict[str, Any]) -> None:
 def check_plan(
     groups: Sequence[dict[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
 ) -> None:
-    """Raise where the saved groups hold other parameters, or were saved under another plan."""
+    """Raise if the saved groups hold other parameters, or were saved under another plan."""
     for group, other in zip(groups, saved["param_groups"], strict=False):
         names, saved_names = group.get("param_names", []), other.get("param_names")
         if isinstance(saved_names, list) and list(saved_names) != list(names):
@@ -101,7 +101,7 @@ def _first_difference(
 
 
 def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]) -> None:
-    """Raise where a state misses what this optimizer averages.
+    """Raise if a state lacks moments that this optimizer keeps.
 
     `names` gives the name and the moments of each saved parameter.
     """
@@ -115,13 +115,13 @@ def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[st
 
 
 def to_state_dict(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return groups and a state by parameter name in the form of `state_dict()`."""
+    """Return groups, and a state by parameter name, in the form of `state_dict()`."""
     saved_groups, saved_state = [], {}
     for group in groups:
         keys = range(len(saved_state), len(saved_state) + len(group["params"]))
         saved_groups.append({**group, "params": list(keys)})
         saved_state |= {key: state[n] for key, n in zip(keys, group["param_names"], strict=True)}
-    # A parameter without state is one that never had a gradient.
+    # A parameter without state never had a gradient.
     saved_state = {key: value for key, value in saved_state.items() if value}
     return {"state": saved_state, "param_groups": saved_groups}
 
@@ -135,10 +135,11 @@ def convert_plan(
     matrices: Mapping[str, Matrix],
     from_plan: Plan,
 ) -> dict[str, Any]:
-    """Return a state of `from_plan` as one of the plan of these groups.
+    """Return a state of `from_plan` as a state of these groups' plan.
 
-    Multipliers of both plans are kept. Those of the old one alone become part of the raw weight,
-    whose moments follow; those of the new one alone start at 1. No effective weight changes.
+    Multipliers that both plans have are kept. Those of only the old plan become part of the raw
+    weight, whose moments are scaled to fit; those of only the new plan start at 1. No effective
+    weight changes.
     """
     before = {entry.name: entry.matrix for entry in from_plan.entries if entry.matrix}
     by_name = {}
@@ -159,7 +160,7 @@ def convert_plan(
 def _merge_settings(
     group: dict[str, Any], settings: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a group with the saved settings that all its parameters had; the rest is its own."""
+    """Return a group with the saved settings that all its parameters share; others stay its own."""
     first, *others = (settings[name] for name in group["param_names"])
     common = {
         key: value
@@ -185,7 +186,7 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
     stays = [part for part in _parts(old) if _parts(old)[part] == _parts(new).get(part)]
     ones = initial_values(_without_init(old), dtype=dtype)
     rest = {part: ones[part] if part in stays else kept[part] for part in _parts(old)}
-    # An average of mean(g^2) is estimated again: it has no matrix to be scaled with.
+    # The average of mean(g^2) is estimated again: one number cannot be scaled like a matrix.
     dropped = (*MULTIPLIERS, MEAN_SQUARE)
     result = {key: value for key, value in kept.items() if not key.startswith(dropped)}
     if "raw" in kept:
@@ -204,7 +205,7 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
 
 
 def _parts(matrix: Matrix) -> dict[str, tuple[Any, ...]]:
-    """Return what each multiplier of a matrix means, to compare those of two plans."""
+    """Return the meaning of each multiplier of a matrix, to compare two plans."""
     rows = tuple((block.role, block.size, block.row) for block in matrix.blocks)
     scalars = tuple((block.role, block.size, matrix.scalars_of(block)) for block in matrix.blocks)
     axes = (matrix.repeats, matrix.transposed, matrix.scale)
@@ -223,10 +224,10 @@ def _without_init(matrix: Matrix) -> Matrix:
 def import_torch_adamw(
     groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan
 ) -> dict[str, Any]:
-    """Return a state of torch's AdamW as one of ours: its moments, raw weights still to be made.
+    """Return a state of torch's AdamW as one of ours: its moments, without raw weights yet.
 
-    Parameters are matched by the names in its groups. Without names, by the order in which
-    common recipes put a model's parameters into groups, if all shapes fit.
+    Parameters are matched by the names in its groups, or without names by the order in which common
+    recipes put a model's parameters into groups, if all shapes fit.
     """
     for kept in saved["state"].values():
         missing = [name for name in _ADAMW if name not in kept]
@@ -260,7 +261,7 @@ def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:
     groups = saved["param_groups"]
     if all("param_names" in group for group in groups):
         names = [canonical_name(name) for group in groups for name in group["param_names"]]
-        # Of a DistributedDataParallel, whose model is called `module`.
+        # DistributedDataParallel calls its model `module`.
         if all(name.startswith(_PARALLEL) for name in names):
             names = [name.removeprefix(_PARALLEL) for name in names]
         return names
@@ -287,7 +288,7 @@ def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:
 
 
 def _common_orders(plan: Plan) -> Iterator[list[list[PlanEntry]]]:
-    """Yield the groups into which training code puts the parameters of a model."""
+    """Yield the groups into which common training code puts the parameters of a model."""
     trained = [entry for entry in plan.entries if entry.reason != "frozen"]
     for entries in (list(plan.entries), trained):
         yield [entries]

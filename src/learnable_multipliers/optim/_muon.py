@@ -1,4 +1,4 @@
-"""Muon whose weights carry learnable multipliers, with AdamW for what is not a hidden matrix."""
+"""Muon whose weights carry learnable multipliers, with AdamW for all but hidden matrices."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "rou
 
 @dataclass(frozen=True)
 class _HiddenMatrices:
-    """The hidden matrices among some parameters, and what Muon needs for them."""
+    """The hidden matrices among some parameters, with the batches for their updates."""
 
     states: ParameterSet
     batches: Batches | DistributedBatches
     indices: Tensor
-    """Of the matrices among all parameters."""
+    """Indices of the matrices among all parameters."""
     sizes: Tensor
-    """Numbers in each matrix, on all ranks together."""
+    """Number of entries of each whole matrix."""
 
 
 class Muon(MultiplierOptimizer):
     """Muon on hidden matrices; AdamW on embeddings, head, routers, vectors and multipliers.
 
-    Momentum and the step live on the raw weight, so the orthogonalized matrix is that of
-    `row_i col_j G_ij`. Each block of a fused matrix, and each expert of a stack, is
-    orthogonalized by itself; with `split="heads"` each head of queries, keys and values is.
-    AdamW's learning rate is `lr * adamw_lr_scale`.
+    Momentum and update are those of the raw weight, whose gradient is `row_i col_j G_ij`. Each
+    block of a fused matrix, and each expert of a stack, is orthogonalized by itself; with
+    `split="heads"` so is each head of queries, keys and values. AdamW's learning rate is
+    `lr * adamw_lr_scale`.
 
-    Ranks that hold parts or copies of the matrices share the work: each matrix is orthogonalized
-    on one of them. Sharded parameters tell which ranks these are; under DistributedDataParallel,
-    `process_group` does.
+    Ranks that shard the matrices share the work: each matrix is orthogonalized on one rank. Under
+    DistributedDataParallel every rank orthogonalizes all matrices, unless `process_group` names the
+    ranks to share the work; a DDP model alone only makes replicas agree on skipped steps.
 
     Args:
-        lr: Of hidden matrices; it and the other settings that `lrm.AdamW` has are as there.
+        lr: Learning rate of hidden matrices. Settings that `lrm.AdamW` has too are as there.
         adjust_lr: `"match_rms_adamw"` gives updates the rms of AdamW's, so that its learning rates
-            carry over; `"original"` is the first Muon's factor, sqrt(max(1, out / in)).
-        coefficients: Of the Newton-Schulz iteration.
-        split: What of a matrix is orthogonalized by itself.
-        adamw_lr_scale: Learning rate of what AdamW trains, over `lr`.
+            carry over; `"original"` is the factor of the first Muon, sqrt(max(1, out / in)).
+        coefficients: Coefficients of the Newton-Schulz iteration.
+        split: Orthogonalize each of the `"blocks"` by itself, or each of the `"heads"`.
+        adamw_lr_scale: Learning rate of AdamW over `lr`.
     """
 
     _layout: list[tuple[str, int, str]] | None = None
@@ -164,10 +164,10 @@ class Muon(MultiplierOptimizer):
     def _average_squares(
         self, bound: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
     ) -> None:
-        """Follow mean(g^2) of the clipped raw gradients by an average with beta2.
+        """Average mean(g^2) of the clipped raw gradients with beta2.
 
-        It starts from the first one it sees, so that its expectation on noise needs no
-        correction, whenever that was.
+        The average starts at its first value, so that on noise its expectation needs no bias
+        correction.
         """
         assert bound.squares is not None
         at = hidden.indices
@@ -190,7 +190,7 @@ class Muon(MultiplierOptimizer):
             self._gather_boxes(bound, self._workers)
 
     def _gather_boxes(self, bound: Binding, workers: dist.ProcessGroup) -> None:
-        """Learn what each rank holds of the hidden matrices."""
+        """Gather the boxes of the hidden matrices on every rank."""
         hidden = [state for state in bound.states if is_hidden(state.matrix)]
         shards = [local_shard(state.parameter, state.matrix) for state in hidden]
         layout = [
@@ -198,13 +198,13 @@ class Muon(MultiplierOptimizer):
             for state, shard in zip(hidden, shards, strict=True)
         ]
         if hidden and layout != self._layout:
-            # Asked once for a layout: one rank may bind again when others need not.
+            # Once per layout: this is collective, and one rank may bind again when others do not.
             boxes = gather_boxes(workers, [shard.box for shard in shards], bound.device)
             self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 
     def _partition(self, active: ParameterSet) -> tuple[_HiddenMatrices | None, ParameterSet]:
-        """Return the parameters that Muon trains and those that AdamW does."""
+        """Return the parameters that Muon trains, and those that AdamW trains."""
         states = ParameterSet([state for state in active if is_hidden(state.matrix)])
         rest = ParameterSet([state for state in active if not is_hidden(state.matrix)])
         if not states:
@@ -226,12 +226,12 @@ class Muon(MultiplierOptimizer):
 
 
 def is_hidden(matrix: Matrix | None) -> bool:
-    """Return whether Muon trains a matrix: inside the model, not at its ends."""
+    """Return whether Muon trains a matrix: not at the ends of the model, and no router."""
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
 
 
 def _check_heads(plan: Plan) -> None:
-    """Raise where queries, keys or values are not known head by head, or where there are none."""
+    """Raise if the head size of queries, keys or values is unknown, or if there are none."""
     blocks = [
         (entry.name, block)
         for entry in plan.entries
@@ -252,7 +252,7 @@ def _check_heads(plan: Plan) -> None:
 
 
 def _shared_momentum(states: ParameterSet) -> float:
-    """Return the momentum of hidden matrices, which one launch updates together."""
+    """Return the momentum of the hidden matrices, which one launch updates together."""
     found = {float(state.group["momentum"]) for state in states}
     if len(found) > 1:
         values = ", ".join(f"{value:g}" for value in sorted(found))

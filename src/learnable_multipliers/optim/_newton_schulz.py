@@ -1,9 +1,9 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix, by matrix products alone.
+"""Newton-Schulz: the nearest semi-orthogonal matrix, using only matrix products.
 
 Each iteration multiplies X by a polynomial of its Gram matrix R = X X^T. Two forms give the same
-numbers but for rounding. The standard one multiplies X every time. The Gram form multiplies the
-polynomials first, Q_k = P_k Q_(k-1) and R_k = P_k R_(k-1) P_k, and X by Q at the end: all of its
-products are as small as the shorter side, so it is for matrices that are not square.
+result up to rounding. The standard form multiplies X every time. The Gram form multiplies the
+polynomials first, Q_k = P_k Q_(k-1) and R_k = P_k R_(k-1) P_k, and X by Q at the end: its products
+are as small as the shorter side of X, so it is faster for matrices far from square.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from learnable_multipliers.kernels._newton_schulz import divided_by_norm, symmet
 Polynomial = tuple[float, float, float]
 """(a, b, c) of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
 Product = Callable[..., Tensor]
-"""As `symmetric_product`."""
+"""A function like `symmetric_product`."""
 
 Coefficients = Literal["quintic", "polar-express"]
 COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
@@ -37,19 +37,19 @@ COEFFICIENTS: dict[Coefficients, tuple[Polynomial, ...]] = {
     ),
 }
 MARGIN: dict[Coefficients, float] = {"quintic": 1.0, "polar-express": 1.02}
-"""What the Frobenius norm is multiplied by before a matrix is divided by it."""
+"""Factor on the Frobenius norm before a matrix is divided by it."""
 _EPS = 1e-7
 """Floor of the norm, as in torch.optim.Muon."""
 _GRAM_ASPECT = 1.5
-"""From this ratio of the sides on, the Gram form has fewer multiplications."""
+"""Smallest ratio of the sides at which the Gram form has fewer multiplications."""
 _RESTART = 2
-"""Iterations after which the Gram form computes X and R anew: rounding moves R away from X X^T."""
+"""Iterations until the Gram form recomputes X and R: rounding moves R away from X X^T."""
 
 
 def orthogonalize(batch: Tensor, coefficients: Coefficients, backend: Backend = "auto") -> Tensor:
     """Return U V^T of each matrix U S V^T in a batch (batch, rows, cols).
 
-    On a GPU bfloat16 matrices are orthogonalized, and come back, in float16: `result_dtype`.
+    The result of bfloat16 matrices is float16, the dtype they are computed in: `result_dtype`.
     """
     short, long = sorted(batch.shape[-2:])
     form = gram_form if long >= _GRAM_ASPECT * short else standard_form
@@ -71,14 +71,14 @@ def standard_form(x: Tensor, polynomials: tuple[Polynomial, ...], product: Produ
 
 
 def gram_form(x: Tensor, polynomials: tuple[Polynomial, ...], product: Product) -> Tensor:
-    """Multiply the polynomials first, and X by them."""
+    """Multiply the polynomials first, then X by their product."""
     wide = x.shape[-2] <= x.shape[-1]
     parts = polynomials[:_RESTART], polynomials[_RESTART:]
     for part in parts:
         gram, joined = _gram(x, product), None
         for step, (a, b, c) in enumerate(part):
             poly = product(gram, gram, add=gram, alpha=c, beta=b, diagonal=a)
-            # Polynomials of one matrix commute, so that all of these are symmetric.
+            # Polynomials of one matrix commute, so their products are symmetric.
             joined = poly if joined is None else product(poly, joined)
             if step + 1 < len(part):
                 gram = product(product(poly, gram), poly)

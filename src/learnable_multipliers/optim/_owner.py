@@ -1,5 +1,6 @@
-"""The owner of raw weights and multipliers: their groups and state, saved, loaded, and in step with
-the model's weights. What a step does with them is in `_base`.
+"""Base class that owns raw weights and multipliers: groups, state, saving, loading, resync.
+
+`_base` adds the step.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ class WeightOwner(Optimizer):
 
     backend: Backend
     _process_group: Any = None
-    # Of a DistributedDataParallel that the parameters came from.
     _ddp_group: Any = None
+    """Process group of the DistributedDataParallel model that the parameters came from."""
     _binding: Binding | None = None
     _has_loaded = False
     _has_stepped: bool
     _models: tuple[Callable[[], nn.Module | None], ...] = ()
-    """Those that the parameters came from, as long as they are there."""
+    """Weak references to the models that the parameters came from."""
     _plan: Plan | None
     _frozen: list[tuple[str, nn.Parameter]]
     _process_groups: dict[tuple[int, ...], Any]
@@ -51,42 +52,42 @@ class WeightOwner(Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """What every parameter is and carries."""
+        """The plan of the parameters."""
         assert self._plan is not None
         return self._plan
 
     def _moment_names(self, matrix: Matrix | None) -> tuple[str, ...]:
-        """Return the names in the state of what is averaged beside a raw weight."""
+        """Return the names of a raw weight's moments in the state."""
         return ("exp_avg", "exp_avg_sq")
 
     def adamw_settings(self, group: dict[str, Any]) -> tuple[float, float, float]:
-        """Return beta1, beta2 and eps of the AdamW side."""
+        """Return beta1, beta2 and eps of AdamW."""
         beta1, beta2 = group["betas"]
         return beta1, beta2, group["eps"]
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Raise a ValueError for settings of a group that no step can be taken with."""
+        """Raise a ValueError for settings of a group that a step cannot use."""
         check_settings(group, *self.adamw_settings(group))
 
     def moments_of(self, state: ParameterState) -> dict[str, Tensor]:
-        """Return what is averaged beside a raw weight, by name; DTensors where it is sharded."""
+        """Return a raw weight's moments by name; DTensors if it is sharded."""
         kept = self.state[state.parameter]
         return {name: kept[name] for name in state.moment_names}
 
     def parameter_states(self) -> tuple[ParameterState, ...]:
-        """Return every parameter with the tensors kept for it: for modules of this library.
+        """Return every parameter with the tensors kept for it, for other modules of this library.
 
-        To be read; `rewriting` is for changes.
+        Read-only: `rewriting` is for changes.
         """
         return self._get_binding().states.states
 
     @contextmanager
     def rewriting(self, names: Collection[str]) -> Iterator[list[ParameterState]]:
-        """Let raw weights and multipliers of some parameters be changed; their weights follow."""
+        """Allow changes to raw weights and multipliers; write the weights from them on exit."""
         with torch.no_grad():
             bound = self._refreshed_binding()
             states = [state for state in bound.states if state.name in names]
-            # What something else wrote to these weights would be lost without a word.
+            # Refuse first: an outside write would be overwritten silently.
             bound.guard.check_weights(states)
             yield states
             bound.write_factors_()
@@ -96,13 +97,14 @@ class WeightOwner(Optimizer):
             bound.guard.remember(states)
 
     def _refreshed_binding(self) -> Binding:
-        """Return the binding, made again where parameters, their storage or the state changed."""
+        """Return the binding, made again if parameters, their storage or the state changed."""
+        # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         bound = self._get_binding()
         moved = bound.guard.moved()
         is_old = bool(moved) or not bound.is_current(self.param_groups, self.state)
         if self._has_stepped:
-            # Moved is fine, changed is not; a state that was loaded must fit in every number.
+            # Moved storage is fine, changed values are not. After loading, compare every weight.
             suspects = [*moved, *bound.guard.written()] if is_old else []
             bound.guard.check_weights(bound.states if self._has_loaded else suspects)
             self._has_loaded = False
@@ -116,9 +118,10 @@ class WeightOwner(Optimizer):
 
     def _get_binding(self) -> Binding:
         """Return the binding, made from parameter groups and state at its first use."""
+        # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         if self._binding is None:
-            # What is made here is trained: also where somebody looks at it for inference.
+            # Ordinary tensors, even if first accessed under torch.inference_mode.
             with torch.inference_mode(False), torch.no_grad(), torch_defaults(torch.device("cpu")):
                 self._bind()
         assert self._binding is not None
@@ -166,11 +169,12 @@ class WeightOwner(Optimizer):
 
     @torch.no_grad()
     def sync_from_model_(self) -> None:
-        """Take the model's weights as they are now: raw weights follow, multipliers stay.
+        """Adopt the model's weights as they are now: recompute raw weights, keep multipliers.
 
-        Weights that were not changed keep theirs, to the last bit. Where a multiplier is near zero
-        no raw weight can follow; the multipliers of such a matrix start at 1. Moments are kept.
+        Raw weights of unchanged weights stay, to the last bit. If a multiplier is near zero, no raw
+        weight can be computed: the multipliers of that matrix restart at 1. Moments are kept.
         """
+        # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         self._binding = None
         bound = self._get_binding()
@@ -194,7 +198,7 @@ class WeightOwner(Optimizer):
 
     @torch.no_grad()
     def raw_weights(self) -> dict[str, Tensor]:
-        """Return the raw weights by parameter name, full tensors; not copies where not sharded."""
+        """Return the raw weights by parameter name, full tensors; no copies unless sharded."""
         return {
             state.name: full(self.state[state.parameter].get("raw", state.parameter.detach()))
             for state in self.parameter_states()
@@ -206,7 +210,7 @@ class WeightOwner(Optimizer):
         return super().state_dict()
 
     def _drop_replaced(self) -> None:
-        """Drop the state of parameters that a framework has put others in the place of."""
+        """Drop the state of parameters that a framework has replaced."""
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
@@ -215,19 +219,19 @@ class WeightOwner(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
         """Load state at the precision it was saved in; torch alone would round it to bfloat16.
 
-        The model's parameters are expected to hold the weights of the same moment. A state from
-        another plan is converted where `from_plan` names it. A state of `torch.optim.AdamW` is
-        adopted by ours: moments and step counts are kept, multipliers start at 1, and the groups
-        keep their own settings. Anything else is refused before something has changed.
+        The model's parameters must hold the weights of the same step. A state of another plan is
+        converted if `from_plan` is that plan. A state of `torch.optim.AdamW` is imported: moments
+        and step counts are kept, multipliers start at 1, and the groups keep their own settings.
+        Any other state raises an error before anything changes.
         """
         seen: dict[str, Any] = {}
 
-        # Registered last, it sees what hooks of others have made of the state.
+        # Registered last, it sees the state after the hooks of others.
         def look(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             seen.update(self._readable(given, from_plan))
             return seen
 
-        # Before the hooks of others, which may change what was loaded.
+        # Before the hooks of others, which may change the loaded state.
         def restore(_: Optimizer) -> None:
             self._restore(seen)
 
@@ -240,7 +244,7 @@ class WeightOwner(Optimizer):
             restores.remove()
 
     def _restore(self, seen: dict[str, Any]) -> None:
-        """Set the state to what was saved, which torch has cast to the parameters' dtype."""
+        """Set the state to the saved one, which torch has cast to the parameters' dtype."""
         ids = [i for group in seen["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for saved, parameter in zip(ids, parameters, strict=True):
@@ -255,7 +259,7 @@ class WeightOwner(Optimizer):
         self._has_loaded = True
 
     def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
-        """Return a saved state as one of this plan; raise where it cannot be."""
+        """Return a saved state as one of this plan; raise if that is impossible."""
         groups, matrices = self.param_groups, self._matrices()
         if not _loading.is_ours(saved):
             saved = _loading.import_torch_adamw(groups, saved, self.plan)
@@ -281,7 +285,7 @@ class WeightOwner(Optimizer):
         super().__setstate__(state)
         self._binding, self._models = None, ()
         self._frozen = []
-        # The weights of a copy may have been written to before it is trained.
+        # The weights of a copy may be written to before it is trained.
         self._has_loaded = True
         # Process groups cannot be copied; a copy makes its own.
         self._process_groups = {}
@@ -314,9 +318,9 @@ class WeightOwner(Optimizer):
 
     def _check_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
         others = [other for other in self.param_groups if other is not group]
-        # The first groups are looked at again once it is known whether any has a plan.
+        # The first groups are checked again once it is known whether any has a plan.
         check_parameters(group, others, has_plan or self._plan is None)
 
     def _matrices(self) -> dict[str, Matrix]:
-        """Return what the plan says of each matrix, by name."""
+        """Return the plan's matrices by name."""
         return {entry.name: entry.matrix for entry in self.plan.entries if entry.matrix}

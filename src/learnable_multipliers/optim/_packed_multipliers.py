@@ -1,8 +1,8 @@
 """All multipliers of an optimizer in a few flat tensors.
 
-Several hundred matrices carry thousands of small vectors. Kept end to end, their factors,
-gradients and AdamW update are a handful of operations for the whole model; the optimizer's state
-holds views of these tensors, matrix by matrix.
+Hundreds of matrices carry thousands of small vectors. Packed end to end, their factors, gradients
+and AdamW update take a handful of operations for the whole model. The optimizer's state holds views
+of these tensors for each matrix.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PackedMultipliers:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """Pack the multipliers of matrices, given by the index of their parameter."""
+        """Pack the multipliers of matrices, which are given by their parameter's index."""
         self.matrices = dict(matrices)
         own = {
             index: local_values(matrix, shards[index], initial_values(matrix, dtype=dtype))
@@ -124,7 +124,7 @@ class PackedMultipliers:
         }
 
     def views_of(self, flat: Tensor, index: int) -> dict[str, Tensor]:
-        """Return a matrix's part of a flat tensor over all values, by multiplier."""
+        """Return a matrix's views of a flat tensor over all values, by multiplier."""
         return {
             name: flat[start : start + math.prod(shape)].view(shape)
             for name, (start, shape) in self._offsets[index].values.items()
@@ -168,7 +168,7 @@ class PackedMultipliers:
             torch.index_select(extended, 0, self._cols, out=into)
 
     def gradients(self) -> Tensor:
-        """Return the gradients of all stored values from the row and column sums (eq. 4)."""
+        """Return the gradients of all stored values, from the row and column sums (eq. 4)."""
         if self._in_order:
             grads = torch.cat([self.out_sums, self.in_sums])
             return grads if self._all_trained else grads * self.trained
@@ -199,7 +199,7 @@ class PackedMultipliers:
 
 
 def _trained(matrix: Matrix, shard: LocalShard, name: str) -> Tensor:
-    """Return which entries are trained: not the rows of blocks that carry none."""
+    """Return which entries are trained: all but the rows of blocks that carry none."""
     shape = matrix.value_shapes()[name]
     mask = torch.ones(shape, dtype=torch.bool)
     if name == "row":

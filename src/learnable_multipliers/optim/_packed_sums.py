@@ -1,8 +1,8 @@
-"""The sums that no rank can take alone, in one all-reduce a step.
+"""All sums over ranks in one all-reduce per step.
 
-Partial gradients of multipliers, the squared norm of every parameter's gradient, and whether any
-number anywhere is not finite. Each rank writes its part at its place in a buffer that covers whole
-vectors, so that sums over different axes of a mesh share one collective.
+These are partial gradients of multipliers, the squared norm of every parameter's gradient, and
+whether any gradient is not finite. Each rank adds its share to a buffer that covers whole vectors,
+so that sums over different axes of a mesh share one collective.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from learnable_multipliers.optim._sharding import LocalShard, local_values
 
 @dataclass(frozen=True)
 class _Route:
-    """Where the partial gradients of some packed multipliers go in the buffer."""
+    """Indices that map the partial gradients of some packed multipliers to the buffer."""
 
     taken: Tensor
-    """Their places among the gradients."""
+    """Indices of the partial gradients among all gradients."""
     put: Tensor
+    """Their indices in the buffer."""
     weight: Tensor
     """One over the number of ranks that contribute the same numbers."""
     unsent: Tensor
-    """The same for gradients that are whole on their rank and not sent; 0 for those that are."""
+    """The same weight for gradients that are complete on their rank and not sent; else 0."""
 
 
 class PackedSums:
@@ -47,7 +48,7 @@ class PackedSums:
         self._square_weights = (parts / group.size()).to(device)
         self._squares = slice(1, 1 + len(shards))
         self.size = 1 + len(shards)
-        """Numbers in the all-reduce."""
+        """Number of elements in the all-reduce."""
         self._routes = {dtype: self._route(one, shards) for dtype, one in packed.items()}
 
     def _route(self, packed: PackedMultipliers, shards: Sequence[LocalShard]) -> _Route:
@@ -74,15 +75,15 @@ class PackedSums:
     def all_reduce_(
         self, grads: dict[torch.dtype, Tensor], squares: Tensor, multipliers: bool
     ) -> tuple[Tensor, Tensor]:
-        """Complete gradients and squared norms in place; return the norm's sum, and if finite.
+        """Complete gradients and squared norms in place; return the sum of squares, and if finite.
 
-        `squares` holds the squared norm of each parameter's part on this rank. The sum is that of
-        all squares, with those of `multipliers` where asked for.
+        `squares` holds the squared norm of each parameter's shard on this rank. With `multipliers`
+        the sum includes the squares of their gradients.
         """
         size = self.size + multipliers
         packed = torch.zeros(size, dtype=self._dtype, device=self._device)
         for grad in grads.values():
-            # Rows that are whole on this rank are not sent; that they are not finite is.
+            # Gradients that are complete on this rank are not sent, but their check is.
             packed[0] += ~grad.isfinite().all()
         packed[self._squares] = squares * self._square_weights
         for dtype, route in self._routes.items():

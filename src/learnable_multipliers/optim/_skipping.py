@@ -1,4 +1,4 @@
-"""Counts the steps that were skipped, and warns where they do not end."""
+"""Count skipped steps; warn when 20 in a row are skipped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from learnable_multipliers.kernels._backend import is_capturing
 
 _IN_A_ROW = 20
-"""Skipped steps, one after the other, that a user is warned of."""
+"""Skipped steps in a row that cause a warning, and steps between two checks for them."""
 
 
 class SkippedSteps:
-    """Counts on the device; the host looks every twenty steps, and a GPU waits for it then only."""
+    """Counts on the device. The host reads the counts, and waits, only every twenty steps."""
 
     def __init__(self, device: torch.device):
         self.total = torch.zeros((), dtype=torch.int64, device=device)
@@ -25,7 +25,7 @@ class SkippedSteps:
         self._has_warned = False
 
     def count_(self, finite: Tensor) -> None:
-        """Count a step; warn of many in a row, once for each time that they begin."""
+        """Count a step; warn once for each series of skipped steps."""
         self.last = ~finite
         self.total += self.last
         self._in_a_row += 1

@@ -1,4 +1,4 @@
-"""Finds an optimizer inside what a framework has put around it."""
+"""Find an optimizer inside a framework's wrapper."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside what a framework has put around it, whichever it is.
+    """Return the optimizer inside a framework's wrapper, of whatever class it is.
 
     Accelerate, Lightning, Fabric and schedulers hold it as `optimizer`, torchtitan's container in
     a list `optimizers`.
     """
     found = optimizer
-    # What Lightning and Fabric put around an optimizer passes for one of its class.
+    # The wrappers of Lightning and Fabric subclass the optimizer: isinstance does not tell.
     while True:
         several = getattr(found, "optimizers", None)
         if isinstance(several, Sequence) and len(several) > 1:

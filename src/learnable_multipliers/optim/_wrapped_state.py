@@ -1,6 +1,6 @@
-"""Whether a saved state of a wrapped optimizer fits the one that is to load it.
+"""Check whether a saved state of a wrapped optimizer fits the optimizer that loads it.
 
-States name the class that was wrapped. Older ones do not, and are judged by what they hold.
+States name the wrapped class. Older states do not, and are checked by their entries.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 WRAPPED = "wrapped"
-"""Name in our parameter groups of the class of the wrapped optimizer."""
+"""Key in our parameter groups: the class of the wrapped optimizer."""
 _FRESH = "load it into the kind that saved it, or start with fresh optimizer state"
 
 
 def check_kind(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Raise where saved groups name another class, or miss a number that this one's groups hold."""
+    """Raise if saved groups name another class, or lack a setting of this optimizer's groups."""
     name = type(optimizer).__name__
     for saved in saved_groups:
         found = saved.get(WRAPPED)
@@ -25,7 +25,7 @@ def check_kind(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) 
                 f"this optimizer state was saved by a wrapped {found}, and this wraps {name}: "
                 f"{_FRESH}"
             )
-        # Flags come and go with releases of torch, numbers do not.
+        # Boolean flags come and go with releases of torch, numbers do not.
         numbers = {
             k for k, v in optimizer.defaults.items() if v is not None and type(v) is not bool
         }
@@ -43,15 +43,15 @@ def check_kept(
     stepped: Mapping[Any, bool],
     optimizer: Optimizer,
 ) -> None:
-    """Raise where what was saved for a parameter is not what this optimizer keeps for it.
+    """Raise if the saved entries of a parameter are not those that this optimizer keeps for it.
 
-    `saved_state` holds what the wrapped optimizer kept and `stepped` whether a parameter was
-    trained, by saved parameter. The optimizer has its state.
+    `saved_state` holds the wrapped optimizer's entries, and `stepped` whether a parameter was
+    trained, by saved parameter. This optimizer's state has been created already.
     """
     name = type(optimizer).__name__
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=False):
         kept = [set(map(str, optimizer.state.get(held, {}))) for held in group["params"]]
-        # Of a parameter that never had a gradient nothing is known but what others have.
+        # A parameter that never had a gradient has no entries: use those of another parameter.
         some = next((own for own in kept if own), set())
         for key, own in zip(saved["params"], kept, strict=False):
             found = set(saved_state.get(key, {}))

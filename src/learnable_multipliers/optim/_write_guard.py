@@ -1,7 +1,6 @@
-"""Notices when something other than the optimizer writes to a parameter it owns.
+"""Detect writes to the optimizer's parameters by anything else.
 
-The next step writes such a parameter from its raw weight, so a change made in between would be
-lost without a word.
+The next step writes each parameter from its raw weight, so such a change would be lost silently.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from learnable_multipliers.optim._sharding import local
 
 
 class WeightChangedError(RuntimeError):
-    """A weight is not what the optimizer wrote: somebody else has written to it."""
+    """A weight is not what the optimizer wrote: something else has written to it."""
 
 
 class WriteGuard:
-    """Checks a parameter's storage, its version, and a sample of its numbers."""
+    """Checks the storage, the version and a sample of the values of each parameter."""
 
     def __init__(self, states: ParameterSet, packed: Iterable[PackedMultipliers], kernels: Any):
         self._states = states
         self._packed = list(packed)
         self._kernels = kernels
-        # Flags of the last step on their way to the host, with the event of their arrival.
+        # Flags of the last step on their way to the host, and the event after the copy.
         self._pending: tuple[Tensor, Any] | None = None
         self._pinned: Tensor | None = None
         self.remember(states)
 
     def remember(self, states: Iterable[ParameterState]) -> None:
-        """Take parameters as they are now for what the optimizer wrote."""
+        """Record version and address of parameters after the optimizer's own write."""
         for state in states:
             state.written_version = state.parameter._version
             state.written_pointer = local(state.parameter).data_ptr()
 
     def moved(self) -> list[ParameterState]:
-        """Return the parameters that have another storage than at the last step."""
+        """Return the parameters whose storage has changed since the last step."""
         return [state for state in self._states if _has_moved(state)]
 
     def written(self) -> list[ParameterState]:
-        """Return the parameters that were written to since the last step, as torch counts."""
+        """Return the parameters whose version counter has changed since the last step."""
         return [
             state
             for state in self._states
@@ -53,14 +52,14 @@ class WriteGuard:
         ]
 
     def check(self) -> Tensor:
-        """Return which parameters hold other numbers than were written; raise where it is known.
+        """Return a flag per parameter written from outside; raise now where the host already knows.
 
-        Kernels that do not wait for the host skip the step, and `raise_pending` raises later.
+        Kernels that do not wait for the host skip the step instead; `raise_pending` raises later.
         """
         suspects = self.written()
         self.check_weights(suspects)
         self.remember(suspects)
-        # Writes through `.data` leave no trace but their numbers.
+        # Only the values show writes through `.data`.
         touched = self._kernels.touched_from_outside(self._states)
         if self._kernels.decides_on_host:
             self._raise_for(touched)
@@ -69,7 +68,7 @@ class WriteGuard:
         return touched
 
     def raise_pending(self) -> None:
-        """Raise for what the device found in the last step, which it skipped for that reason."""
+        """Raise for outside writes that the device found in the last step, and skipped it for."""
         if self._pending is None or is_capturing():
             return
         flags, event = self._pending
@@ -79,9 +78,9 @@ class WriteGuard:
         self._raise_for(flags)
 
     def check_weights(self, states: Iterable[ParameterState]) -> None:
-        """Compare all of some parameters with their raw weights and multipliers.
+        """Compare every value of some parameters with their raw weights and multipliers.
 
-        A swap and back (an average for evaluation) leaves the same numbers, and is fine.
+        Weights that are swapped and swapped back (an average for evaluation) compare equal.
         """
         owned = [state for state in states if state.owns_raw]
         if owned:
@@ -96,11 +95,11 @@ class WriteGuard:
             raise _written_outside(self._states.states[int(flags.nonzero()[0])])
 
     def _copy_to_host(self, flags: Tensor) -> tuple[Tensor, Any]:
-        """Send flags to the host without waiting; the event tells when they have arrived."""
+        """Copy flags to the host without waiting; the event follows the copy."""
         if flags.device.type != "cuda":
             return flags, None
         if is_capturing():
-            # Replays of a captured step do not come back here.
+            # Replays of a captured step do not run this code.
             return torch.zeros(0, dtype=torch.bool), None
         if self._pinned is None or self._pinned.shape != flags.shape:
             self._pinned = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
@@ -126,7 +125,7 @@ def _has_moved(state: ParameterState) -> bool:
 
 
 def wrong_shape(name: str, shape: tuple[int, ...], planned: tuple[int, ...]) -> ValueError:
-    """Return the error for a parameter that has not the shape of its plan."""
+    """Return the error for a parameter whose shape is not that of the plan."""
     if len(shape) == 1:
         advice = "flattened parameters (FSDP1, ZeRO) cannot carry multipliers, use FSDP2"
     else:

@@ -1,4 +1,4 @@
-"""The scales a model can learn, as axes: rows and columns of matrices, and vectors."""
+"""The scales that a model can learn, as axes: rows and columns of matrices, and vectors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ AxisKind = MultiplierName | Literal["vector", "one-plus"]
 
 
 class Axis(NamedTuple):
-    """All scales of one kind that one parameter has; one entry for each feature."""
+    """All scales of one kind of one parameter, one entry per feature."""
 
     name: str
-    """The parameter's."""
+    """Name of the parameter."""
     kind: AxisKind
     """`vector`: the entries of the parameter itself, one scale each. `one-plus`: 1 + the entries,
-    which is how some norms use their weight."""
+    as some norms use their weight."""
 
     @property
     def offset(self) -> float:
-        """What is added to a value before it is scaled."""
+        """Offset added to a value before it is scaled."""
         return 1.0 if self.kind == "one-plus" else 0.0
 
     @property
@@ -49,22 +49,22 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """How a parameter is stored: which dimensions its rows and columns are."""
+    """How a parameter is stored: which of its dimensions are rows and columns."""
 
     name: str
     shape: tuple[int, ...]
     stack: int = 0
-    """Leading dimensions that count matrices, as in a stack of experts."""
+    """Number of leading dimensions that count matrices, as in a stack of experts."""
     transposed: bool = False
     is_matrix: bool = True
     one_plus: bool = False
     """A vector that the forward pass uses as 1 + its entries."""
     matrix: Matrix | None = None
-    """What a plan puts on it; without a plan it has all rows and columns."""
+    """Its matrix in a plan. None without a plan: then it has all rows and columns."""
 
     @property
     def is_vector(self) -> bool:
-        """Whether its entries are scales themselves, and not its rows and columns."""
+        """Whether its entries themselves are scales, instead of its rows and columns."""
         return not self.is_matrix and len(self.shape) <= 1
 
     @property
@@ -75,7 +75,7 @@ class ParameterLayout:
         if self.matrix is not None:
             kinds = self.matrix.value_shapes()
             return [Axis(self.name, kind) for kind in MULTIPLIERS if kind in kinds]
-        # A filter of its own for each channel (depthwise) has rows alone.
+        # Depthwise filters, one per channel, have only rows.
         has_columns = self.is_matrix or self.shape[1] > 1
         return [Axis(self.name, "row"), *([Axis(self.name, "col")] if has_columns else [])]
 
@@ -83,7 +83,7 @@ class ParameterLayout:
         """Return the stored dimensions that an axis runs along."""
         if kind in ("vector", "one-plus"):
             return tuple(range(len(self.shape)))
-        # Each row has the scalar of its block; (in, out) if transposed.
+        # Scalars run along rows; stored (in, out) if transposed.
         is_last = (kind == "col") != self.transposed
         return (*range(self.stack), self.stack + is_last)
 
@@ -91,7 +91,7 @@ class ParameterLayout:
         """Return an axis's values, flat, shaped so that they broadcast over the parameter."""
         if kind == "scalar" and self.matrix is not None:
             given = {"scalar": values.view(self.matrix.value_shapes()["scalar"])}
-            # A factor on the scalars, whatever scale they are learned on.
+            # These are factors, not stored values, so never logarithms.
             per_row = scalars_per_row(replace(self.matrix, scale="linear"), given)
             assert per_row is not None
             values = per_row.flatten()
@@ -120,9 +120,9 @@ def layouts(
 ) -> dict[str, ParameterLayout]:
     """Return how every trained parameter of a model is stored, by name.
 
-    Module types say which weights are stored transposed; what has three dimensions and is not
-    the filters of a convolution is a stack of matrices. Names are not used.
-    With `carried`, matrices have the axes that they carry and no others.
+    Module types show which weights are stored transposed. A parameter of three dimensions that is
+    no convolution's filter is a stack of matrices. Names are not used. With `carried`, matrices
+    have only the axes that they carry.
     """
     transposed = {role.name for role in read_roles(model).parameters if role.transposed}
     filters = {
@@ -137,7 +137,7 @@ def layouts(
         if not parameter.requires_grad:
             continue
         shape = tuple(parameter.shape)
-        # One filter for each channel is often a bare parameter, (channels, 1, taps).
+        # Depthwise filters are often a bare parameter, (channels, 1, taps).
         is_stack = len(shape) == 3 and shape[1] > 1 and id(parameter) not in filters
         if len(shape) != 2 and not is_stack:
             found[name] = ParameterLayout(name=name, shape=shape, is_matrix=False)

@@ -1,16 +1,17 @@
-"""The placement that follows from the symmetries: one multiplier for each scale, and no more.
+"""Derive a placement from the symmetries: one multiplier per scale.
 
-Which of two redundant scales goes is a matter of convention; these are the conventions, in order:
+Which of two redundant scales is dropped is a convention. The conventions, in order:
 
 1. Rows that scale single outputs of the model (those of a head) carry nothing.
-2. Where one side of a symmetry is made of scales that the model has anyway (a norm's weight, a
+2. If one side of a symmetry consists of scales that the model has anyway (a norm's weight, a
    convolution), these stay, and the matrices on the other side carry nothing there.
-3. Otherwise the side with more numbers in it stays, being more expressive: queries that share a
-   key, columns that share a value.
-4. Between equals, columns stay and rows go; between rows, the earlier matrix keeps them.
+3. Otherwise the side with more entries stays, being more expressive: queries that share a key,
+   columns that share a value.
+4. Between equal sides, columns stay and rows are dropped; of two rows, those of the earlier matrix
+   stay.
 
-Exchanges and normalization symmetries remove nothing: rows and columns of one matrix are both
-needed, and so is the scale of what is written to a residual stream. What remains of them is listed.
+Exchanges and normalization symmetries remove nothing: both rows and columns of a matrix are needed,
+and so is the scale of a matrix that writes to a residual stream. The plan lists them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from learnable_multipliers.symmetry._transfer import namesakes
 
 @dataclass(frozen=True)
 class Carried:
-    """What one matrix is to carry, and why what it does not is left out."""
+    """The multipliers that one matrix is to carry, and why others are left out."""
 
     rows: Tensor
     """Which of its rows, as in one matrix of a stack."""
@@ -42,9 +43,9 @@ class Carried:
 def derived_placement(
     model: nn.Module, inputs: Any, proxy: Proxy
 ) -> tuple[dict[str, Carried], tuple[str, ...]]:
-    """Return what every matrix of a model is to carry, computed from its symmetries.
+    """Return the multipliers of every matrix of a model, computed from its symmetries.
 
-    Also the symmetries of its proxy that were not confirmed: they remove nothing.
+    Also return the symmetries of its proxy that were not confirmed: they remove nothing.
     """
     symmetries, itself, small = search(model, inputs, proxy=proxy)
     heads = _heads(itself if small is None else small)
@@ -62,7 +63,7 @@ def _heads(model: ModelCopy) -> list[str]:
 def _placement(
     model: ModelCopy, symmetries: Symmetries, heads: Sequence[str]
 ) -> dict[str, Carried]:
-    """Return what every matrix is to carry, by parameter name, given all symmetries there are."""
+    """Return the multipliers of every matrix, by parameter name, given all symmetries."""
     kept = {
         axis: torch.ones(model.num_entries(axis), dtype=torch.bool)
         for axis in model.axes
@@ -94,7 +95,7 @@ def _placement(
 
 
 def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Term], list[Term]]:
-    """Return the terms of a symmetry that stay and those that go."""
+    """Return the terms of a symmetry that stay, and those that are dropped."""
     sides = [[t for t in terms if t.power > 0], [t for t in terms if t.power < 0]]
     sides = [[t for t in side if t.axis in matrices] or side for side in sides]
     order = {axis: place for place, axis in enumerate(matrices)}
@@ -113,7 +114,7 @@ def _sides(terms: Sequence[Term], matrices: dict[Axis, Tensor]) -> tuple[list[Te
 
 
 def _in_one_matrix(layout: ParameterLayout, rows: Tensor) -> Tensor:
-    """Return the rows of one matrix of a stack, in which all are alike."""
+    """Return the rows of one matrix of a stack, whose matrices must all be alike."""
     by_matrix = rows.view(-1, layout.shape[layout.dimensions("row")[-1]])
     if not (by_matrix == by_matrix[0]).all():
         raise ValueError(f"the matrices of the stack {layout.name} differ in their symmetries")

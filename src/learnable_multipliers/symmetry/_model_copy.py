@@ -1,8 +1,8 @@
 """A copy of a model to evaluate numerically, and the derivative of its outputs by its scales.
 
-The copy is in float64 and has random weights: a symmetry is a property of the forward pass, and at
-random weights nothing else looks like one. The small constants that norms add
-are set to 0, because normalization symmetries are exact only without them.
+The copy is in float64 and has random weights: symmetries are a property of the forward pass, and at
+random weights nothing else looks like one. The epsilons of norms are set to 0, because
+normalization symmetries are exact only then.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers.symmetry._axes import Axis, layouts
 
 _NARROW = {torch.float32, torch.bfloat16, torch.float16}
-# A symmetry holds at all weights; what holds at one set of weights alone, such as a shift of two
-# biases against each other, is not a rescaling.
+# Sets of weights. A symmetry holds at all weights; a shift of two biases against each other, for
+# instance, is a rescaling at one set of weights only.
 _NUM_POINTS = 8
-# Random combinations of the outputs, for each axis and over all points: more than enough.
+# Random combinations of the outputs per axis entry, over all sets of weights together.
 _PROJECTIONS_PER_AXIS = 1.5
 _PROJECTIONS_AT_ONCE = 64
-# Inputs made up: sequences long enough for every position of a rotation to matter.
+# Random inputs: sequences long enough for every position of a rotation to matter.
 _LENGTH = 16
 _FEWEST_TOKENS = 128
 
 
 class _Float64(TorchFunctionMode):
-    """Turns every cast to a narrower type into one to float64.
+    """Turns every cast to a narrower dtype into a cast to float64.
 
     Norms and softmax of many models compute in float32 whatever the model's dtype is, which would
     hide an exact symmetry behind rounding.
@@ -81,13 +81,13 @@ class ModelCopy:
             )
         config: Any = getattr(self.model, "config", None)
         if getattr(config, "use_cache", False):
-            # Nothing is generated here; a cache costs time and is part of what is returned.
+            # No generation here; a cache costs time and would be part of the outputs.
             config.use_cache = False
         if hasattr(config, "_experts_implementation"):
             # The grouped kernels that Hugging Face's experts use by default have no float64.
             config._experts_implementation = "eager"
         for module in self.model.modules():
-            # A padding token has an embedding that is used but gets no gradient.
+            # The embedding of a padding token is used but gets no gradient.
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
         if inputs is None:
@@ -120,24 +120,24 @@ class ModelCopy:
         return {name for name, layout in self.layouts.items() if layout.one_plus}
 
     def set_epsilon(self, value: float) -> None:
-        """Set the small constant of every norm."""
+        """Set the epsilon of every norm."""
         for module, attribute in self.epsilons:
             setattr(module, attribute, value)
 
     def outputs(self) -> Tensor:
-        """Return the outputs, flat but for the last dimension: features or logits."""
+        """Return the outputs, flattened except for the last dimension: features or logits."""
         with _Float64() if self.dtype == torch.float64 else nullcontext():
             return _joined(_call(self.model, self.inputs))
 
     def jacobian(self) -> tuple[Tensor, Tensor]:
         """Return d(random combinations of the outputs)/d(log of every scale), at several weights.
 
-        The columns are the entries of the axes, in order. Also the sums of the absolute values
-        that each derivative is the sum of: a sum of 0 may be that of many that cancel.
+        The columns are the entries of the axes, in order. The second result has the sums of
+        absolute values of the terms of each derivative, to recognize terms that cancel to 0.
         """
         num_columns = sum(self.num_entries(axis) for axis in self.axes)
         num_rows = math.ceil(_PROJECTIONS_PER_AXIS * num_columns)
-        # A few outputs, or the loss alone, say little at one set of weights.
+        # If there are few outputs, such as only a loss, take more sets of weights.
         num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
         rows_each = math.ceil(num_rows / num_points)
         found = []
@@ -158,7 +158,7 @@ class ModelCopy:
 
     @torch.no_grad()
     def scales_single_outputs(self, axis: Axis) -> bool:
-        """Whether each entry of an axis scales one output feature and nothing else."""
+        """Return whether each entry of an axis scales one output feature and nothing else."""
         before = self.outputs()
         for entry in (0, self.num_entries(axis) - 1):
             factors = torch.ones(self.num_entries(axis), dtype=self.dtype)
@@ -170,7 +170,7 @@ class ModelCopy:
         return True
 
     def absent(self, axis: Axis) -> Tensor:
-        """Return which entries of an axis are none: rows that a plan leaves without."""
+        """Return which entries of an axis do not exist: rows without multipliers in the plan."""
         matrix = self.layouts[axis.name].matrix
         entries = torch.ones(self.num_entries(axis), dtype=torch.bool)
         if axis.kind != "row" or matrix is None:
@@ -188,7 +188,7 @@ class ModelCopy:
 
     @contextmanager
     def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
-        """Multiply the entries of axes by factors, while inside."""
+        """Multiply the entries of axes by factors inside the context."""
         names = {axis.name for axis in factors}
         before = {name: self.parameters[name].detach().clone() for name in names}
         with torch.no_grad():
@@ -234,7 +234,7 @@ class ModelCopy:
         return torch.cat(sums, 1), torch.cat(sizes, 1)
 
     def _find_shifted(self) -> list[str]:
-        """Return the vectors that are used as 1 + w: at w = -1 they cut something off."""
+        """Return the vectors that are used as 1 + w: at w = -1 other parameters have no effect."""
         everything = self._reached()
         shifted = []
         for name, layout in self.layouts.items():
@@ -265,7 +265,7 @@ class ModelCopy:
 
 
 def random_tokens(model: nn.Module, most: int | None = None) -> Tensor:
-    """Return sequences of random tokens for a language model: each one, or `most` of them."""
+    """Return sequences of random tokens for a language model: all tokens, or about `most`."""
     embedding = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if embedding is None:
         raise ValueError(
@@ -315,7 +315,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _joined(outputs: Any) -> Tensor:
-    """Return the first floating-point tensor of what a model returned: logits, as a rule."""
+    """Return the first floating-point tensor of a model's outputs: usually logits."""
     if isinstance(outputs, Tensor):
         values: Any = (outputs,)
     elif hasattr(outputs, "logits"):
@@ -329,7 +329,7 @@ def _joined(outputs: Any) -> Tensor:
 
 
 def _epsilons(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the small constants of norms: attributes that say so and are small numbers."""
+    """Yield the epsilons of norms: attributes with `eps` in their name and a small value."""
     for module in model.modules():
         for attribute, value in vars(module).items():
             if "eps" in attribute and isinstance(value, float) and 0 < value <= 1e-3:

@@ -1,10 +1,10 @@
-"""The scale symmetries of a model, whatever its architecture is: the null space of its Jacobian.
+"""The scale symmetries of a model of any architecture: the null space of its Jacobian.
 
-A null vector of d(outputs)/d(scales) is a rescaling without effect, but any mixture of null
-vectors is one too. The sparse ones are found in three steps: columns that depend on those before
-them show which axes go together; the null space of these axes alone, in reduced row echelon form,
-has one vector for each member (a channel, a head); and what is left must be constant along axes,
-like the scale of a residual stream.
+A null vector of d(outputs)/d(scales) is a rescaling without effect, but so is any mixture of null
+vectors. Sparse ones are found in three steps. Columns that depend on earlier columns show which
+axes belong together. The null space of only these axes, in reduced row echelon form, has one vector
+per member (a channel, a head). The rest must be constant along axes, like the scale of a residual
+stream.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from learnable_multipliers.symmetry._axes import Axis
 from learnable_multipliers.symmetry._model_copy import ModelCopy
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, SymmetryKind, Term
 
-# Singular values of an exact symmetry are at 1e-15 of the largest, others above 1e-7: between the
-# two lies a wide gap; a value inside it is an error.
+# Singular values of an exact symmetry are at 1e-15 of the largest, others above 1e-7. A value in
+# the wide gap between the two is an error.
 _ZERO = 1e-11
 _NONZERO = 1e-8
-# Entries of a vector in reduced form are 0, or powers of about 1.
+# Entries of a vector in reduced form are 0, or of order 1.
 _ABSENT = 1e-6
-# More axes than these do not go together channel by channel in any architecture known.
+# No known architecture has more axes that belong together channel by channel.
 _MOST_AXES = 12
-# Powers are small integers; what differs by this much is another power.
+# Powers are small integers, up to this error.
 _POWER_TOLERANCE = 1e-5
 # The smallest power need not be 1: a scale squared trades with another cubed.
 _LARGEST_SMALLEST_POWER = 4
-# Outputs of a rescaled copy in float64 may differ by rounding alone.
+# Outputs of a rescaled copy in float64 may differ only by rounding.
 _UNCHANGED = 1e-8
 
 
@@ -71,7 +71,7 @@ def null_space_symmetries(model: ModelCopy) -> Symmetries:
 
 
 class _Search:
-    """Symmetries found so far, and the directions they span."""
+    """The symmetries found so far, and the directions they span."""
 
     def __init__(self, model: ModelCopy, columns: _Columns):
         self.model = model
@@ -85,7 +85,7 @@ class _Search:
         return len(self.known) == self.columns.nullity
 
     def exchanges(self) -> None:
-        """Take the row and column scales of each matrix, which always trade."""
+        """Add the exchange of rows against columns of each matrix."""
         for axis in self.columns.axes:
             other = Axis(axis.name, "col")
             has_both = axis.kind == "row" and other in self.columns.axes
@@ -99,18 +99,18 @@ class _Search:
                 entries = self.model.num_entries(side) // matrices
                 own = torch.eye(matrices).repeat_interleave(entries, 1)
                 vectors[:, where] = power * own * ~self.columns.silent[where]
-            # Nothing is known of a matrix that the inputs do not reach, such as an expert's.
+            # Nothing is known about a matrix that the inputs do not reach, such as an expert's.
             self.take(vectors[vectors.any(1)])
 
     def group(self, group: Sequence[Axis]) -> None:
-        """Take what is new among the null vectors of some axes alone.
+        """Add new symmetries among the null vectors of only these axes.
 
-        A rescaling of a whole axis would be mixed into all of them. With one entry of each axis
-        left out there is none, and only the members that have that entry are missing: leaving out
-        the first entries and then the last finds all.
+        A rescaling of whole axes would be mixed into all of these vectors. Leaving out one entry of
+        each axis prevents that, and misses only the members with that entry. So leave out the first
+        entries, then the last.
         """
         members: list[Tensor] = []
-        # Pivots on short axes name a shared scale once.
+        # Pivots on short axes give a shared scale only one vector.
         order = sorted(group, key=lambda axis: len(self.columns.of([axis])))
         for left_out in (0, -1):
             vectors = _null_vectors(self.columns, group, left_out)
@@ -120,16 +120,16 @@ class _Search:
             self.take(torch.stack(members))
 
     def constants(self, groups_of: Callable[[_Columns, Sequence[Axis]], list[Tensor]]) -> None:
-        """Take what is left: scales of whole parameters, such as that of a residual stream.
+        """Add the remaining symmetries, of whole parameters, such as that of a residual stream.
 
-        `groups_of` says which entries of axes scale as one. Scales that trade with others are
-        eliminated first: what remains is where the scale cannot go anywhere else, as in the
-        matrices that write to a residual stream.
+        `groups_of` returns which entries of axes scale together. Axes of symmetries found before
+        are eliminated first, so that vectors are expressed by the others, such as the matrices that
+        write to a residual stream.
         """
         if self.complete:
             return
         axes = list(self.columns.axes)
-        # Of a pair that trades, the rows are kept: one name for one scale.
+        # Rows stand for rows and columns of a matrix, which exchange: one axis per scale.
         axes = [a for a in axes if a.kind != "col" or Axis(a.name, "row") not in axes]
         trading = {
             term.axis
@@ -150,13 +150,13 @@ class _Search:
             self.take(torch.stack(sorted(vectors, key=ties)))
 
     def take(self, vectors: Tensor) -> None:
-        """Keep the vectors that are not combinations of those known, alike ones as one symmetry."""
+        """Add the vectors that are independent of known ones; similar ones form one symmetry."""
         self.known, new = _extended(self.known, vectors)
         self.found += _symmetries(self.model, self.columns, vectors[new])
 
 
 def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Symmetry]:
-    """Turn null vectors into symmetries: those with the same powers on the same axes are one."""
+    """Turn null vectors into symmetries: one for all with the same powers on the same axes."""
     alike: dict[tuple[tuple[Axis, float], ...], list[Tensor]] = {}
     for vector in vectors:
         normal = _powers(vector)
@@ -182,7 +182,7 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
                 of[member[where] == power] = number
             reached = of[~columns.silent[where]]
             if (reached == reached[0]).all():
-                # One member has all that the inputs reach, and then the rest as well.
+                # A member with all entries that the inputs reach has the others as well.
                 of[~model.absent(axis)] = reached[0]
             terms.append(Term(axis, power, of))
         symmetry = Symmetry("multiplicative", tuple(terms), len(members))
@@ -191,7 +191,7 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
 
 
 def _powers(vector: Tensor) -> Tensor:
-    """Return a null vector in whole powers, the first of them positive."""
+    """Return a null vector as integer powers, the first of them positive."""
     present = vector[_support(vector)]
     normal = vector / present[present.abs().argmin()].abs() * present[0].sign()
     for smallest in range(1, _LARGEST_SMALLEST_POWER + 1):
@@ -214,7 +214,7 @@ def _kind(model: ModelCopy, symmetry: Symmetry) -> SymmetryKind:
         return "exchange"
     if min(powers) > 0 or max(powers) < 0:
         return "normalization"
-    # What a norm takes away is not quite taken away once the norm adds a constant.
+    # With a large epsilon a norm no longer removes a scale exactly.
     model.set_epsilon(0.1)
     change = _change(model, symmetry)
     model.set_epsilon(0.0)
@@ -223,7 +223,7 @@ def _kind(model: ModelCopy, symmetry: Symmetry) -> SymmetryKind:
 
 @torch.no_grad()
 def _change(model: ModelCopy, symmetry: Symmetry) -> float:
-    """Return how much a random rescaling changes the outputs, relative to them."""
+    """Return the relative change of the outputs under a random rescaling."""
     generator = torch.Generator().manual_seed(1)
     shape = (symmetry.num_members,)
     log_scales = 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -246,19 +246,19 @@ class _Columns:
     """(rank, columns); its null space is that of the Jacobian."""
     nullity: int
     silent: Tensor
-    """Which do not reach the outputs, as for tokens that do not occur; left out."""
+    """Columns without any effect on the outputs, as of tokens that do not occur; left out."""
     alone: Tensor
-    """Which reach the outputs without effect: a norm takes them away, each by itself."""
+    """Columns whose effect a norm removes, each by itself."""
 
     def of(self, axes: Iterable[Axis]) -> Tensor:
-        """Return the numbers of the columns of some axes, silent and lone ones left out."""
+        """Return the column indices of some axes, without those in `silent` and `alone`."""
         numbers = torch.arange(len(self.silent))
         chosen = torch.cat([numbers[self.axes[axis]] for axis in axes])
         return chosen[~(self.silent | self.alone)[chosen]]
 
 
 def _reduced(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> _Columns:
-    """Return rank and nullity of a Jacobian; raise where they are ambiguous."""
+    """Reduce a Jacobian to its row space; raise if its rank is ambiguous."""
     norms, sizes = jacobian.norm(dim=0), sizes.norm(dim=0)
     silent = sizes <= _ZERO * sizes.max()
     alone = (norms <= _ZERO * sizes) & ~silent
@@ -274,7 +274,7 @@ def _reduced(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> _C
         )
     rank = int((values >= _NONZERO).sum())
     whole = jacobian.new_zeros(rank, jacobian.shape[1])
-    # Back to the Jacobian's own units, in which exponents are small integers.
+    # In the Jacobian's own units, in which exponents are small integers.
     whole[:, live] = basis[:rank] * norms[live]
     ends = itertools.accumulate(entries.values())
     slices = {
@@ -285,8 +285,8 @@ def _reduced(entries: Mapping[Axis, int], jacobian: Tensor, sizes: Tensor) -> _C
 
 
 def _candidate_groups(columns: _Columns) -> list[tuple[Axis, ...]]:
-    """Return sets of axes that go together somewhere: few axes first, then many members."""
-    # Vectors last: they depend on the matrices they ride with, and not the other way round.
+    """Return sets of axes that belong together: fewest axes first, then most members."""
+    # Vectors last, so that they depend on matrices, and not the other way round.
     vectors_last = sorted(columns.axes, key=lambda axis: axis.is_vector)
     numbers = columns.of(vectors_last)
     owner = {int(number): axis for axis in vectors_last for number in columns.of([axis])}
@@ -307,7 +307,7 @@ def _candidate_groups(columns: _Columns) -> list[tuple[Axis, ...]]:
     groups = [tuple(sorted(group, key=rank.__getitem__)) for group in found]
 
     def order(group: tuple[Axis, ...]) -> tuple[int, int, list[int]]:
-        # Among groups of as many axes, channels come before heads and experts.
+        # With equally many axes, channels come before heads and experts.
         members = len(_null_vectors(columns, group, 0))
         return len(group), -members, [rank[axis] for axis in group]
 
@@ -315,9 +315,9 @@ def _candidate_groups(columns: _Columns) -> list[tuple[Axis, ...]]:
 
 
 def _null_vectors(columns: _Columns, group: Sequence[Axis], left_out: int | None = None) -> Tensor:
-    """Return a basis of the null vectors of some axes alone, (vectors, all columns).
+    """Return a basis of the null vectors of only some axes, (vectors, all columns).
 
-    `left_out` is the place of an entry of each axis to do without.
+    `left_out` is the position of an entry of each axis to leave out.
     """
     numbers = columns.of(group)
     if left_out is not None:
@@ -346,7 +346,7 @@ def _whole_axes(columns: _Columns, axes: Sequence[Axis]) -> list[Tensor]:
 def _entries_alike(columns: _Columns, axes: Sequence[Axis]) -> list[Tensor]:
     """Return the columns of each axis, split where null vectors differ between its entries.
 
-    Biases of queries and values may be one vector, and yet scale differently.
+    One vector may hold biases of queries and values, which scale differently.
     """
     vectors = _null_vectors(columns, list(columns.axes))
     vectors = vectors / vectors.abs().amax(1, keepdim=True)

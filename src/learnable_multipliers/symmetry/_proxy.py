@@ -1,4 +1,4 @@
-"""Where symmetries are searched for: on the model if it is small, else on a small proxy.
+"""Choose what to search for symmetries: the model, or a small proxy if it is large.
 
 A proxy is a small model of the same architecture, made from the model's own configuration. Only
 this file knows the names that configurations give to their sizes; for other names, make a small
@@ -38,7 +38,7 @@ _ADVICE = (
     "proxy=(small, inputs), or pass proxy=None to search the model itself"
 )
 
-# Sizes are small, and differ where they can, so that none is mistaken for another.
+# Sizes are small, and different where possible, so that none is mistaken for another.
 _VOCABULARY = 13
 _HEAD_DIM = 6
 _NUM_LAYERS = 2
@@ -118,16 +118,16 @@ def search(
 def _proxy_copy(
     proxy: nn.Module, own_inputs: Any, inputs: Any, carried: Mapping[str, Matrix] | None
 ) -> ModelCopy:
-    """Return a copy of the proxy to run on its own inputs, or on what can be made of the model's.
+    """Return a copy of the proxy with its own inputs, or with inputs adapted from the model's.
 
-    Tokens of its own reach all of a language model; other models take the inputs given.
+    A language model runs on random tokens, which reach all of it; others on the given inputs.
     """
     if own_inputs is not None or inputs is None:
         return ModelCopy(proxy, own_inputs, carried)
     if not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
         try:
             return ModelCopy(proxy, None, carried)
-        except Exception:  # A model that needs more than tokens, as with a decoder.
+        except Exception:  # The model needs more than tokens, for a decoder for instance.
             pass
     vocabulary = getattr(getattr(proxy, "config", None), "vocab_size", _VOCABULARY)
     try:
@@ -147,7 +147,7 @@ def _wrap_tokens(tensor: Tensor, count: int) -> Tensor:
 
 
 def _fitted(carried: Mapping[str, Matrix], proxy: nn.Module) -> dict[str, Matrix]:
-    """Return the same multipliers at the sizes of the proxy's matrices."""
+    """Return the same multipliers for the proxy's matrices."""
     on_proxy = {}
     for role in read_roles(proxy).parameters:
         matrix = carried.get(role.name)
@@ -193,7 +193,7 @@ def make_proxy(model: nn.Module) -> nn.Module:
 
 
 def _candidates(config: Any) -> list[dict[str, Any]]:
-    """Return sizes to try, the smallest first: some models tie their width to their heads."""
+    """Return configurations to try: some models tie their width to the size of their heads."""
     sizes: dict[str, Any] = {
         name: size for names, size in _SIZES.items() for name in names if _present(config, name)
     }
@@ -254,7 +254,7 @@ def _first_present(config: Any, names: Sequence[str]) -> str | None:
 
 
 def _present(config: Any, name: str) -> bool:
-    """Whether a configuration has a size; one of 0 leaves its part out, and the proxy must too."""
+    """Return whether a configuration has a size; 0 leaves a component out, as the proxy must."""
     size = getattr(config, name, None)
     return isinstance(size, int) and size > 0
 

@@ -1,4 +1,4 @@
-"""Symmetries as plain data for JSON, and back without loss."""
+"""Symmetries as JSON data, and back without loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
 
 def to_json_data(symmetries: Symmetries) -> dict[str, Any]:
-    """Return everything there is to know of them; `from_json_data` gives back equal ones."""
+    """Return symmetries as JSON data, without loss: `from_json_data` returns equal ones."""
     return {
         "found": [
             {
@@ -33,7 +33,7 @@ def to_json_data(symmetries: Symmetries) -> dict[str, Any]:
 
 
 def from_json_data(content: Mapping[str, Any]) -> Symmetries:
-    """Return the symmetries that `to_json_data` described."""
+    """Return the symmetries in the output of `to_json_data`."""
     return Symmetries(
         found=tuple(
             Symmetry(
@@ -55,8 +55,8 @@ def from_json_data(content: Mapping[str, Any]) -> Symmetries:
 def _runs(members: Tensor) -> list[list[int]]:
     """Return numbers as evenly spaced runs of (first, step, length).
 
-    Members are channels in order, heads or whole matrices: a few runs each, where the numbers
-    themselves would be megabytes.
+    Members are channels in order, heads or whole matrices: a few runs instead of megabytes of
+    numbers.
     """
     runs: list[list[int]] = []
     for member in members.tolist():

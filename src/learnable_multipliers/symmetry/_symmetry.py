@@ -40,11 +40,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """Rescalings without effect that are alike: one for each member, a channel or a head."""
+    """A family of rescalings that leave the outputs unchanged, one per member (channel or head)."""
 
     kind: SymmetryKind
-    """`exchange`: rows against columns of one matrix. `multiplicative`: factors that are only ever
-    multiplied. `normalization`: a scale that a norm takes away."""
+    """`exchange`: rows against columns of one matrix. `multiplicative`: scales of which only the
+    product matters. `normalization`: a scale that a norm removes."""
     terms: tuple[Term, ...]
     num_members: int
 
@@ -79,7 +79,7 @@ class Symmetry:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The numbers that all its numbered parameters share: that of a layer, as a rule."""
+        """The numbers that the names of its parameters share: usually that of a layer."""
         numbered = [n for term in self.terms if (n := _numbers(term.axis.name))]
         alike = zip(*numbered, strict=False)
         return tuple(numbers[0] for numbers in takewhile(lambda n: len(set(n)) == 1, alike))
@@ -101,19 +101,19 @@ class Symmetry:
 
 @dataclass(frozen=True)
 class Symmetries:
-    """All scale symmetries of a model: those listed span every rescaling without effect.
+    """All scale symmetries of a model. Together they span every rescaling without effect.
 
-    Where they were found on a proxy, some may be missing: `unconfirmed` lists which.
+    If they were found on a proxy, some may be missing: those in `unconfirmed`.
     """
 
     found: tuple[Symmetry, ...]
     nullity: int
     """Independent rescalings without effect, counted by the rank of the derivative."""
     silent: Mapping[Axis, int]
-    """Entries that the inputs did not reach, by axis: nothing is known of them."""
+    """Number of entries that the inputs did not reach, by axis: nothing is known about them."""
     unconfirmed: tuple[str, ...] = ()
-    """Symmetries of a proxy that were not confirmed on the model itself, in words, with where: the
-    model may or may not have them."""
+    """Symmetries of a proxy that were not confirmed on the model itself, in words: the model may or
+    may not have them."""
 
     def __iter__(self) -> Iterator[Symmetry]:
         return iter(self.found)
@@ -147,9 +147,9 @@ class Symmetries:
         return sum(s.num_members for s in self.found if s.kind == "exchange")
 
     def alike(self) -> dict[str, tuple[Symmetry, ...]]:
-        """Return them by what they are in words: a line for what comes back in every layer.
+        """Return them by their description: one entry for a symmetry that repeats in every layer.
 
-        All exchanges are alike. Names are cut to their last words where these are unique.
+        All exchanges are one entry. Names are cut to their last words if these are unique.
         """
         short = self._short_names()
         words_of: dict[str, str] = {}
@@ -163,7 +163,7 @@ class Symmetries:
         return named
 
     def powers(self) -> dict[str, dict[str, float]]:
-        """Return the axes of each kind of symmetry and their powers, all in words."""
+        """Return axes and powers of each symmetry of `alike`, in words."""
         short = self._short_names()
         return {
             words: {"rows of each matrix": 1.0, "columns of each matrix": -1.0}
@@ -173,7 +173,7 @@ class Symmetries:
         }
 
     def _short_names(self) -> dict[str, str]:
-        """Return for each name the last words that no other has, whatever the layer."""
+        """Return the shortest unique ending of each name, whatever the layer."""
         names = {term.axis.name for symmetry in self.found for term in symmetry.terms}
         words = {name: name.removesuffix(".weight").split(".") for name in names}
         kinds = {layer_template(".".join(parts)) for parts in words.values()}
@@ -188,9 +188,9 @@ class Symmetries:
         return short
 
     def summary(self) -> str:
-        """Return them in a few lines, each with its number of rescalings.
+        """Return a few lines, each with a number of rescalings.
 
-        A symmetry that comes back in every layer is one line, and so are all exchanges.
+        A symmetry that repeats in every layer is one line, and so are all exchanges.
         """
         lines = [
             (sum(symmetry.num_members for symmetry in same), _where(same) + words)
@@ -235,7 +235,7 @@ class Symmetries:
 
 
 def _where(same: Sequence[Symmetry]) -> str:
-    """Return in how many places symmetries that are alike come back, or in which one."""
+    """Return in how many layers or matrices a symmetry repeats, or in which layer it is."""
     first = same[0]
     if first.kind == "exchange":
         return f"in each of {len(same)} matrices: "
@@ -257,12 +257,12 @@ def _listed(words: list[str]) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Return the numbers in a name: that of its layer, then perhaps that of an expert."""
+    """Return the numbers in a name: that of its layer, then that of an expert if any."""
     return [part for part in name.split(".")[:-1] if part.isdigit()]
 
 
 def _template(symmetry: Symmetry) -> str:
-    """Return what symmetries have in common that differ in their place alone."""
+    """Return a description without layer numbers: symmetries that repeat share it."""
     terms = []
     for term in symmetry.terms:
         name = term.axis.name
@@ -273,7 +273,7 @@ def _template(symmetry: Symmetry) -> str:
 
 
 def _phrases(symmetry: Symmetry, short: Mapping[str, str]) -> list[tuple[str, float]]:
-    """Return words for the terms; those that differ in a number alone appear once."""
+    """Return words for the terms; terms that differ only in a layer's number appear once."""
 
     def kind(term: Term) -> tuple[Any, ...]:
         return layer_template(term.axis.name), term.axis.kind, term.power, term.block

@@ -30,12 +30,12 @@ from learnable_multipliers.symmetry._axes import Axis
 from learnable_multipliers.symmetry._model_copy import ModelCopy, random_tokens
 from learnable_multipliers.symmetry._symmetry import Symmetries, Symmetry, Term
 
-# The derivative is taken in float32; a wrong guess is wrong by about 1.
+# Relative tolerance: derivatives are in float32, and a wrong guess is off by about 1.
 _CONFIRMED = 1e-2
 _NUM_PROJECTIONS = 2
 _NUM_TOKENS = 32
 _MOST_DIMENSIONS = 4
-# The parts of a fused matrix: more are not looked for.
+# The most parts of a fused matrix that are searched for.
 _MOST_PARTS = 4
 
 # In a name, the number of a layer or an expert.
@@ -48,14 +48,14 @@ _Signature = frozenset[tuple[Axis, float, bool]]
 def copy_like(
     proxy: ModelCopy, model: nn.Module, inputs: Any, carried: Mapping[str, Matrix] | None
 ) -> ModelCopy:
-    """Return a copy of a large model, prepared like that of its proxy."""
+    """Return a copy of a large model, prepared like the copy of its proxy."""
     inputs = random_tokens(model, most=_NUM_TOKENS) if inputs is None else inputs
     names = namesakes(proxy.shifted, [name for name, _ in named_parameters(model)])
     return ModelCopy(model, inputs, carried, dtype=torch.float32, shifted=names)
 
 
 def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
-    """Return the names that differ from some others in numbers alone, those of layers."""
+    """Return the names in `among` that equal one of `names` except for layer numbers."""
     templates = {layer_template(name) for name in names}
     return [name for name in among if layer_template(name) in templates]
 
@@ -80,7 +80,7 @@ def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetrie
             signature = _signature(renamed)
             tried.setdefault(signature, str(replace(symmetry, terms=renamed)))
             moved = guesses.confirmed(symmetry, names)
-            # Layers may differ: what holds in one may be part of what holds in the other.
+            # Layers may differ: keep the symmetry with more members.
             known = carried.get(signature)
             if moved and (known is None or moved.num_members > known.num_members):
                 carried[signature] = moved
@@ -91,7 +91,7 @@ def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetrie
 
 
 class _Guesses:
-    """Symmetries of the proxy at the model's sizes, and the derivatives that confirm them."""
+    """Guesses of the proxy's symmetries at the model's sizes, and derivatives to confirm them."""
 
     def __init__(self, proxy: ModelCopy, model: ModelCopy):
         self.proxy, self.model = proxy, model
@@ -100,7 +100,7 @@ class _Guesses:
         self.effects = dict(zip(model.axes, derivatives.split(sizes, 1), strict=True))
 
     def known(self, symmetry: Symmetry, names: Mapping[str, list[str]]) -> bool:
-        """Return whether the model has all axes of a symmetry: one channel has no columns."""
+        """Return whether the model has all axes of a symmetry."""
         axes = (Axis(n, t.axis.kind) for t in symmetry.terms for n in names[t.axis.name])
         return all(axis in self.effects for axis in axes)
 
@@ -116,7 +116,7 @@ class _Guesses:
     def _by_member(
         self, symmetry: Symmetry, names: Mapping[str, list[str]]
     ) -> Iterator[list[Term]]:
-        """Yield what the terms of a symmetry with several members may be at the model's sizes."""
+        """Yield possible terms, at the model's sizes, of a symmetry with several members."""
         known: dict[tuple[Axis, float], Pattern] = {}
         runs: dict[tuple[Axis, float], None] = {}
         for term in symmetry.terms:
@@ -141,7 +141,7 @@ class _Guesses:
     def _as_a_whole(
         self, symmetry: Symmetry, names: Mapping[str, list[str]]
     ) -> Iterator[Sequence[Term]]:
-        """Yield what the terms of a symmetry with one member may be at the model's sizes."""
+        """Yield possible terms, at the model's sizes, of a symmetry with one member."""
         options: dict[tuple[Axis, float, Pattern | None], list[Term]] = {}
         for term in symmetry.terms:
             all_there_are = torch.equal(term.members < 0, self.proxy.absent(term.axis))
@@ -160,7 +160,7 @@ class _Guesses:
         yield from itertools.product(*options.values())
 
     def _runs(self, slots: Sequence[tuple[Axis, float]], placed: Sequence[Term]) -> Iterator[Term]:
-        """Yield terms whose entries are a run, from where the first member is balanced best."""
+        """Yield terms with contiguous entries, placed where the first member cancels best."""
         count = 1 + max(int(term.members.max()) for term in placed)
         first = torch.zeros(_NUM_PROJECTIONS)
         for term in placed:
@@ -176,7 +176,7 @@ class _Guesses:
             yield Term(axis, power, members)
 
     def _holds(self, terms: Sequence[Term], count: int) -> bool:
-        """Return whether the model's outputs do not change along a symmetry."""
+        """Return whether the model's outputs stay unchanged along a symmetry."""
         change = torch.zeros(_NUM_PROJECTIONS, count + 1)
         size = torch.zeros(count + 1)
         for term in terms:
@@ -185,18 +185,18 @@ class _Guesses:
             change.index_add_(1, place, effect)
             size.index_add_(0, place, effect.square().sum(0))
         left = change[:, :count].norm(dim=0) / size[:count].sqrt().clamp(min=1e-30)
-        # Without any effect on the outputs, nothing is confirmed.
+        # Entries without any effect on the outputs confirm nothing.
         return float(left.max()) <= _CONFIRMED and bool(size[:count].any())
 
 
 def _namesakes(
     symmetry: Symmetry, model: ModelCopy, *, as_named: bool
 ) -> Iterator[dict[str, list[str]]]:
-    """Yield for each place in the model the names that stand for those of the proxy.
+    """Yield, for each place in the model, the names that correspond to those of the proxy.
 
-    A symmetry inside one layer comes back in every layer that has all its parameters; one that
-    spans layers takes all parameters of its kinds, or those of its own names if the model has as
-    many layers as the proxy.
+    A symmetry inside one layer repeats in every layer that has all its parameters. One that spans
+    layers applies to all parameters with these names in any layer, or only to these names if the
+    model has as many layers as the proxy.
     """
     names = [term.axis.name for term in symmetry.terms]
     same = {name: namesakes([name], model.parameters) for name in names}
@@ -208,7 +208,7 @@ def _namesakes(
         if all(same.values()):
             yield same
         return
-    # Without a numbered name, the one place is that of the proxy.
+    # Without numbered names there is only the place of the proxy.
     places = {_numbers(n) for name in names if _numbers(name) for n in same[name]}
     for place in sorted(places) if numbers else [()]:
         at = {name: [_at(name, place)] for name in names}
@@ -236,7 +236,7 @@ class Pattern:
 
     sizes: tuple[int, ...]
     uses: tuple[str, ...]
-    """`member`: the member changes along it; `free`: it does not; a number: only this place."""
+    """`member`: the member changes along it; `free`: it does not; a number: only this index."""
 
     @property
     def member_sizes(self) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ class Pattern:
 
 
 def describe(members: Tensor) -> Pattern | None:
-    """Return the pattern with the fewest dimensions that gives these members, if one does."""
+    """Return the pattern with the fewest dimensions that gives these members, or None."""
     parts = bool((members < 0).any())
     for count in range(1, _MOST_DIMENSIONS + 1):
         for sizes in _factorizations(len(members), count, least=min(2, len(members))):
@@ -272,10 +272,10 @@ def describe(members: Tensor) -> Pattern | None:
 def resized_patterns(
     patterns: Sequence[Pattern], lengths: Sequence[int]
 ) -> Iterator[list[Pattern]]:
-    """Yield ways in which axes of other lengths can have these patterns together.
+    """Yield these patterns resized together for axes of other lengths.
 
-    Members are shared: the dimensions along which the member changes have the same sizes in all.
-    Fused parts stay as many as they are.
+    Members are shared: the dimensions along which the member changes have the same sizes in all
+    patterns. The number of fused parts stays.
     """
     num_dimensions = max(len(pattern.member_sizes) for pattern in patterns)
     divisors = [d for d in range(1, min(lengths) + 1) if all(n % d == 0 for n in lengths)]
@@ -316,7 +316,7 @@ def _uses(sizes: tuple[int, ...], parts: bool) -> Iterator[tuple[str, ...]]:
         for size in sizes
     ]
     for uses in itertools.product(*choices):
-        # Neighbours of one use are one dimension.
+        # Adjacent dimensions with the same use would be one dimension.
         if all(a != b or a.isdigit() for a, b in itertools.pairwise(uses)):
             yield uses
 
