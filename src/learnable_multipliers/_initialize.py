@@ -156,7 +156,7 @@ def initialize_(model: nn.Module, plan: Plan) -> Plan:
 
 
 def _scale_biases(model: nn.Module, plan: Plan, multiplier: FixedMultiplier) -> None:
-    """Multiply the biases behind a folded output multiplier, which it scaled as well."""
+    """Multiply the biases that a folded output multiplier scaled too."""
     if not multiplier.scales_bias:
         return
     for name, role in multiplier.targets:

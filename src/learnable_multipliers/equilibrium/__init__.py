@@ -1,4 +1,4 @@
-"""Noise against weight decay: closed forms, simulation, and what a run shows of it (sec. 3)."""
+"""Noise against weight decay: closed forms, simulation, and diagnosis of a run (sec. 3)."""
 
 from learnable_multipliers.equilibrium._diagnosis import Diagnosis, diagnose
 from learnable_multipliers.equilibrium._random_walk import (

@@ -1,4 +1,4 @@
-"""What the tensors of a run show of the equilibrium of noise and decay, as data and as a table."""
+"""Diagnose the tensors of a run against the equilibrium of noise and decay, as data and table."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _COLUMNS = {
     "indicator": "indicator",
 }
 _BY_SIGNAL = "signal in gradients"
-"""Why a tensor is free whose rms alone would not make it so."""
+"""Reason why a tensor is free if its rms alone would not make it free."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Readings of every tensor of an optimizer; `print` shows a table, layers on one line.
+    """Readings of every tensor of an optimizer. Prints as a table with repeated layers on one line.
 
     `diagnosis[name]` is the reading of a weight, `diagnosis[name, "row"]` that of its multipliers.
     """
@@ -52,7 +52,7 @@ class Diagnosis:
     rows: Mapping[str, TokenRows]
     """The rows of each embedding, by parameter name."""
     assumptions: tuple[str, ...] = ()
-    """What was taken for granted about a run, in words."""
+    """Assumptions about a run, in words."""
 
     def __getitem__(self, key: str | tuple[str, str]) -> TensorReading:
         name, part = (key, "weight") if isinstance(key, str) else key
@@ -67,7 +67,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def verdicts(self) -> dict[str, dict[Verdict, int]]:
-        """Return how many tensors are trapped, free and open: matrices, multipliers, vectors."""
+        """Return the number of trapped, free and open matrices, multipliers and vectors."""
         return count_verdicts(self.readings)
 
     def summary(self) -> str:
@@ -75,7 +75,7 @@ class Diagnosis:
         return summarize(self.verdicts())
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return the cells of what `print` shows, headings first: medians over layers."""
+        """Return the cells of the printed table, headings first: medians over layers."""
         return _table(self.readings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def diagnose(
     start: Diagnosis | None = None,
     frequency: Tensor | None = None,
 ) -> Diagnosis:
-    """Read every tensor that an optimizer trains: rms, the rms of noise, indicator, verdict.
+    """Read every tensor that an optimizer trains: rms, rms on noise, indicator, verdict.
 
-    Also for `torch.optim.AdamW`, `Adam` and `Muon` as they are, given their model.
+    Also for plain `torch.optim.AdamW`, `Adam` and `Muon`, given their model.
 
     Args:
         model: What a plain optimizer of torch trains, for the names of its parameters.
@@ -167,7 +167,7 @@ def diagnose(
 
 
 def _with_age(reading: TensorReading) -> TensorReading:
-    """Say of an open verdict that the tensor is too young for another one."""
+    """Note on an open verdict that the tensor is too young for another one."""
     age = reading.settling
     if reading.verdict != "open" or age is None or age >= SETTLED:
         return reading
@@ -183,7 +183,7 @@ def _history(lrs: Iterable[float] | float | None) -> tuple[list[float] | None, f
 
 
 def _assumptions(source: Source, history: Sequence[float] | None) -> Iterator[str]:
-    """Yield what a prediction takes for granted about a plain optimizer's past."""
+    """Yield the assumptions of a prediction about a plain optimizer's past."""
     if history is None:
         yield f"the learning rate has always been {source.lr:g}, as it is now: give lrs otherwise"
     groups = source.optimizer.param_groups
@@ -249,7 +249,7 @@ def _joined_verdicts(readings: Sequence[TensorReading]) -> str:
 
 
 def _is_free_by_signal(reading: TensorReading) -> bool:
-    """Return whether a tensor is free by its gradients alone, and not by its rms."""
+    """Return whether a tensor is free only because of its gradients, not its rms."""
     by_rms = verdict_of(reading.log_ratio, reading.error, reading.settling, None, reading.size)
     return reading.verdict == "free" and by_rms != "free"
 

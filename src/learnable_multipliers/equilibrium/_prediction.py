@@ -58,7 +58,7 @@ class TrainedTensor:
     name: str
     """Of the parameter."""
     part: TensorPart
-    """`weight`: the parameter itself, or the raw weight behind it; or which multiplier."""
+    """`weight`: the parameter itself, or its raw weight; otherwise the multiplier."""
     kind: Literal["matrix", "multiplier", "vector"]
     matrix: Matrix | None
     """The plan's matrix of the parameter."""

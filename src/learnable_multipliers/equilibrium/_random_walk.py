@@ -29,7 +29,7 @@ SETTLED = 4.0
 
 
 class OptimizerSettings(TypedDict, total=False):
-    """Settings of the optimizers' walks; each has its own, and None stands for its default."""
+    """Settings of the optimizers' walks. Each optimizer takes some of them; None is its default."""
 
     betas: tuple[float, float] | None
     momentum: float | None
@@ -56,15 +56,15 @@ class RandomWalk:
     rms: float
     """RMS of one update."""
     momentum: float
-    """What the correlation of two updates is multiplied by for each step between them."""
+    """Factor on the correlation of two updates for each step between them."""
     overlap: float = 1.0
-    """1 for plain momentum; less with Nesterov, whose newest gradient counts for more."""
+    """1 for plain momentum; less with Nesterov, which gives the newest gradient more weight."""
     onset: Onset = "corrected"
     """First updates: divided by 1 - momentum^t (AdamW), of the full rms (Muon, Lion), or small
     while the momentum fills up (SGD)."""
 
     def scale(self, steps: int) -> float:
-        """Return what the momentum is multiplied by at a step, counted from 1; 1 later on."""
+        """Return the factor on the momentum at a step, counted from 1; it tends to 1."""
         forgotten = self.momentum**steps
         if self.onset == "growing":
             return 1.0
@@ -87,7 +87,7 @@ class RandomWalk:
 
 
 class BrownianState(NamedTuple):
-    """Expected state of a weight after some steps on noise, from which the walk can go on."""
+    """Expected state of a weight after some steps on noise, from which the walk continues."""
 
     rms: float
     """RMS of the weight."""
@@ -111,7 +111,7 @@ def adamw_walk(beta1: float = 0.9) -> RandomWalk:
 def sgdm_walk(momentum: float = 0.9, nesterov: bool = False) -> RandomWalk:
     """Return the walk of SGD on N(0,1) gradients, u = sum_k mu^k g_{t-k}, with decoupled decay.
 
-    Gradients of another rms scale the walk with them, unlike all others here.
+    Unlike the other walks, this one is proportional to the rms of the gradients.
     """
     check_momentum("momentum", momentum)
     power, overlap = _nesterov(momentum) if nesterov else (1 / (1 - momentum**2), 1.0)
@@ -249,7 +249,7 @@ def equilibrium_rms(
 
 
 def relaxation_steps(lr: float, weight_decay: float) -> float:
-    """Return the steps in which rms^2 comes nearer its equilibrium by a factor e: 1/(2 lr wd)."""
+    """Return the steps in which rms^2 approaches its equilibrium by a factor e: 1/(2 lr wd)."""
     shrink = shrink_per_step(lr, weight_decay)
     return 1 / (2 * shrink) if shrink else math.inf
 
@@ -257,7 +257,7 @@ def relaxation_steps(lr: float, weight_decay: float) -> float:
 def brownian_step(
     state: BrownianState, lr: float, weight_decay: float, walk: RandomWalk | None = None
 ) -> BrownianState:
-    """Return where one step on noise leads in expectation, at any learning rate.
+    """Return the expected state after one more step on noise, at any learning rate.
 
     With u = s m, s the scale of the step's update and m its momentum:
     rms^2 <- a^2 rms^2 + 2 a lr s heading + (lr s)^2 E[m^2];
@@ -290,7 +290,7 @@ def brownian_rms(
 
 
 def shrink_per_step(lr: float, weight_decay: float) -> float:
-    """Return lr * weight_decay, the share of a weight that a step takes away."""
+    """Return lr * weight_decay, the share by which a step shrinks a weight."""
     if not (lr >= 0 and weight_decay >= 0 and lr * weight_decay < 2):
         raise ValueError(
             "there is an equilibrium for lr >= 0, weight_decay >= 0 and lr * weight_decay < 2, "
@@ -334,18 +334,18 @@ def _sum_over_lags(momentum: float, correlation: Callable[[int], float]) -> floa
 # values, gives both numbers.
 
 _SHORT_SIDE, _LONGEST_ASPECT = 48, 8
-"""Of the matrices drawn; beyond this aspect, orthogonalizing hardly does more than rescale."""
+"""Of the drawn matrices. Beyond this aspect, orthogonalizing does little more than rescale."""
 _NUMBERS = 1 << 16
-"""Drawn in all: errors stay below half a percent."""
+"""Numbers to draw in total: errors stay below half a percent."""
 # Correlations at which pairs are drawn, denser near 1, where squares lose most.
 _GRID = tuple(1 - (1 - i / 16) ** 2 for i in range(17))
 
 
 class OrthogonalizedNoise(NamedTuple):
-    """What orthogonalizing does to noise."""
+    """RMS and correlation of orthogonalized noise."""
 
     rms: float
-    """Over that of a semi-orthogonal matrix."""
+    """Relative to that of a semi-orthogonal matrix."""
     ratios: tuple[float, ...]
     """Correlation after over correlation before, along the grid."""
 
@@ -353,7 +353,7 @@ class OrthogonalizedNoise(NamedTuple):
         """Return the correlation that two noises of a given one have once orthogonalized."""
         place = 16 * (1 - (1 - correlation) ** 0.5)
         below = min(int(place), 15)
-        # The ratio of the two correlations is smooth; the line between two of its points will do.
+        # The ratio of the two correlations is smooth: interpolate linearly.
         low, high = self.ratios[below : below + 2]
         return (low + (place - below) * (high - low)) * correlation
 
@@ -378,7 +378,7 @@ def orthogonalized_noise(
         mixed = correlation * one + (1 - correlation**2) ** 0.5 * other
         after = (first * _orthogonalized(mixed, smaller, coefficients)).mean() / square
         ratios.append(after.item() / correlation)
-    # At no correlation the ratio is a slope; its nearest neighbour stands for it.
+    # At zero correlation the ratio is a slope: use that of the nearest point.
     return OrthogonalizedNoise((square * long).sqrt().item(), (ratios[0], *ratios, 1.0))
 
 

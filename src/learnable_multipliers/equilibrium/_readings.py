@@ -1,15 +1,15 @@
 """Measure one tensor against noise and decay: rms, noise indicator, verdict.
 
-A tensor is **trapped** when its rms is the one that noise and decay alone would have given it, its
-start has decayed away, and its gradients are mostly noise. It is **free** when its rms is another
-one, or its gradients are mostly signal. All else is **open**: there is no prediction, or it is too
+A tensor is **trapped** if its rms is what noise and decay alone would give it, its start has
+decayed away, and its gradients are mostly noise. It is **free** if its rms differs from that, or if
+its gradients are mostly signal. Otherwise it is **open**: there is no prediction, or it is too
 early for one. The paper calls matrices trapped because their norms coincide with Brownian motion,
 and multipliers free because theirs do not (sec. 3); it leaves the indicator of noise open (sec. 6).
-The bounds are ours.
+The bounds are our choice.
 
-Embeddings are read row by row, each with gradients as rare as its token (app. B). AdamW moves a
-rare row by a fixed amount each time its token comes, and between two occurrences decay works alone:
-the rarer the token, the smaller the rms of its row on pure noise.
+Embeddings are read row by row, as a row gets gradients only when its token occurs (app. B). AdamW
+moves a rare row by a fixed amount at each occurrence, and between two of them only decay acts: the
+rarer the token, the smaller the rms of its row on pure noise.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from learnable_multipliers.equilibrium._simulation import simulate_brownian
 Verdict = Literal["trapped", "free", "open"]
 
 WITHIN = 0.2
-"""|log(measured / predicted)| up to which an rms counts as that of noise. The walk errs by 0.03 for
-AdamW and 0.05 for Muon; the rest is what single matrices of small runs scatter by."""
+"""Largest |log(measured / predicted)| of an rms that counts as that of noise. The error of the walk
+is 0.03 for AdamW and 0.05 for Muon; the rest is the scatter of single matrices in small runs."""
 SIGNAL = 2.0
-"""Indicator from which on the momentum holds more signal than noise."""
+"""Indicator above which the momentum holds more signal than noise."""
 _SIGMAS = 3
-"""How many times its sampling error a number must pass its bound by, so that small tensors count
-as free on evidence alone."""
+"""Sampling errors by which a number must exceed its bound, so that small tensors count as free only
+on evidence."""
 _GRID, _ROWS, _NUMBERS = 12, 512, 4
-"""Frequencies that are simulated, rows drawn for each, and numbers in a row. Numbers of a row have
-their gradients in the same steps, so that many rows count: 2% in rms, 5% for rows with a few
-gradients in all."""
+"""Simulated frequencies, rows per frequency, and numbers per row. The numbers of a row have their
+gradients in the same steps, so it takes many rows: 2% error in rms, 5% if gradients are few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +58,18 @@ class TensorReading:
     measured: float
     """RMS now."""
     predicted: float | None
-    """RMS that noise would have given it."""
+    """RMS that noise alone would give it."""
     log_ratio: float | None
     """log(measured / predicted)."""
     error: float | None
     """Standard deviation of the log ratio on noise."""
     settling: float | None
-    """2 wd sum(lr) so far; from 4 on the start is forgotten."""
+    """2 wd sum(lr) so far; at 4 and above the start is forgotten."""
     indicator: float | None
     """Noise indicator: 1 for pure noise."""
     verdict: Verdict
     note: str = ""
-    """Why something is missing."""
+    """The reason if a value is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class Band:
     log_ratio: float | None
     """log(measured / predicted)."""
     indicator: float | None
-    """From the sums over all rows: a rare row alone shows how long ago its token came."""
+    """Noise indicator of all rows together: that of a rare row depends on its last occurrence."""
     verdict: Verdict
 
 
@@ -98,9 +97,9 @@ class TokenRows:
     rms: Tensor
     """Of each row, (rows,)."""
     predicted: Tensor | None
-    """RMS that noise would have given each row, (rows,)."""
+    """RMS that noise alone would give each row, (rows,)."""
     bands: tuple[Band, ...]
-    """Rows by frequency, a band per decade; all rows in one where frequencies are not known."""
+    """Rows by frequency, a band per decade; a single band if frequencies are unknown."""
 
 
 def noise_ratio(beta1: float, beta2: float, steps: int) -> float:
@@ -119,10 +118,10 @@ def noise_indicator(
 ) -> Tensor:
     """Return mean(m^2) / mean(v) over that of pure noise: 1 for noise, more with a signal.
 
-    A gradient that never changes gives (1+b1)/(1-b1), 19 at b1 = 0.9; gradients that take back
-    the last step's give less than 1. On n independent numbers of noise it errs by sqrt(2/n).
-    `second` may be one average for all numbers, beta2 = 0 if it needs no correction. Where no
-    gradient has come yet the result is NaN.
+    A constant gradient gives (1+b1)/(1-b1), 19 at b1 = 0.9; gradients that undo the previous ones
+    give less than 1. On n independent numbers of noise its error is sqrt(2/n). `second` may be one
+    average for all numbers, with beta2 = 0 if it needs no bias correction. Without any gradient so
+    far the result is NaN.
     """
     ratio = first.double().square().mean() / second.double().mean()
     return ratio / noise_ratio(beta1, beta2, steps)
@@ -162,7 +161,7 @@ def read_tensor(
     note: str,
     starts: Mapping[tuple[str, str], float],
 ) -> TensorReading:
-    """Measure a tensor and compare it with what was expected, given the rms of all at the start."""
+    """Measure a tensor and compare it with its expectation, given the rms of all at the start."""
     matrix, size = tensor.matrix, tensor.value.numel()
     measured, indicator = rms(tensor.value), _indicator(tensor)
     predicted = error = None
@@ -210,7 +209,7 @@ def read_rows(
     start_rms: Tensor | None,
     frequency: Tensor | None,
 ) -> TokenRows:
-    """Read an embedding; rows are predicted where rates, start and frequencies are known."""
+    """Read an embedding; rows are predicted if rates, start and frequencies are known."""
     row_rms = tensor.value.double().square().mean(-1).sqrt().cpu()
     known = frequency is not None
     frequency = frequency.double().cpu() if known else torch.ones_like(row_rms)
@@ -274,7 +273,7 @@ def row_spread(
     squares = run.row_rms.double().square().mean(-1)
     if lowest == 0.0:
         return squares.mean().sqrt().expand_as(frequency).clone()
-    # Squares are smooth in the logarithm of the frequency; between two of the grid, a line.
+    # Squares are smooth in the logarithm of the frequency: interpolate linearly.
     place = (frequency.clamp(min=math.exp(lowest)).log() - lowest) / -lowest * (_GRID - 1)
     below = place.long().clamp(max=_GRID - 2)
     square = torch.lerp(squares[below], squares[below + 1], place - below)
@@ -282,14 +281,14 @@ def row_spread(
 
 
 def _log_ratio(measured: float, predicted: float | None) -> float | None:
-    """Return log(measured / predicted); None where there is no prediction, or no logarithm."""
+    """Return log(measured / predicted); None without a prediction, or without a logarithm."""
     if not predicted or not measured or math.isinf(predicted):
         return None
     return math.log(measured / predicted)
 
 
 def _indicator(tensor: TrainedTensor, rows: Tensor | EllipsisType = ...) -> float | None:
-    """Return the noise indicator of a tensor; None without moments or gradients so far."""
+    """Return the noise indicator of a tensor; None without moments or gradients."""
     if tensor.first is None or tensor.second is None or tensor.steps == 0:
         return None
     first, second = tensor.first[rows], tensor.second[rows]

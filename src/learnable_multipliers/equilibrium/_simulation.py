@@ -1,7 +1,7 @@
 """Brownian motion of a weight: an optimizer's own update rule on N(0,1) gradients (sec. 3).
 
-The paper's Adam Brownian Motion, for four optimizers. Samples are drawn and the rules applied
-as they stand, so nothing here shares an assumption with the closed forms.
+The paper's Adam Brownian Motion, for four optimizers. It draws samples and applies the update
+rules, so it shares no assumption with the closed forms.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from learnable_multipliers.optim._batches import AdjustLr, lr_factor
 from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
 
 Update = Callable[[Tensor], Tensor]
-"""From a gradient to the update of a step; keeps the moments."""
+"""Maps a gradient to the update of a step, and keeps the moments."""
 
 _EPS = 1e-12
-"""Far below any second moment of N(0,1) gradients, also of rows that rarely get one."""
+"""Far below any second moment of N(0,1) gradients, even of rows that rarely get one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Trajectory:
 
     @property
     def row_rms(self) -> Tensor:
-        """RMS of each row after the last step, for rows of different frequencies."""
+        """RMS of each row after the last step."""
         return self.weight.square().mean(-1).sqrt()
 
     def late_rms(self, steps: int) -> float:
@@ -168,7 +168,7 @@ _RULES: dict[str, Callable[..., Update]] = {
 
 
 def _chance(frequency: float | Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Return each row's probability of a gradient, (..., rows, 1); None where all have one."""
+    """Return each row's probability of a gradient, (..., rows, 1); None if it is 1 for all."""
     chance = torch.as_tensor(frequency, dtype=dtype)
     if not bool(((chance >= 0) & (chance <= 1)).all()):
         raise ValueError("frequency is the probability that a row gets a gradient: 0 to 1")

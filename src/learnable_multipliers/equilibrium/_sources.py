@@ -1,7 +1,7 @@
-"""Where readings come from: an optimizer of this library, or a plain one of torch with its model.
+"""The tensors to read: those of an optimizer of this library, or of a plain one with its model.
 
-A plain optimizer has no plan and no names. Names come from the model by identity, and what each
-matrix is from a plan without multipliers.
+A plain torch optimizer has no plan and no names. Names come from the model, by the identity of
+parameters; roles of matrices come from a plan without multipliers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Source:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an optimizer of torch, whose weights carry no multipliers."""
+        """Whether it is a torch optimizer, whose weights carry no multipliers."""
         return self.ours is None
 
     @property
@@ -64,16 +64,16 @@ class Source:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether its state tells how many steps it has taken: Muon's of torch does not."""
+        """Whether its state has the number of steps: that of `torch.optim.Muon` does not."""
         return not isinstance(self.optimizer, torch.optim.Muon)
 
     @property
     def num_skipped(self) -> int:
-        """Steps that changed nothing; torch's optimizers are not called for those."""
+        """Number of skipped steps; torch optimizers are not called for those."""
         return 0 if self.ours is None else self.ours.num_skipped
 
     def tensors(self, steps: int = 0) -> Iterator[TrainedTensor]:
-        """Yield what it trains; `steps` are those of an optimizer that does not count them."""
+        """Yield the trained tensors; `steps` is for an optimizer that does not count them."""
         if self.ours is not None:
             yield from trained_tensors(self.ours)
             return
@@ -144,7 +144,7 @@ def _muon_tensor(
 
 @lru_cache(maxsize=256)
 def _stored_walk(momentum: float, nesterov: bool, rule: Any, shape: Any) -> RandomWalk:
-    """Return the walk of a matrix that torch's Muon orthogonalizes as it is stored, as a whole."""
+    """Return the walk of a matrix that torch's Muon orthogonalizes as a whole, as stored."""
     return muon_walk(momentum, nesterov, adjust_lr=rule, shape=shape, coefficients="quintic")
 
 
@@ -173,7 +173,7 @@ def _trained(
 
 
 def _check_known(optimizer: Any) -> None:
-    """Raise where nothing can be read from an optimizer's state."""
+    """Raise if an optimizer's state cannot be read."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.Muon):
         why = "keeps no second moment" if name == "SGD" else "is not known here"
@@ -189,7 +189,7 @@ def _check_known(optimizer: Any) -> None:
 
 
 def _check_names(optimizer: Optimizer, entries: dict[int, PlanEntry]) -> None:
-    """Raise where an optimizer trains what its model does not have."""
+    """Raise if an optimizer trains parameters that its model does not have."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [parameter for parameter in parameters if id(parameter) not in entries]
     if foreign:

@@ -1,8 +1,8 @@
-"""Folders of torch.distributed.checkpoint whose optimizer state goes by parameter names.
+"""Read folders of torch.distributed.checkpoint whose optimizer state has parameter names as keys.
 
-As `get_optimizer_state_dict` writes it, nested or flattened, under any prefix. torch reads the
-metadata of such a folder, and all values that are no tensors, by an unrestricted unpickler; here
-nothing but the classes of that format and plain values are let in.
+These are the keys of `get_optimizer_state_dict`, nested or flattened, under any prefix. torch reads
+the metadata of such a folder, and all values that are not tensors, with an unrestricted unpickler;
+here only the classes of that format and plain values are allowed.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def read_dcp_checkpoint(folder: Path, model: nn.Module | None = None) -> SavedRu
     """Return the run in a folder.
 
     Args:
-        model: On any device, the meta device too, for what each matrix is; the weights are those
-            of the folder. Without it roles are not known.
+        model: On any device, even the meta device, to read roles from; the weights are those of
+            the folder. Without it roles are unknown.
     """
     try:
         metadata = _Reader(folder).read_metadata()
@@ -127,14 +127,14 @@ def _load(folder: Path, metadata: Metadata, keys: list[str]) -> dict[str, Any]:
         wanted[key] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
-        # One process reads all of it, which is what is meant.
+        # One process reads everything, as intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(wanted, storage_reader=_Reader(folder), planner=planner, no_dist=True)
     return wanted
 
 
 def _weight_keys(folder: Path, names: list[str], keys: list[str], prefix: str) -> dict[str, str]:
-    """Return where the weight of each parameter is: its name, after a prefix or none."""
+    """Return the key of each parameter's weight: its name, with or without a prefix."""
     others = [key for key in keys if not prefix or not key.startswith(prefix)]
     ends = [key.removesuffix(names[0]) for key in others if key.endswith(names[0])]
     for front in sorted(ends, key=len):
@@ -149,7 +149,7 @@ def _weight_keys(folder: Path, names: list[str], keys: list[str], prefix: str) -
 def _groups(
     folder: Path, values: Mapping[str, Any], head: str, names: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the settings of parameters, from groups by number or from flattened ones by name."""
+    """Return parameter groups, from numbered groups or from flattened settings by name."""
     if f"{head}0.params" in values:
         groups: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
@@ -168,7 +168,7 @@ def _groups(
 
 
 def _bare_model(weights: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return modules with these parameters and no more to tell what they are."""
+    """Return plain modules that hold these parameters."""
     model = nn.Module()
     for name in weights:
         module, (*path, leaf) = model, name.split(".")

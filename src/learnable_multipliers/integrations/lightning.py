@@ -6,8 +6,8 @@
 
     Trainer(gradient_clip_val=1.0, callbacks=[MultiplierCallback()]).fit(Model(), data)
 
-Fabric needs nothing of this: give `max_grad_norm=` to the optimizer, or call
-`lrm.clip_grad_norm_(optimizer, 1.0)` in place of `fabric.clip_gradients`.
+Fabric does not need this module: give `max_grad_norm=` to the optimizer, or call
+`lrm.clip_grad_norm_(optimizer, 1.0)` instead of `fabric.clip_gradients`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MultiplierClipping:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Set the norm that the step about to be taken clips at."""
+        """Set the norm that the next step clips at."""
         if gradient_clip_val is None:
             return
         if gradient_clip_algorithm not in (None, "norm"):
@@ -57,7 +57,7 @@ class MultiplierCallback(Callback):
     """Log health metrics, multipliers and the raw gradient norm to the trainer's loggers.
 
     The metrics are also in `trainer.callback_metrics`, and the last health is `callback.health`.
-    An alarm becomes a warning when it is new. Checkpoints keep what the monitor has seen.
+    A new alarm becomes a warning. Checkpoints keep the state of the monitor.
 
     Args:
         every: Optimizer steps between two readings; the trainer's `log_every_n_steps` by default.
@@ -74,7 +74,7 @@ class MultiplierCallback(Callback):
         self._last = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to follow the run, or continue where its checkpoint was written."""
+        """Start to follow the run, or continue from its checkpoint."""
         self._optimizer = unwrap(_only(trainer.optimizers))
         self._monitor = Monitor(self._optimizer, **self._settings)
         if self._saved:
@@ -89,7 +89,7 @@ class MultiplierCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log after the optimizer steps that are due; on all ranks, as sharded tensors need it."""
+        """Log after every so many optimizer steps; on all ranks, as sharded tensors require."""
         step = trainer.global_step
         # Set by the trainer's logger connector, where a type checker does not see it.
         every = self.every or getattr(trainer, "log_every_n_steps")  # noqa: B009
@@ -97,7 +97,7 @@ class MultiplierCallback(Callback):
             return
         self._last = step
         metrics = self._read()
-        # Counted as Lightning counts what the module logs in this step.
+        # The step number that Lightning uses for metrics that the module logs in this step.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step - 1)
         pl_module.log_dict(metrics, logger=False, on_step=True, on_epoch=False)
@@ -123,11 +123,11 @@ class MultiplierCallback(Callback):
             self._monitor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state of the monitor for a resumed run."""
         return self._saved if self._monitor is None else self._monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for the start of training, when the optimizer has been loaded."""
+        """Keep the state until training starts, when the optimizer has been loaded."""
         self._saved = state_dict
 
 

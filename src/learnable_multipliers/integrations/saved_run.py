@@ -1,6 +1,6 @@
-"""A run as a checkpoint of another trainer holds it: a plain optimizer of torch with its state.
+"""A run from a checkpoint of another trainer: a plain torch optimizer with its state.
 
-Nothing is trained with it; `lrm.diagnose` reads it as it would in the run.
+It is not for training; `lrm.diagnose` reads it as it would in the run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """An optimizer, its model, and what the checkpoint tells of the past."""
+    """An optimizer, its model, and the history in the checkpoint."""
 
     name: str
     optimizer: Optimizer
     model: nn.Module
     step: int
     lrs: list[float] | None
-    """Learning rate of each step; None where nothing tells it."""
+    """Learning rate of each step; None if unknown."""
     notes: tuple[str, ...]
-    """What was assumed, in words."""
+    """Assumptions, in words."""
 
 
 def rebuild_optimizer(
@@ -34,7 +34,7 @@ def rebuild_optimizer(
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[nn.Parameter, dict[str, Any]],
 ) -> tuple[Optimizer, list[str]]:
-    """Return the optimizer that wrote groups and states, and what had to be assumed about it.
+    """Return the optimizer that wrote groups and states, and the assumptions about it.
 
     Args:
         groups: Settings as saved, with the parameters themselves in `params`.

@@ -32,7 +32,7 @@ except ImportError as error:
 __all__ = ["MetricsProcessor", "OptimizersContainer", "with_multipliers"]
 
 _MONITOR = "lrm_monitor"
-"""Where the optimizer's part of a checkpoint holds the monitor."""
+"""Key of the monitor in the optimizer's part of a checkpoint."""
 
 
 def with_multipliers(
@@ -47,8 +47,8 @@ def with_multipliers(
 
     torchtitan's clipping, by the norm of effective gradients, is switched off; its `max_norm`
     becomes our `max_grad_norm` unless `settings` has one. `settings` are those of `lrm.AdamW` or
-    `lrm.Muon`; what they leave out of `lr`, `betas`, `eps` and `weight_decay` is taken from the
-    config's AdamW, if it has one group for all parameters.
+    `lrm.Muon`; `lr`, `betas`, `eps` and `weight_decay` default to those of the config's AdamW, if
+    it has one group for all parameters.
     """
     if math.isfinite(config.training.max_norm):
         settings.setdefault("max_grad_norm", config.training.max_norm)
@@ -71,7 +71,7 @@ class OptimizersContainer(optimizer.OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(optimizer.OptimizersContainer.Config):
-        """Which optimizer and placement; `settings` are the optimizer's."""
+        """The optimizer and placement; `settings` are the optimizer's."""
 
         name: Literal["AdamW", "Muon"] = "AdamW"
         placement: str = "full"
@@ -101,14 +101,14 @@ class OptimizersContainer(optimizer.OptimizersContainer):
 
     @property
     def monitor(self) -> Monitor:
-        """Follows the run from its first step, or from the checkpoint it was resumed from."""
+        """The monitor of the run, from its first step or from the checkpoint that it resumed."""
         if self._monitor is None:
             self._monitor = Monitor(self.optimizers[0])
         return self._monitor
 
-    # torchtitan declares closures that it refuses.
+    # torchtitan declares closures but rejects them.
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a step; the monitor is made before the first, when weights have been loaded."""
+        """Take a step. The monitor is created before the first, after weights have been loaded."""
         _ = self.monitor
         super().step(closure)
 

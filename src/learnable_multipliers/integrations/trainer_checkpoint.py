@@ -1,7 +1,7 @@
-"""Checkpoints of the Hugging Face Trainer, read without running the training script.
+"""Read checkpoints of the Hugging Face Trainer without running the training script.
 
 `optimizer.pt` has parameters by their position: Trainer puts those with decay first, in the model's
-order, then those without. Which have decay is asked of the installed Trainer.
+order, then those without. The installed Trainer decides which have decay.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ def read_trainer_checkpoint(folder: Path) -> SavedRun:
 def step_rates(
     logged: Mapping[int, float], step: int, base_lr: float, next_lr: float
 ) -> list[float]:
-    """Return the rate of every step up to `step`, straight between those that were logged.
+    """Return the rate of every step up to `step`, interpolated between the logged ones.
 
     Args:
         base_lr: The peak of the schedule, from which a run without warmup starts.
-        next_lr: That of the step after the last.
+        next_lr: Rate of the step after the last.
     """
     points = {at: lr for at, lr in sorted(logged.items()) if 1 <= at <= step}
     if not points:
         points = {1: next_lr}
     first, *later = points.values()
-    # A rate that rises at first comes from zero; another one from the base.
+    # A rate that rises at first started at zero, any other at the base rate.
     rises = bool(later) and later[0] > first
     start = {0: 0.0 if rises else max(base_lr, first)}
     ends = [*(start | points | {step + 1: next_lr}).items()]

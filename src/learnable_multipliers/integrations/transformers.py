@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, and what is built on it: TRL's trainers and axolotl::
+"""Hugging Face Trainer, and trainers built on it, such as those of TRL and axolotl::
 
     trainer = Trainer(
         model=model,
@@ -54,11 +54,11 @@ class OptimizerFactory:
     Trainer gives a factory the model and these keyword arguments:
 
     Args:
-        training_args: Where learning rate, weight decay, betas and eps come from, unless they are
-            given themselves. axolotl passes them on; for Trainer itself, name them here.
-        optimizer: `"adamw"`, `"muon"`, or a class of torch, which gets multipliers around it.
-        placement: That of `lrm.plan`, or a plan itself; `rules` and `train` likewise.
-        settings: The optimizer's: `lr`, `multiplier_lr_scale`, `max_grad_norm`, ...
+        training_args: Training arguments with learning rate, weight decay, betas and eps, unless
+            `settings` has them. axolotl passes them on; with Trainer itself, give them here.
+        optimizer: `"adamw"`, `"muon"`, or a torch optimizer class to wrap.
+        placement: As in `lrm.plan`, or a plan; `rules` and `train` are as there.
+        settings: Settings of the optimizer: `lr`, `multiplier_lr_scale`, `max_grad_norm`, ...
     """
 
     def __call__(
@@ -103,14 +103,14 @@ class OptimizerFactory:
 class MultiplierCallback(TrainerCallback, ExportableState):
     """Adds the health of multipliers to every log of the training loss.
 
-    `MultiplierCallback().attach(trainer)` puts it before TensorBoard and other trackers; among
-    `Trainer(callbacks=...)` it comes after them, and its numbers reach `log_history` and the
-    console alone. They are those of `lrm.Monitor`, with `raw_grad_norm`, the norm that the
-    optimizer clips, and `skipped_steps`. Alarms are logged once each. What the monitor has seen is
-    part of every checkpoint. After `load_best_model_at_end` raw weights follow the model.
+    `MultiplierCallback().attach(trainer)` puts it before TensorBoard and other trackers; in
+    `Trainer(callbacks=...)` it comes after them, and its metrics reach only `log_history` and the
+    console. They are those of `lrm.Monitor`, with `raw_grad_norm`, the norm that the optimizer
+    clips, and `skipped_steps`. Each alarm is logged once. Checkpoints keep the state of the
+    monitor. After `load_best_model_at_end` raw weights are recomputed from the model.
 
     Args:
-        symmetries: Along which drift is measured; none by default.
+        symmetries: Symmetries to measure drift along; none by default.
         drift_bound: The factor of drift that raises an alarm.
     """
 
@@ -128,7 +128,7 @@ class MultiplierCallback(TrainerCallback, ExportableState):
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start to follow the optimizer, from a checkpoint where there is one."""
+        """Start to follow the optimizer, from a checkpoint if there is one."""
         optimizer = unwrap(kwargs["optimizer"])
         _check_clipping(args)
         if not self._in_front and args.report_to:
@@ -140,13 +140,13 @@ class MultiplierCallback(TrainerCallback, ExportableState):
         if self.monitor is not None:
             self.monitor.close()
         self.monitor = Monitor(optimizer, self.symmetries, drift_bound=self.drift_bound)
-        # Trainer expects an entry here, also where the checkpoint was made without this callback.
+        # Trainer expects an entry here, even if the checkpoint was made without this callback.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step and kept["attributes"]["seen"] is not None:
             self.monitor.load_state_dict(kept["attributes"]["seen"])
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: what the monitor has seen."""
+        """Return the entry of a checkpoint: the state of the monitor."""
         seen = None if self.monitor is None else self.monitor.state_dict()
         return {"args": {"drift_bound": self.drift_bound}, "attributes": {"seen": seen}}
 
@@ -166,7 +166,7 @@ class MultiplierCallback(TrainerCallback, ExportableState):
                 _logger.warning(str(alarm))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the optimizer follow the best model, where that has been loaded."""
+        """Recompute raw weights if the best model has been loaded."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             unwrap(kwargs["optimizer"]).sync_from_model_()
 
@@ -184,7 +184,7 @@ def _settings_of(args: Any, optimizer: type[Optimizer]) -> dict[str, Any]:
 
 
 def _check_clipping(args: Any) -> None:
-    """Warn where Trainer clips, too, and by another norm."""
+    """Warn if Trainer clips too, by another norm."""
     if args.max_grad_norm:
         warnings.warn(
             f"Trainer clips the gradients of effective weights at {args.max_grad_norm:g} before "

@@ -1,7 +1,7 @@
 """The kernels of Newton-Schulz in Triton.
 
-A symmetric product computes one triangle and mirrors it as it is stored. Its blocks travel by the
-copy engine, which reads zeros outside of a matrix and stores nothing there: no masks are needed.
+A symmetric product computes one triangle and mirrors it when it is stored. Tensor descriptors load
+and store its blocks: they read zeros outside of a matrix and store nothing there, so no masks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from learnable_multipliers.kernels._newton_schulz import result_dtype
 
 
 class Launch(NamedTuple):
-    """How the work is cut, and how a program runs."""
+    """Tile sizes and launch settings of a kernel."""
 
     block: int
     block_inner: int
@@ -30,7 +30,7 @@ PRODUCT = Launch(128, 64, 4, 3)
 """The fastest of seven on one H200, by benchmarks/newton_schulz.py."""
 _BLOCK = 4096
 _MAX_PARTS = 64
-"""Of a matrix, whose squares are summed one by one: enough to fill a GPU with few matrices."""
+"""Parts of a matrix for the sum of squares: enough to fill a GPU with few matrices."""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def divide_kernel(
     parts = tl.arange(0, PARTS)
     b_squares = tl.load(squares + batch * num_parts + parts, mask=parts < num_parts, other=0.0)
     norm = tl.sqrt(tl.sum(b_squares, 0)) * margin
-    # Not tl.maximum: a norm that is not a number must stay one.
+    # Not tl.maximum: a NaN norm must stay NaN.
     norm = tl.where(norm < eps, eps, norm)
     at = block * BLOCK + tl.arange(0, BLOCK)
     b_x = tl.load(x + batch * size + at, mask=at < size, other=0.0).to(tl.float32) / norm

@@ -2,9 +2,9 @@
 
 Pass one reads G and W once and gives row sums, column sums and the squared norm of the raw
 gradient. Pass two updates raw weight and moments and writes the effective weight, with the clip
-factor folded in. A table of addresses lets one launch serve several hundred matrices. Nothing
-is summed with atomics, so results repeat bit for bit; nothing waits for the host: a step that
-must not happen (`go` is 0) leaves every tensor as it is.
+factor folded in. A table of addresses lets one launch serve several hundred matrices. There are no
+atomic sums, so results repeat bit for bit. Nothing waits for the host: a skipped step (`go` is 0)
+changes no tensor.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def momentum_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Update the momentum of a block of rows and write what is to be orthogonalized."""
+    """Update the momentum of a block of rows and write the update before orthogonalization."""
     allowed = tl.load(go) != 0
     slot, start, rows_left, num_cols, first, first_col = _block(
         table, programs, BLOCK_ROWS, ALIGNED
@@ -410,7 +410,7 @@ def touched_kernel(
         b_raw = b_row * b_raw * tl.load(cols + col, mask=mask, other=0.0)
     b_found = tl.load(weight + row * num_cols + col, mask=mask, other=0.0).to(tl.float32)
     b_expected = b_raw.to(weight_type).to(tl.float32)
-    # What is not a number is not equal to itself, but it is what was written.
+    # NaN is not equal to itself, but counts as equal if it was written.
     same = (b_expected == b_found) | ((b_expected != b_expected) & (b_found != b_found))
     tl.store(flags + pid, tl.max((mask & (same == 0)).to(tl.int32), 0))
 

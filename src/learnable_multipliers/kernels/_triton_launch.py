@@ -33,13 +33,13 @@ _LONG_ROWS, _SHORT_ROWS = (1, 1024), (4, 256)
 _WARPS = 4
 _COLUMNS = 256
 _FLAT = 16384
-"""Numbers per program where nothing is multiplied."""
+"""Elements per program for parameters without multipliers."""
 _BLOCK = 1024
 
 
 @dataclass
 class _Kind:
-    """Parameters that one launch can serve: same dtypes, same way of updating."""
+    """Parameters that one launch can serve: same dtypes, same kind of update."""
 
     grad_type: Any
     weight_type: Any
@@ -57,12 +57,12 @@ class _Kind:
     reduce_blocks: Tensor | None = None
     column_blocks: Tensor | None = None
     runs: Tensor | None = None
-    """Programs over runs of numbers, where nothing is multiplied."""
+    """Programs over contiguous elements, for parameters without multipliers."""
     samples: Tensor | None = None
 
 
 class _Tables:
-    """Everything the kernels look up for one set of parameters."""
+    """All tables of the kernels for one set of parameters."""
 
     def __init__(self, states: ParameterSet, grad_dtypes: list[torch.dtype]):
         self.device = device = states.states[0].raw.device
@@ -92,7 +92,7 @@ class _Tables:
         self._factors = torch.ones(self.rows, dtype=torch.float32, device=device)
         self.kinds = list(kinds.values())
         self.num_partials = self.num_squares = 0
-        # Where the partial squares of each parameter lie, by its index.
+        # Offsets of the partial squares of each parameter, by its index.
         self._square_runs: dict[int, range] = {}
         self._order = states.indices
         self._square_lines: Tensor | None = None
@@ -143,7 +143,7 @@ class _Tables:
         self.num_squares += len(kind.reduce_blocks) if kind.factors else len(kind.runs)
 
     def refresh(self, states: ParameterSet, updates: Sequence[Tensor]) -> None:
-        """Send the addresses that have changed since the last time; mostly none have."""
+        """Send the addresses that have changed since the last call, usually none."""
         grads = [0 if state.grad is None else state.grad.data_ptr() for state in states]
         if grads != self._grads:
             self._grads = grads
@@ -271,7 +271,7 @@ def muon_momentum_(
     nesterov: bool,
     go: Tensor,
 ) -> None:
-    """Update the momentum of every raw gradient and write what is to be orthogonalized."""
+    """Update the momentum of every raw gradient; write the updates before orthogonalization."""
     tables = _tables_for(active, updates)
     for kind in tables.kinds:
         k.momentum_kernel[(len(kind.row_blocks),)](
@@ -327,7 +327,7 @@ def multipliers_(
     clip: Tensor,
     go: Tensor,
 ) -> None:
-    """AdamW on all multipliers; `owner` is each one's row in the hyper-parameters."""
+    """Update all multipliers by AdamW; `owner` is the row of `hyper` for each of them."""
     size = grads.numel()
     k.multiplier_adamw_kernel[(triton.cdiv(size, _BLOCK),)](
         *state, grads, owner, trained, active, hyper, clip, go, size, _BLOCK
@@ -335,7 +335,7 @@ def multipliers_(
 
 
 def touched_from_outside(states: ParameterSet) -> Tensor:
-    """Return for each parameter whether it differs from what was written, on a sample."""
+    """Return for each parameter whether a sample of entries differs from what was written."""
     tables = _tables_for(states)
     found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
     for kind in tables.kinds:
@@ -351,7 +351,7 @@ def touched_from_outside(states: ParameterSet) -> Tensor:
 
 def _tables_for(states: ParameterSet, updates: Sequence[Tensor] = ()) -> _Tables:
     """Return the tables of a set of parameters with current addresses, made at first use."""
-    # Only the look for writes from outside takes parameters without a gradient; it reads none.
+    # Only the check for outside writes takes parameters without a gradient; it reads none.
     dtypes = [(state.weight if state.grad is None else state.grad).dtype for state in states]
     if states.tables is None or states.tables.grad_dtypes != dtypes:
         states.tables = _Tables(states, dtypes)
@@ -381,7 +381,7 @@ def _grid(state: ParameterState) -> tuple[int, int, int]:
 
 def _addresses(state: ParameterState) -> list[int]:
     row = [0] * k.FIELDS.value
-    # Parameters whose storage moves are bound again, with new tables.
+    # If the storage of a parameter moves, it is bound again, with new tables.
     row[k.WEIGHT.value], row[k.RAW.value] = state.weight.data_ptr(), state.raw.data_ptr()
     for column, moment in zip((k.FIRST, k.SECOND), state.moments, strict=False):
         row[column.value] = moment.data_ptr()

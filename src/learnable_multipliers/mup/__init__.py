@@ -1,8 +1,8 @@
 """Width: the recipes of table 1, Falcon-H1's forward multipliers, and a check by training.
 
-`_recipes` defines what changes with width, what that must do to activations, the rules and
-`mup_*` fields that apply it, and the published numbers; `_coordinates` trains a model at several
-widths and compares what it measures with a recipe.
+`_recipes` defines how settings change with width, the expected effect on activations, the rules and
+`mup_*` fields that apply a recipe, and the published numbers. `_coordinates` trains a model at
+several widths and compares its measurements with a recipe.
 """
 
 from learnable_multipliers.mup._coordinates import (

@@ -1,13 +1,13 @@
-"""The coordinate check: train at several widths and measure what the recipes are about.
+"""The coordinate check: train at several widths and measure the quantities of the recipes.
 
 For every measured layer y = s W x, |.| being rms over all entries, on a batch not yet trained on:
 |x|, |W|, |y|, the |dW| of one optimizer step and |dy| = |s dW x|, and the alignments of sec. 4.2,
 
     |y| = s d alpha |W| |x|,        |dy| = s d alpha_update |dW| |x|.
 
-Alignment 1 is a W of rank one along x; a W drawn at random has d^(-1/2). Training sets it, so
-the check trains. Everything is averaged as logarithms: these products hold for the averages too.
-`compare` and `table` fit powers of the width and put them beside those that a recipe expects.
+A W of rank one along x has alignment 1, a random W has d^(-1/2). Training sets it, so the check
+trains. Logarithms are averaged, so that these products hold for the averages too. `compare` and
+`table` fit powers of the width and show them beside those that a recipe expects.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Probe:
     weight: str
     """Name of its parameter, (out, in)."""
     reads: str = ""
-    """Module whose output is x; empty where the weight's own module is called with x."""
+    """Module whose output is x; empty if x is the input of the weight's own module."""
     multiplier: float = 1.0
-    """The fixed s behind it; a learned scalar multiplier is found and multiplied in."""
+    """The fixed s after it; a learned scalar multiplier is found and multiplied in."""
     label: str = ""
-    """What it is called in results; probes that share one are averaged (the layers of a model)."""
+    """Name in results; probes that share one are averaged (the layers of a model)."""
 
     @property
     def name(self) -> str:
@@ -65,13 +65,13 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained and what is measured."""
+    """How to train a model, and the layers to measure."""
 
     optimizer: Optimizer
     loss: Callable[[Any], Tensor]
-    """Of one batch; runs the model."""
+    """Returns the loss of a batch; runs the model."""
     batches: Iterator[Any]
-    """Fresh ones without end; some are measured on and not trained on."""
+    """Endless new batches; some are only for measurements."""
     probes: Sequence[Probe]
 
 
@@ -87,7 +87,7 @@ class Coordinates:
     input: float
     """`|x|`."""
     weight: float
-    """`|W|`, of the raw weight where a multiplier is learned."""
+    """`|W|`, of the raw weight if a multiplier is learned."""
     update: float
     """`|dW|` of one step."""
     output: float
@@ -123,7 +123,7 @@ def coordinate_check(
     """Train `build(width)` as `prepare(model, width)` says, and measure late in training.
 
     Measurements are taken in the last quarter of the steps. torch's seed is set before `build`,
-    once for each of `seeds`: what they draw is repeatable.
+    once for each of `seeds`, so that runs are repeatable.
     """
     if len(set(widths)) < 2:
         raise ValueError(f"exponents need at least two widths, five to be worth it; got {widths}")
@@ -177,7 +177,7 @@ def _train(
 
 
 class _Measured:
-    """One probe on one model, with what it has seen."""
+    """One probe on one model, with its measurements."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, probe: Probe):
         self.probe, self.optimizer = probe, optimizer
@@ -232,7 +232,7 @@ class _Measured:
         self.before, self.multiplier = raw.clone(), self.probe.multiplier * learned
 
     def finish(self) -> None:
-        """Measure the layer before the step, and what the step did to it."""
+        """Measure the layer before the step, and the change by the step."""
         x, before, s = self.x, self.before, self.multiplier
         assert x is not None
         change = self._raw()[0] - before
@@ -253,7 +253,7 @@ class _Measured:
 
     @torch.no_grad()
     def _raw(self) -> tuple[Tensor, float]:
-        """Return W and what is learned of s."""
+        """Return W and the learned factor of s."""
         if not isinstance(self.optimizer, MultiplierOptimizer):
             return self.parameter.detach(), 1.0
         name = self.probe.weight
@@ -285,12 +285,12 @@ class Exponent:
 
     value: float
     error: float
-    """Standard error from the residuals; it takes them for independent."""
+    """Standard error from the residuals, assumed independent."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity of one layer: what a recipe expects and what was measured."""
+    """One quantity of one layer: the exponent a recipe expects, and the measured one."""
 
     label: str
     quantity: str
@@ -303,7 +303,7 @@ class Comparison:
         return self.measured.value - self.expected
 
     def differs(self, tolerance: float = 0.15) -> bool:
-        """Return whether it is off by more than `tolerance` and by more than two errors."""
+        """Return whether the error exceeds `tolerance` and two standard errors."""
         return abs(self.deviation) > max(tolerance, 2 * self.measured.error)
 
 
@@ -341,7 +341,7 @@ def exponents(runs: Sequence[Run]) -> dict[str, dict[str, Exponent]]:
 
 
 def compare(runs: Sequence[Run], recipe: Recipe) -> list[Comparison]:
-    """Return every quantity of every layer beside what a recipe expects.
+    """Return every quantity of every layer, expected and measured.
 
     Each has `label`, `quantity`, `expected`, `measured`, and `differs(tolerance)`.
     """

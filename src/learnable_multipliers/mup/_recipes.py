@@ -1,6 +1,6 @@
-"""The width-scaling recipes of table 1: what each must do to a layer, and the rules that apply it.
+"""The width-scaling recipes of table 1: the effect of each on a layer, and rules to apply it.
 
-The layer is y = s W x with x in R^d. Lengths are rms. The weight sits in its equilibrium
+The layer is y = s W x with x in R^d. Lengths are rms. The weight is in its equilibrium
 |W| ~ sqrt(lr / wd) (eq. 1), an update has |dW| ~ lr, and alignments do not depend on d; everything
 here follows from these three, and `_coordinates` measures how far they hold. `scale_roles` turns a
 recipe into factors by role, `rules` and `mup_fields` turn those into rules for `lrm.plan` and
@@ -27,7 +27,7 @@ class Recipe:
     lr: float = 0.0
     weight_decay: float = 0.0
     multiplier: float = 0.0
-    """Of the forward multiplier s."""
+    """Exponent of the forward multiplier s."""
 
     @property
     def weight(self) -> float:
@@ -66,7 +66,7 @@ RECIPES: Mapping[str, Recipe] = {
     "none": Recipe(),
 }
 """Table 1 from top to bottom: standard, through LR; through LR and WD; through the multiplier.
-`none` is not in the table: nothing changes with width, the control of an experiment."""
+`none` is not in the table: nothing changes with width, as the control of an experiment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,10 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """How many features each kind of layer reads; sizes left out grow with `hidden`."""
+    """Number of input features of each kind of layer; omitted sizes grow with `hidden`."""
 
     hidden: int
-    """Of the residual stream."""
+    """Width of the residual stream."""
     attention: int | None = None
     """Into attention-out: heads times head_dim."""
     mlp: int | None = None
@@ -93,7 +93,7 @@ class Widths:
 
 
 _READS = {"attention-out": "attention", "down": "mlp", "ssm-out": "ssm"}
-"""Which of the widths a role reads, where it is not `hidden`."""
+"""The width that a role reads, if it is not `hidden`."""
 
 
 def scale_layer(recipe: Recipe, fan_in: int, base_fan_in: int) -> Scaling:
@@ -113,14 +113,14 @@ def scale_layer(recipe: Recipe, fan_in: int, base_fan_in: int) -> Scaling:
 def scale_roles(
     recipe: Recipe, width: int | Widths, base_width: int | Widths
 ) -> dict[str, Scaling]:
-    """Return the scaling of every role of matrix that `lrm.plan` knows but `unknown`.
+    """Return the scaling of every role of matrix in `lrm.plan` except `unknown`.
 
-    A number is the hidden size, with all inner sizes in proportion. Embeddings stay as they are.
+    A number is the hidden size, with all inner sizes in proportion. Embeddings are not scaled.
     """
     width, base_width = (
         Widths(hidden=sizes) if isinstance(sizes, int) else sizes for sizes in (width, base_width)
     )
-    # An embedding picks a row: the sum over d that the recipes make up for is not there.
+    # An embedding picks a row: there is no sum over d for a recipe to compensate.
     scalings = {role: Scaling() for role in ROLES if role.endswith("embedding")}
     for role in ROLES:
         if role == UNKNOWN or role in scalings:
@@ -142,8 +142,8 @@ def scale_roles(
 class TunedRates:
     """Tuned factors on learning rate and decay, on top of any width scaling.
 
-    Falcon-H1 has 16 for learning rates and 7 for decays. Their values are not public: there is
-    no default here but 1.
+    Falcon-H1 has 16 for learning rates and 7 for decays. Their values are not public, so the
+    defaults are 1.
     """
 
     lr: Mapping[str, float] = field(default_factory=dict)
@@ -175,10 +175,10 @@ def rules(
     Args:
         scalings: As `scale_roles` gives them.
         weight_decay: At the base width, as for `lrm.param_groups`.
-        kind: What matrices carry; None keeps the placement's choice.
-        multipliers: Where scalings other than 1 live. `fixed`: in the model's forward pass, see
-            `mup_fields`. `learned`: multipliers start there, which `lrm.initialize_` brings into
-            the weights; scalars, unless `kind` says otherwise.
+        kind: Multipliers of the matrices; None keeps the placement's choice.
+        multipliers: Where scalings other than 1 are applied. `fixed`: in the model's forward pass,
+            see `mup_fields`. `learned`: multipliers start there, and `lrm.initialize_` applies them
+            to the weights; scalars, unless `kind` is given.
         tuned: Further factors; every pattern for vectors must match one.
     """
     tuned = tuned or TunedRates()
@@ -214,7 +214,7 @@ def mup_fields(scalings: Mapping[str, Scaling]) -> dict[str, float]:
     """Return the forward multipliers as the `mup_*` fields of a Falcon-H1 or Llama config.
 
     Queries, keys and values share the factor on attention's input, as z, x, B, C and dt share the
-    mixer's. `up` has no field of its own: it meets `down` as a product, which takes both.
+    mixer's. `up` has no field of its own: its product with `down` takes both.
     """
     factor = {role: scaling.multiplier for role, scaling in scalings.items()}
     attention_in, ssm_in = factor["query"], factor["ssm-x"]

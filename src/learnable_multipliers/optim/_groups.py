@@ -156,7 +156,7 @@ def _check_fit(plan: Plan, names: list[str], has: str) -> None:
 
 
 def _raw_name(name: str) -> str:
-    """Return the name torch gives the raw weight behind a parametrization."""
+    """Return torch's name of the raw weight of a parametrization."""
     owner, _, leaf = name.rpartition(".")
     return ".".join(part for part in (owner, "parametrizations", leaf, "original") if part)
 

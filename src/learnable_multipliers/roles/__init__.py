@@ -1,9 +1,9 @@
-"""What each matrix of a model does, read off the model object alone.
+"""Read the role of each matrix from a model object.
 
-A role is given only on evidence: a module type, the names and matching shapes of a whole group
-(q, k, v and their output; gate, up and down), or a fused layout listed in `_fused.py`. All
-else is `unknown`. A module tree does not show where a norm sits in the computation; what is assumed
-about that is returned as `assumptions`, in words.
+A role needs evidence: a module type, the names and matching shapes of a whole group
+(q, k, v and their output; gate, up and down), or a fused layout listed in `_fused.py`. Any
+other matrix is `unknown`. A module tree does not show where a norm is in the computation;
+assumptions about that are returned as `assumptions`, in words.
 """
 
 from learnable_multipliers.roles._fused import QKV

@@ -1,4 +1,4 @@
-"""Recognizes sequence mixers: attention (separate, fused or latent q, k, v) and Mamba-2."""
+"""Recognize sequence mixers: attention (separate, fused or latent q, k, v) and Mamba-2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learnable_multipliers.roles._tree import (
     is_norm,
 )
 
-# Names by role. A name counts only beside the rest of its group.
+# Names by role. A name counts only if the rest of its group is there.
 _NAMES = {
     "query": (
         *("q_proj", "wq", "Wq", "to_q", "q", "query"),
@@ -60,7 +60,7 @@ FUNCTIONAL_QK_NORM = (
 
 
 def attention(site: Site) -> Iterator[ParameterRole]:
-    """Read an attention block: its projections, then the matrix that reads the heads."""
+    """Read an attention block: its projections, then its output matrix."""
     if not _is_softmax_attention(site):
         return
     out = _only(site.linears, _OUT)
@@ -97,7 +97,7 @@ def torch_attention(site: Site) -> Iterator[ParameterRole]:
 
 
 def bert_layer(site: Site) -> Iterator[ParameterRole]:
-    """Read the layer BERT and its descendants share: dense layers in modules of their own."""
+    """Read the layer of BERT and its descendants: dense layers in modules of their own."""
     roles = {
         "attention.output.dense": "attention-out",
         "intermediate.dense": "ungated-up",
@@ -169,13 +169,13 @@ def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]
         )
         yield site.linear(leaf, *parts, column_norm=column_norm, repeats=layout.repeats)
         if apart:
-            # GPT-2's cross-attention keeps its queries apart.
+            # GPT-2's cross-attention has its queries in another matrix.
             head_dim = _head_dim(site, "query", queries)
             yield site.whole("q_attn", "query", head_dim=head_dim, column_norm=norms.before)
 
 
 def _latent(site: Site, norms: Norms) -> Iterator[ParameterRole]:
-    """Read multi-head latent attention, by the names and attributes DeepSeek gave it."""
+    """Read multi-head latent attention, by DeepSeek's names and attributes."""
     linears = site.linears
     if not {"kv_a_proj_with_mqa", "kv_b_proj"} <= linears.keys():
         return
@@ -245,11 +245,11 @@ def _row_norm(site: Site, role: str) -> str:
 
 
 def _head_dim(site: Site, role: str, queries: int, rows: int | None = None) -> int | None:
-    """Return the rows of one head of a query, key or value; None where the module does not tell.
+    """Return the rows of one head of a query, key or value; None if the module does not show it.
 
     Args:
-        queries: Rows of all queries: as many heads as the module counts.
-        rows: Of the block in one repeat of its matrix, if it is not the query's.
+        queries: Rows of all queries together.
+        rows: Rows of the block in one repeat of its matrix, if it is not the query's.
     """
     holders = (site.module, getattr(site.module, "config", None))
 
@@ -265,7 +265,7 @@ def _head_dim(site: Site, role: str, queries: int, rows: int | None = None) -> i
 
 
 def _note_unrecognized(site: Site, known: set[str]) -> None:
-    """Record the assumption that further matrices and norms of an attention block imply."""
+    """Record the assumption implied by further matrices and norms of an attention block."""
     named = {*sum(_NORMS.values(), ()), *_SHARED_NORM, *_OUT_NORMS, *_LATENT_NORMS}
     more = [leaf for leaf in site.linears if site.path(f"{leaf}.weight") not in known]
     more += [n for n, m in site.module.named_children() if is_norm(m) and n not in named]

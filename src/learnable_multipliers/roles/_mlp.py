@@ -1,4 +1,4 @@
-"""Recognizes MLPs: gated or not, separate or fused, and stacks of experts."""
+"""Recognize MLPs: gated or not, separate or fused, and stacks of experts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def experts(site: Site) -> Iterator[ParameterRole]:
     else:
         parts = {into[0]: (Part(UNKNOWN, 2 * hidden),)}
         note += ", which gates in a way of its own"
-    # A norm behind a mixture sees the sum of its experts, not each one's scale.
+    # A norm after a mixture sees the sum of its experts, not the scale of each.
     parts[down] = (Part("down", width),)
     for leaf, stack in parts.items():
         yield ParameterRole(
@@ -178,7 +178,7 @@ def _gates_plainly(module: nn.Module) -> bool:
 def _is_transposed(
     into: tuple[int, ...], down: tuple[int, ...], fused: int, tree: Tree
 ) -> bool | None:
-    """Return whether a stack is stored (in, out), by its shapes; None where both orders fit."""
+    """Return whether a stack is stored (in, out), by its shapes; None if both orders fit."""
     stored = into[-1] == down[-2] and into[-2] == fused * down[-1]
     turned = into[-2] == down[-1] and into[-1] == fused * down[-2]
     if stored and turned:

@@ -1,4 +1,4 @@
-"""Reads every parameter of a model: groups first, then what stands alone."""
+"""Read every parameter of a model: groups first, then single ones."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _HEADS = (
 )
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
 _ADAPTED = "base_layer"
-"""PEFT's name of a layer that it has put adapters around."""
+"""PEFT's attribute name of a layer that it has wrapped with adapters."""
 _MAGNITUDE = "weight_norm's scales: multipliers already"
 _DIRECTION = "weight_norm scales it already"
 _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
 def read_roles(model: nn.Module) -> ModelRoles:
-    """Return what each parameter of `model` does, by the names it has without wrappers."""
+    """Return the roles of each parameter of `model`, by its name without wrappers."""
     model = unwrap(model)
     tree = Tree(model)
     groups: dict[str, ParameterRole] = {}
@@ -69,7 +69,7 @@ def read_roles(model: nn.Module) -> ModelRoles:
 
 
 def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterRole:
-    """Return what the parameter is, seen from one of its names."""
+    """Return the role of a parameter under one of its names."""
     owner_name, _, leaf = name.rpartition(".")
     owner = tree.modules[owner_name]
     shape = tuple(owner.get_parameter(leaf).shape)
@@ -127,7 +127,7 @@ def _whole(name: str, shape: tuple[int, ...], role: str, note: str, **more: Any)
 
 
 def _is_adapter(tree: Tree, name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, and not to the layer that it adapts."""
+    """Return whether a parameter belongs to an adapter, not to the adapted layer."""
     path = name.split(".")
     for depth, part in enumerate(path[:-1]):
         holder = tree.modules[".".join(path[:depth])]
@@ -171,7 +171,7 @@ def _is_router(tree: Tree, name: str) -> bool:
 
 
 def _weight_norm(owner: nn.Module, leaf: str) -> str:
-    """Return what a parameter is to `weight_norm`, in its new or its old form; empty if nothing."""
+    """Return the role of a parameter in `weight_norm`, new or old form; empty if it has none."""
     names = {"weight_g": _MAGNITUDE, "weight_v": _DIRECTION}
     if isinstance(owner, ParametrizationList):
         is_normed = type(owner[0]).__name__ == "_WeightNorm"
@@ -182,7 +182,7 @@ def _weight_norm(owner: nn.Module, leaf: str) -> str:
 
 
 def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]) -> str:
-    """Return why a parameter is a vector; empty where it is not."""
+    """Return why a parameter is a vector; empty if it is not."""
     if leaf.endswith("bias"):
         return "bias"
     if isinstance(owner, nn.Embedding) and re.search(r"relative|bias", owner_name.split(".")[-1]):

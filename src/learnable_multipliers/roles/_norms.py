@@ -1,9 +1,9 @@
-"""Which learnable norms feed and follow a block, by where they sit and what they are called.
+"""Find the learnable norms before and after a block, by their position and names.
 
 A module tree does not show the order of computation, so names decide, and assumptions are
-reported in words. A norm's weight acts as a multiplier only where it is trained, and only
-where what it normalizes goes into the block alone: in a residual post-norm model it goes into
-the residual stream as well.
+reported in words. A norm's weight acts as a multiplier only if it is trained, and only if its
+output goes into the block alone: in a residual post-norm model it goes into the residual stream as
+well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from learnable_multipliers.roles._tree import (
 )
 
 BlockKind = Literal["mixer", "mlp"]
-"""`mixer` is attention or a state-space mixer: what comes first in a layer."""
+"""`mixer` is attention or a state-space mixer, which comes first in a layer."""
 
 PRE_NORM = (
     "norms inside a layer feed its blocks (pre-norm), so that their weights are the column "
@@ -50,14 +50,14 @@ _NORM_INSIDE = {
 }
 """Classes whose `norm` feeds their last matrix; in others, a norm of this name may come first."""
 _NORMS_BEHIND = ("ResPostBlock", "SwinTransformerV2Block")
-"""Layers of timm that normalize what a block returns, under the names of norms in front."""
+"""Layers of timm that normalize a block's output, with names of norms before a block."""
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the learnable norms around a block; empty where there is none.
+    """Names of the learnable norms around a block; empty if there is none.
 
-    A LayerScale behind it counts as one: it is the weight of a norm alone.
+    A LayerScale after it counts as one: it is the weight of a norm without the normalization.
     """
 
     before: str = ""
@@ -65,7 +65,7 @@ class Norms:
 
 
 def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
-    """Return the learnable norms that feed and follow the block called `name`."""
+    """Return the learnable norms before and after the block called `name`."""
     levels = list(_levels(tree, name, kind))
     found = {
         path: child
@@ -93,7 +93,7 @@ def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
 
 
 def inner_norms(module: nn.Module) -> tuple[str, ...]:
-    """Return names of norms in front of a block's last matrix that only its class explains."""
+    """Return the names of norms before a block's last matrix that only its class shows."""
     return ("norm",) if class_path(module) in _NORM_INSIDE else ()
 
 
@@ -129,7 +129,7 @@ def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
-    """Return whether a layer is residual post-norm: it says so, or no norm follows the last one."""
+    """Return whether a layer is residual post-norm: by its flag, or as no final norm follows."""
     for level in levels:
         for flag in ("norm_first", "do_layer_norm_before", "normalize_before"):
             first = getattr(tree.modules[level], flag, None)
@@ -147,7 +147,7 @@ def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
 
 
 def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
-    """Return which of a layer's norms sit in front of the block, and which behind it."""
+    """Return which of a layer's norms come before the block, and which after it."""
     names = {path: path.rpartition(".")[2].lower() for path in paths}
     behind = [path for path in paths if re.search(r"(^|_)post(_|norm|$)", names[path])]
     front = [path for path in paths if path not in behind]
@@ -162,13 +162,13 @@ def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
     if kind == "mixer":
         return [path for path in front if _subject(names[path]) in ("mixer", "")], after
     shared = [path for path in front if _subject(names[path]) == ""]
-    # One norm in front of parallel blocks feeds both, also where it counts as the first.
+    # One norm before parallel blocks feeds both, even if it counts as the first.
     numbered = [path for path in front if re.search(r"1$", names[path])]
     return own_mlp or shared or numbered, after
 
 
 def _subject(name: str) -> BlockKind | Literal[""]:
-    """Return which block a norm's name refers to."""
+    """Return the block that a norm's name refers to."""
     of_mixer = re.search(r"att(entio)?n|(^|_)sa_|mixer|temporal|operator", name)
     of_mlp = re.search(r"mlp|ffn|(^|_)ff(_|\d|$)|feed_?forward|moe|channel", name)
     if of_mixer and not of_mlp:
@@ -181,7 +181,7 @@ def _subject(name: str) -> BlockKind | Literal[""]:
 
 
 def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
-    """Return the name of the trained LayerScale behind a block, as timm calls it; or none."""
+    """Return the name of the trained LayerScale after a block, by timm's names; or none."""
     name = f"{layer}.{'ls1' if kind == 'mixer' else 'ls2'}"
     found = tree.modules.get(name)
     if found is None or type(found).__name__ != "LayerScale":
@@ -201,7 +201,7 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Return whether a module holds other modules with matrices beside matrices of its own."""
+    """Return whether a module has matrices of its own and modules with matrices."""
     inner = (child for child in module.children() if not is_linear(child))
     return any(is_linear(part) for child in inner for part in child.modules())
 
@@ -212,5 +212,5 @@ def _in_list(name: str) -> bool:
 
 
 def _is_final(name: str) -> bool:
-    """Return whether a name is that of the norm at the end of a model."""
+    """Return whether this is the name of a model's final norm."""
     return re.search(r"^norm$|final|norm_?f$|ln_?f$|out(put)?_?norm|head", name.lower()) is not None

@@ -1,4 +1,4 @@
-"""The module tree of a model: its layers, what is known about each parameter, and where.
+"""The module tree of a model: its layers, and the roles of its parameters.
 
 Roles are assigned to rows of a stored matrix (`Part`), collected by parameter (`ParameterRole`) and
 by model (`ModelRoles`). A recognizer sees one module of the tree at a time (`Site`).
@@ -22,9 +22,9 @@ ROLES = (
     *("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt", "ssm-out"),
     *("router", "adapter", UNKNOWN),
 )
-"""`ungated-up` is the first matrix of an MLP without a gate: its rows meet the activation alone.
-The two latents are the low-rank inputs of multi-head latent attention. An `adapter` is a part of a
-low-rank update of another matrix, as in LoRA."""
+"""`ungated-up` is the first matrix of an MLP without a gate: its rows feed only the activation.
+The two latents are the low-rank inputs of multi-head latent attention. An `adapter` is a factor of
+a low-rank update of another matrix, as in LoRA."""
 
 
 def check_role(role: str) -> None:
@@ -42,14 +42,14 @@ class Part:
     size: int
     """Rows in one repeat of the stored matrix's row pattern."""
     row_norm: str = ""
-    """Name of the learnable norm behind it, whose weight already scales these rows."""
+    """Name of the learnable norm after it, whose weight already scales these rows."""
     head_dim: int | None = None
-    """Rows of one attention head; None where rows are no heads, or where it is not known."""
+    """Rows of one attention head; None if rows are not heads, or if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRole:
-    """What one parameter of a model does, and how it is laid out."""
+    """The roles and the layout of one parameter of a model."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,17 +57,17 @@ class ParameterRole:
     """Other names of the same parameter (tied weights)."""
     frozen: bool = False
     parts: tuple[Part, ...] = ()
-    """Empty for a vector: it is a scale or a shift already and carries nothing."""
+    """Empty for a vector, which carries nothing: it is a scale or a shift already."""
     repeats: int = 1
     transposed: bool = False
     column_norm: str = ""
-    """Name of the learnable norm in front, whose weight already scales the columns."""
+    """Name of the learnable norm before it, whose weight already scales the columns."""
     homogeneous: bool = False
-    """The activation behind it is positively homogeneous (ReLU and its powers)."""
+    """Whether the activation after it is positively homogeneous (ReLU and its powers)."""
     opaque: bool = False
-    """Not known to be laid out as a matrix or a stack of matrices."""
+    """Whether it is not known to be a matrix or a stack of matrices."""
     reparametrized: bool = False
-    """What the layer's weight is computed from, as under `weight_norm`, and not the weight."""
+    """Whether the layer's weight is computed from it, as under `weight_norm`."""
     note: str = ""
 
     @property
@@ -89,7 +89,7 @@ class Tree:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        # Dotted names, modules under several names included.
+        # By dotted name; a shared module has several.
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.assumptions: list[str] = []
 
@@ -100,11 +100,11 @@ class Tree:
                 yield name, module
 
     def widths(self) -> set[int]:
-        """Return the widths of the model's residual streams, as its embeddings show them."""
+        """Return the widths of the model's residual streams: those of its embeddings."""
         return {table.embedding_dim for _, table in self.embeddings()}
 
     def lineage(self, name: str) -> Iterator[nn.Module]:
-        """Yield the module called `name` and those that hold it, innermost first."""
+        """Yield the module called `name` and the modules around it, innermost first."""
         yield self.modules[name]
         while name:
             name = name.rpartition(".")[0]
@@ -165,11 +165,11 @@ class Site:
         head_dim: int | None = None,
         **more: Any,
     ) -> ParameterRole:
-        """Return the same where all rows have one role."""
+        """Return the parameter with one role for all rows."""
         return self.linear(leaf, Part(role, self.rows(leaf), row_norm, head_dim), **more)
 
 
-# Questions about single modules.
+# Predicates of single modules.
 
 
 def class_path(module: nn.Module) -> str:
@@ -200,7 +200,7 @@ def is_linear(module: nn.Module) -> bool:
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the stored shape of a layer's weight."""
     if isinstance(module, nn.Linear) and "weight" not in module._parameters:
-        # Computed from other parameters, as under weight_norm: not evaluated here.
+        # A weight computed from other parameters, as under weight_norm, is not evaluated here.
         return module.out_features, module.in_features
     return tuple(module.get_parameter("weight").shape)
 
@@ -212,13 +212,13 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether this is a normalization layer: named so, and without matrices inside."""
+    """Return whether this is a normalization layer: by its name, and without matrices inside."""
     named = re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
     return named and all(is_flat(parameter.shape) for parameter in module.parameters())
 
 
 def is_learnable_norm(module: nn.Module) -> bool:
-    """Return whether this is a norm with a trained weight: only that acts as a multiplier."""
+    """Return whether this is a norm with a trained weight, which acts as a multiplier."""
     return is_norm(module) and any(
         parameter.requires_grad and not name.endswith("bias")
         for name, parameter in module.named_parameters()

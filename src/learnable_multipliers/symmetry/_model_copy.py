@@ -38,8 +38,8 @@ _FEWEST_TOKENS = 128
 class _Float64(TorchFunctionMode):
     """Turns every cast to a narrower dtype into a cast to float64.
 
-    Norms and softmax of many models compute in float32 whatever the model's dtype is, which would
-    hide an exact symmetry behind rounding.
+    Norms and softmax of many models compute in float32 whatever the model's dtype is, and rounding
+    would then hide an exact symmetry.
     """
 
     def __torch_function__(

@@ -221,7 +221,7 @@ def _candidates(config: Any) -> list[dict[str, Any]]:
     if isinstance(getattr(config, "conv_dim", None), list | tuple):
         sizes["conv_dim"] = [5] * len(config.conv_dim)
     if _present(config, "vocab_size"):
-        # The numbers of special tokens lie in the vocabulary.
+        # The ids of special tokens must be in the vocabulary.
         for name, token in vars(config).items():
             if name.endswith("_token_id") and isinstance(token, int) and token >= _VOCABULARY:
                 sizes[name] = token % _VOCABULARY
