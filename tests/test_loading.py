@@ -303,9 +303,11 @@ def test_resized_token_embeddings_are_told_tied_or_not(family, stepped):
 
 
 MADE = {
-    "adamw": lambda model: lrm.AdamW.from_model(model),
-    "muon": lambda model: lrm.Muon.from_model(model),
-    "wrapped": lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
+    "adamw": lambda model, *plan: lrm.AdamW.from_model(model, *plan),
+    "muon": lambda model, *plan: lrm.Muon.from_model(model, *plan),
+    "wrapped": lambda model, *plan: lrm.LearnableMultipliers.from_model(
+        torch.optim.SGD, model, *plan, lr=1e-2
+    ),
 }
 
 
@@ -422,3 +424,31 @@ def test_multipliers_over_a_weight_without_gradient_are_refused():
     assert plan["up.weight"].carries
     with pytest.raises(ValueError, match=r"up\.weight are learned from its gradient"):
         lrm.AdamW.from_model(model, plan)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_state_that_calls_the_scale_of_raw_weights_lr_scale_is_read(kind):
+    made = MADE[kind]
+    rules = [] if kind == "wrapped" else [Rule("up.weight", lr_scale=0.1)]
+    runs = []
+    for _ in range(2):
+        model = net()
+        placement = lrm.plan(model, rules=rules)
+        runs.append((model, made(model, placement)))
+    (model, optimizer), (other, again) = runs
+    train(model, optimizer, 3)
+    old = copy.deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        group["lr_scale"] = group.pop("raw_lr_scale")
+    scales = {group["lr_scale"] for group in old["param_groups"]}
+    assert scales == ({1.0} if kind == "wrapped" else {1.0, 0.1})
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(old)
+    assert [g["raw_lr_scale"] for g in again.param_groups] == [
+        g["raw_lr_scale"] for g in optimizer.param_groups
+    ]
+    assert kind == "wrapped" or not any("lr_scale" in group for group in again.param_groups)
+    train(model, optimizer, 3)
+    train(other, again, 3)
+    kept = weights(model)
+    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())

@@ -272,7 +272,7 @@ def test_a_converted_state_keeps_each_parameter_s_settings():
     (group,) = (g for g in after.param_groups if "down.weight" in g["param_names"])
     # Both matrices are in one group here: it cannot have the settings of one alone.
     assert "up.weight" in group["param_names"]
-    assert (group["lr_scale"], group["weight_decay"]) == (1.0, 0.1)
+    assert (group["raw_lr_scale"], group["weight_decay"]) == (1.0, 0.1)
     assert group["lr"] == 1e-2
 
 

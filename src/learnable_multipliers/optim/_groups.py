@@ -24,7 +24,7 @@ MULTIPLIER_WEIGHT_DECAY = 2e-3
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
 """Smallest floor under AdamW's second moment; GPUs take smaller numbers of float32 for 0."""
 _SIZES = (
-    *("lr", "weight_decay", "lr_scale", "adamw_lr_scale"),
+    *("lr", "weight_decay", "raw_lr_scale", "adamw_lr_scale"),
     *("multiplier_lr_scale", "multiplier_weight_decay"),
 )
 
@@ -84,7 +84,8 @@ def param_groups(
             own["train"] = train
         group = groups.setdefault(
             (kind, decay, lr_scale, train),
-            {"params": [], "kind": kind, "lr_scale": lr_scale, **own, **shared},
+            # Not `lr_scale`: loops of timm and MAE multiply the group's rate by such an entry.
+            {"params": [], "kind": kind, "raw_lr_scale": lr_scale, **own, **shared},
         )
         group["params"].append((name, trained[name]))
 
@@ -129,7 +130,7 @@ def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
 
 def _finished(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
     if explicit:
-        scale = group.pop("lr_scale")
+        scale = group.pop("raw_lr_scale")
         if lr is not None:
             group["lr"] = lr * scale
         elif scale != 1.0:
@@ -207,10 +208,11 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
             "negative of the loss"
         )
     lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
-    if lr * group.get("lr_scale", 1.0) * decay >= 1:
+    raw_lr = lr * group.get("raw_lr_scale", 1.0)
+    if raw_lr * decay >= 1:
         raise ValueError(
-            f"lr times weight_decay is {lr * group.get('lr_scale', 1.0) * decay:g}: a step would "
-            "decay a weight to nothing or beyond; lower one of them"
+            f"lr times weight_decay is {raw_lr * decay:g}: a step would decay a weight to nothing "
+            "or beyond; lower one of them"
         )
     scale, pull = (group.get(n) or 0.0 for n in ("multiplier_lr_scale", "multiplier_weight_decay"))
     if lr * scale * pull >= 1:

@@ -21,6 +21,7 @@ from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS, NAMES
 from learnable_multipliers.optim._sharding import is_sharded
+from learnable_multipliers.optim._wrapped_state import WRAPPED
 
 FORMAT = 2
 """Of the optimizer's state; every parameter group carries it, so that all checkpoints do."""
@@ -61,6 +62,19 @@ def check_format(saved: dict[str, Any]) -> None:
                 f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
                 "the release that wrote it, or start with fresh optimizer state"
             )
+
+
+def renamed(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose groups call the scale of a raw weight's rate by its present name."""
+    groups = []
+    for group in saved["param_groups"]:
+        if "raw_lr_scale" not in group and "lr_scale" in group:
+            # A wrapped optimizer may have an entry of this name for itself.
+            scale = 1.0 if WRAPPED in group else group["lr_scale"]
+            kept = {k: v for k, v in group.items() if k != "lr_scale" or WRAPPED in group}
+            group = {**kept, "raw_lr_scale": scale}
+        groups.append(group)
+    return {**saved, "param_groups": groups}
 
 
 def check_plan(

@@ -263,6 +263,7 @@ class WeightOwner(Optimizer):
             saved = _loading.adopted(groups, saved, self.plan)
         else:
             _loading.check_format(saved)
+            saved = _loading.renamed(saved)
             if from_plan is not None:
                 saved = _loading.converted(groups, saved, matrices, from_plan)
             _loading.check_plan(groups, saved, matrices)

@@ -180,10 +180,10 @@ class LearnableMultipliers(MultiplierOptimizer):
             own = {"params": group["params"]}
             if "weight_decay" in group:
                 own["weight_decay"] = group["weight_decay"]
-            if group["lr_scale"] != 1.0:
+            if group["raw_lr_scale"] != 1.0:
                 if "lr" not in settings:
                     raise ValueError("a rule scales the learning rate: give lr=...")
-                own["lr"] = settings["lr"] * group["lr_scale"]
+                own["lr"] = settings["lr"] * group["raw_lr_scale"]
             groups.append(own)
         # The groups say it now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
