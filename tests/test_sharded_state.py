@@ -98,6 +98,16 @@ def test_a_sharded_state_that_was_saved_asynchronously_continues_bitwise(kind, m
     check_continues(run, other)
 
 
+def test_a_sharded_state_is_grouped_otherwise_in_place(mesh):
+    model, optimizer = sharded("adamw", mesh)
+    train(model, optimizer, range(4))
+    rules = [lrm.Rule("0.weight", lr_scale=0.1)]
+    again = lrm.AdamW.from_model(model, rules=rules, lr=1e-2)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()), from_plan=optimizer.plan)
+    expected, found = numbers(model, optimizer), numbers(model, again)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     """The state shows packed multipliers themselves; looking at them binds nothing anew."""

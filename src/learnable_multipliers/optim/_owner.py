@@ -259,6 +259,8 @@ class WeightOwner(Optimizer):
     def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise where it cannot be."""
         groups, matrices = self.param_groups, self._matrices()
+        # Raw weights that the saved run did not train have no moments yet.
+        started = _loading.untrained(from_plan) if from_plan is not None else set()
         if not _loading.saved_by_us(saved):
             saved = _loading.adopted(groups, saved, self.plan)
         else:
@@ -273,6 +275,7 @@ class WeightOwner(Optimizer):
             for group, other in zip(groups, saved["param_groups"], strict=False)
             if group.get("train") != "multipliers"
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
+            if name not in started
         }
         _loading.check_moments(expected, saved)
         return saved
