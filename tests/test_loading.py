@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import learnable_multipliers as lrm
 from families import build, token_ids
 from learnable_multipliers import Rule
-from test_contract import net, train, weights
+from test_contract import IDS, net, train, weights
 
 
 def states(optimizer):
@@ -589,3 +589,59 @@ def test_a_state_resumed_under_another_grouping_is_told_how_and_loads_so(cls):
     torch.testing.assert_close(tenth, 0.1 * step, rtol=1e-3, atol=1e-7)
     ours, theirs = (lrm.multipliers(o)["down.weight"] for o in (after, expected))
     assert all(torch.equal(value, theirs[part]) for part, value in ours.items())
+
+
+def held_by(optimizer):
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_module_unfrozen_later_joins_the_optimizer_with_its_multipliers(cls):
+    """As if its weights had had no gradient until then."""
+    model, other = net(), net()
+    model.up.requires_grad_(False)
+    optimizer, expected = (cls.from_model(each, lr=1e-2) for each in (model, other))
+    for _ in range(3):
+        train(model, optimizer, 1)
+        expected.zero_grad()
+        other(IDS).square().mean().backward()
+        other.up.weight.grad = other.up.bias.grad = None
+        expected.step()
+    model.up.requires_grad_(True)
+    held = held_by(optimizer)
+    for group in lrm.param_groups(model, lrm.plan(model)):
+        group["params"] = [(name, p) for name, p in group["params"] if id(p) not in held]
+        if group["params"]:
+            optimizer.add_param_group({**group, "lr": 1e-2})
+    assert optimizer.plan == expected.plan
+    train(model, optimizer, 3)
+    train(other, expected, 3)
+    kept, mults = weights(other), lrm.multipliers(expected)
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    for name, parts in lrm.multipliers(optimizer).items():
+        assert all(torch.equal(value, mults[name][part]) for part, value in parts.items())
+    assert optimizer.state[model.up.weight]["step"] == 3
+    assert optimizer.state[model.down.weight]["step"] == 6
+
+
+def test_a_plan_made_after_freezing_agrees_with_that_of_the_trained_module():
+    model = net()
+    optimizer = lrm.AdamW([lrm.param_groups(model, lrm.plan(model))[0]], lr=1e-2)
+    trained = {name: optimizer.plan[name] for name in optimizer.param_groups[0]["param_names"]}
+    for name in trained:
+        model.get_parameter(name).requires_grad_(False)
+    for group in lrm.param_groups(model, lrm.plan(model)):
+        optimizer.add_param_group({**group, "lr": 1e-2})
+    assert {name: optimizer.plan[name] for name in trained} == trained
+
+
+@pytest.mark.parametrize("given", [list, iter, lambda params: next(iter(params))])
+def test_a_group_without_names_is_told_of_param_groups(given):
+    """What Lightning's `BaseFinetuning.unfreeze_and_add_param_group` adds."""
+    model = net()
+    model.up.requires_grad_(False)
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    model.up.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"without names cannot be added.*lrm\.param_groups\(mod"):
+        optimizer.add_param_group({"params": given(model.up.parameters()), "lr": 1e-3})
+    assert id(model.up.weight) not in held_by(optimizer)

@@ -255,6 +255,22 @@ def check_parameters(
             )
 
 
+def check_named(group: dict[str, Any]) -> None:
+    """Raise where a group to be added has no names, by which plan and state know parameters."""
+    params = group["params"]
+    if isinstance(params, set):
+        # Refused by torch.
+        return
+    # Looking at a generator uses it up.
+    params = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not group.get("param_names") and any(not isinstance(p, tuple) for p in params):
+        raise ValueError(
+            "a group of parameters without names cannot be added, as nothing says what carries "
+            "multipliers: add the groups of lrm.param_groups(model, lrm.plan(model)), less the "
+            "parameters that are trained already, or make the optimizer again"
+        )
+
+
 def names_in(group: Mapping[str, Any]) -> list[str]:
     """Return the names of a group's parameters; raise where their number is another one."""
     count, names = len(group["params"]), group.get("param_names")
@@ -278,11 +294,16 @@ def ddp_of(model: nn.Module) -> dict[str, Any]:
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:
-    """Return one plan of two; raise where they disagree."""
+    """Return one plan of two; raise where they disagree.
+
+    A plan says nothing of parameters that were frozen when it was made, so the other one counts.
+    """
     if plan == other:
         return plan
     known = {entry.name: entry for entry in plan.entries}
     for entry in other.entries:
-        if known.setdefault(entry.name, entry) != entry:
+        if known.setdefault(entry.name, entry).reason == "frozen":
+            known[entry.name] = entry
+        elif entry.reason != "frozen" and known[entry.name] != entry:
             raise ValueError(f"two plans for one optimizer differ at {entry.name}")
     return replace(plan, entries=tuple(known.values()))

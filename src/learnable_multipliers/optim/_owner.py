@@ -21,6 +21,7 @@ from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._following import changed, follow_
 from learnable_multipliers.optim._groups import (
+    check_named,
     check_parameters,
     check_settings,
     joined_plan,
@@ -297,6 +298,9 @@ class WeightOwner(Optimizer):
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
         model, ddp = group.pop("model", None), group.pop("ddp", None)
+        if self._plan is not None:
+            # torch's own error knows nothing of plans.
+            check_named(group)
         super().add_param_group(group)
         try:
             self._check_settings(group)
