@@ -55,7 +55,8 @@ class OptimizerFactory:
 
     Args:
         training_args: Where learning rate, weight decay, betas and eps come from, unless they are
-            given themselves. axolotl passes them on; for Trainer itself, name them here.
+            given themselves. axolotl passes them on; for Trainer itself, name them here. Betas and
+            eps count only where the optimizer's are of that form: Adafactor's eps is a pair.
         optimizer: `"adamw"`, `"muon"`, or a class of torch, which gets multipliers around it.
         placement: That of `lrm.plan`, or a plan itself; `rules` and `train` likewise.
         settings: The optimizer's: `lr`, `multiplier_lr_scale`, `max_grad_norm`, ...
@@ -181,7 +182,16 @@ def _settings_of(args: Any, optimizer: type[Optimizer]) -> dict[str, Any]:
         "eps": args.adam_epsilon,
     }
     taken = inspect.signature(optimizer).parameters
-    return {name: value for name, value in found.items() if name in taken}
+    return {n: v for n, v in found.items() if n in taken and _is_meant(n, v, taken[n].default)}
+
+
+def _is_meant(name: str, value: Any, default: Any) -> bool:
+    """Return whether an optimizer's betas or eps are those of Adam: Adafactor's eps is a pair."""
+    if name not in ("betas", "eps") or default is inspect.Parameter.empty:
+        return True
+    if isinstance(value, tuple):
+        return isinstance(default, tuple | list) and len(default) == len(value)
+    return isinstance(default, int | float)
 
 
 def _check_clipping(args: Any) -> None:
