@@ -18,7 +18,7 @@ from learnable_multipliers.experiments import (
 )
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
-from learnable_multipliers.experiments.search import LEAST_GAIN
+from learnable_multipliers.experiments.search import MIN_GAIN
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
@@ -143,7 +143,7 @@ def test_reported_seeds_are_none_of_the_tuning(played):
         arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
         if run.labels["stage"] == "final" and arm[2] != "vector, varied":
             losses = [loss_of(t) for t in trials[arm] if t.config.optimizer == run.config.optimizer]
-            assert min(losses) <= min(map(loss_of, trials[arm])) + LEAST_GAIN
+            assert min(losses) <= min(map(loss_of, trials[arm])) + MIN_GAIN
 
 
 def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(played, labelled):
@@ -193,7 +193,7 @@ def test_variations_set_what_they_say():
     for name in VARIATIONS:
         assert matrix("layers.0.feed_forward.down_proj", name).carries
     assert matrix("lm_head", "rows on the head").blocks[0].row
-    # Of two that set the same thing, the first has its way; others add to it.
+    # Of two that set the same thing, the first takes precedence; others add to it.
     down = matrix("down_proj", "columns alone", "rows alone", "raw weights start at twice the size")
     assert down.col
     assert not down.blocks[0].row
@@ -202,7 +202,7 @@ def test_variations_set_what_they_say():
     assert matrix("q_proj", "one for each head of query, key, value").num_multipliers > 1
 
 
-def test_of_variations_of_one_setting_the_first_has_its_way():
+def test_of_variations_of_one_setting_the_first_takes_precedence():
     """Their factors are of the tuned value: two that are kept do not multiply."""
     config = headline_arms.shape("gpu", "llama", 0.5)
     config = with_optimizer(config, kind="muon", weight_decay=0.0125, adamw_lr_scale=2.0)

@@ -148,9 +148,9 @@ def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
         axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
     if family == "llama":
         # What the last fifth leaves to the warmup; an average; a rate that does not rise.
-        axes.append(Axis("warmup", 0.1, 2.0, most=0.8))
-        axes.append(Axis("one_minus_beta2", 0.05, 2.0, most=1.0))
-        axes.append(Axis("decay_factor", 8.0, 4.0, least=1.0))
+        axes.append(Axis("warmup", 0.1, 2.0, maximum=0.8))
+        axes.append(Axis("one_minus_beta2", 0.05, 2.0, maximum=1.0))
+        axes.append(Axis("decay_factor", 8.0, 4.0, minimum=1.0))
     return tuple(axes)
 
 

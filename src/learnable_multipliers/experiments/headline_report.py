@@ -14,7 +14,7 @@ from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
 from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels
-from learnable_multipliers.experiments.search import LEAST_GAIN, best
+from learnable_multipliers.experiments.search import MIN_GAIN, best
 
 PLAIN, VECTOR = "plain", "vector"
 NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
@@ -269,7 +269,7 @@ def _tuning(records: Sequence[Labelled], expected: Expected) -> Table:
     caption = (
         "At half the length, one seed, on validation text. A setting is bracketed if a higher and "
         "a lower value were tried, all else as in the best trial, and neither was better by "
-        f"{LEAST_GAIN:g} nats."
+        f"{MIN_GAIN:g} nats."
     )
     header = ("model", "optimizer", "arm", "trials", "best loss", f"of the first {_FEWEST}")
     return Table("Tuning", caption, (*header, "at", "not bracketed"), rows)

@@ -75,7 +75,7 @@ VARIATIONS: Mapping[str, Variation] = {
 
 
 def varied(config: TrainConfig, names: Iterable[str]) -> TrainConfig:
-    """Return a run with some variations; of two that set the same thing, the first has its way."""
+    """Return a run with some variations; of two that set the same thing, the first takes precedence."""
     optimizer: Fields = {}
     schedule: Fields = {}
     by_role: dict[str, Fields] = {}
