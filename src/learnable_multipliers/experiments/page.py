@@ -213,6 +213,8 @@ def readme(
             lines += ["", f"## {section.title} ({section.figure})", ""]
             lines += [f"{' '.join(section.protocol)} `{section.command}`", ""]
         for found in section.tables:
+            if found.says:
+                lines += [*(f"- {sentence}" for sentence in found.says), ""]
             lines += [*found.markdown(), "", f"{found.title}. {found.caption}", ""]
         for index, (plot, _) in enumerate(section.plots):
             path = folder / PLOTS / f"{section.name}-{index}.svg"
