@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +11,9 @@ from statistics import fmean
 import pytest
 
 from headline_world import GAINS, play, with_labels
+from learnable_multipliers.cli.train import configure
 from learnable_multipliers.experiments import headline, headline_arms, headline_gains, page, table
+from learnable_multipliers.experiments.run import key_of
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def labelled(played):
 
 
 def test_the_table_has_the_gains_of_the_world(labelled):
-    compared, _, _, longer, shorter, _, tuning = headline.tables(labelled)
+    compared, _, _, longer, shorter, _, tuning, *_ = headline.tables(labelled)
     rows = {(row[0], row[1], row[2]): row for row in compared.rows}
     assert len(rows) == len(compared.rows)
     for (_, _, arm), row in rows.items():
@@ -49,7 +53,9 @@ def test_the_table_has_the_gains_of_the_world(labelled):
     assert rows["Llama", "Muon", "vector"][7] == ""
     reached = next(row for row in shorter.rows if row[:3] == ("Llama", "Muon", "vector"))
     # 0.2 nats a length: 0.02 is a tenth of it. All runs have one speed.
-    assert float(reached[5]) == pytest.approx(0.9, abs=0.02)
+    mean, low, high = (float(word.strip("[],")) for word in reached[5].split())
+    assert low < mean < high
+    assert mean == pytest.approx(0.9, abs=0.02)
     assert reached[6] == reached[5]
     plain = next(row for row in tuning.rows if row[:3] == ("Llama", "AdamW", "plain"))
     assert "lr 0.0113" in plain[6]
@@ -111,21 +117,50 @@ def test_part_of_the_records_is_shown_too(labelled):
     assert headline.tables([]) == headline.plot([]) == []
 
 
+def rows_of(records, title):
+    (found,) = (each for each in headline.tables(records) if each.title == title)
+    return {row[:3]: row for row in found.rows}
+
+
 def test_arms_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
     part = [one for one in labelled if one.labels["arm"] in ("plain", "vector")]
-    compared = headline.tables(part)[0]
-    rows = {row[:3]: row for row in compared.rows}
-    assert rows["Llama", "Muon", "normuon"][3:7] == ("0", "", "", "not run")
+    rows = rows_of(part, "Comparison")
+    for arm in ("normuon", "vector, varied", "vector + a rival"):
+        assert rows["Llama", "Muon", arm][3:7] == ("0", "", "", "not run")
     assert rows["Llama", "Muon", "vector"][6] == "better"
     assert len(rows) == len(headline_arms.expected())
+    # What was run takes the place of what was to be.
+    part += [one for one in labelled if one.labels["arm"] == "vector + normuon"]
+    rows = rows_of(part, "Comparison")
+    assert ("Llama", "Muon", "vector + a rival") not in rows
+    assert rows["Llama", "AdamW", "vector + a rival"][6] == "not run"
+    assert ("Llama", "Muon", "vector + a rival") in rows_of(labelled[:1], "Comparison")
+    everything = rows_of(labelled, "Comparison")
+    assert not any("not run" in row for row in everything.values())
 
 
-def test_arms_stand_in_a_line_each_model_and_optimizer_before_any_is_run(labelled):
-    first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
-    compared = headline.tables(first)[0]
-    named = [arm for row in compared.rows for arm in row[2].split(", ")]
-    assert len(named) == len(headline_arms.expected())
-    assert len({row[:2] for row in compared.rows}) == len(compared.rows)
+def test_lengths_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
+    reach, other = "To reach plain's final loss", "Other lengths and sizes"
+    for kind in ("Muon", "AdamW"):
+        assert rows_of(labelled[:1], reach)["Llama", kind, "scalar or vector"][5] == "not run"
+    part = [one for one in labelled if one.labels["optimizer"] == "muon"]
+    assert set(rows_of(part, reach)) == {
+        ("Llama", "Muon", "vector"),
+        ("Llama", "AdamW", "scalar or vector"),
+    }
+    kept = [one for one in part if one.labels["size"] == 1]
+    (found,) = (each for each in headline.tables(kept) if each.title == other)
+    rows = {(row[1], row[2], row[4]): row for row in found.rows}
+    assert rows["Muon", "vector", "1x"][8] == "better"
+    for missing in (
+        ("Muon", "scalar or vector", "2x"),
+        ("AdamW", "scalar or vector", "1x"),
+        ("AdamW", "plain", "2x"),
+    ):
+        assert rows[missing][5:] == ("0", "", "", "not run")
+    assert ("Muon", "scalar or vector", "1x") not in rows
+    everything = headline.tables(labelled)
+    assert not any("not run" in row for each in everything for row in each.rows)
 
 
 def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
@@ -147,8 +182,7 @@ def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
     ],
 )
 def test_the_length_at_which_a_loss_is_reached_is_interpolated(losses, loss, expected):
-    by_length = {length: [value, value] for length, value in losses.items()}
-    found = headline_gains.tokens_to_reach(by_length, loss)
+    found = headline_gains.tokens_to_reach(losses, loss)
     assert found == (expected[0], pytest.approx(expected[1]))
 
 
@@ -164,7 +198,120 @@ def test_lengths_are_compared_by_the_seeds_that_all_of_them_have(labelled):
         partly = [one for one in labelled if one.labels["length"] != 0.8 or one in kept]
         assert shown(partly) == shown(kept)
         assert shown(partly)[3] == "1"
+        assert "[" not in shown(partly)[5]
     assert shown(labelled)[3] == "5"
+
+
+def changed(records, change, **labels):
+    """Return records with other losses for the runs with these labels."""
+
+    def of(one):
+        tests = {
+            name: {**found, "loss": found["loss"] + change(one)}
+            for name, found in one.record.tests.items()
+        }
+        return replace(one, record=replace(one.record, tests=tests))
+
+    chosen = table.select(records, **labels)
+    return [of(one) if one in chosen else one for one in records]
+
+
+def test_a_seed_beyond_the_lengths_is_shown_as_a_bound(labelled):
+    """It is no number: a mean over it would be that of the lengths which were run."""
+    vector = {"stage": "final", "family": "llama", "optimizer": "muon", "arm": "vector"}
+    (row,) = [
+        rows_of(records, "To reach plain's final loss")["Llama", "Muon", "vector"]
+        for records in [
+            changed(
+                labelled,
+                lambda one: {2: -0.5, 3: 0.5, 4: 0.5}.get(one.labels["seed"], 0.0),
+                **vector,
+            )
+        ]
+    ]
+    number, below, above = re.fullmatch(r"(.*\]), (<.*\)), (>.*)", row[5]).groups()
+    assert (below, above) == ("<0.80 (1 of 5 seeds)", ">1.00 (2 of 5 seeds)")
+    kept = [one for one in labelled if one.labels["seed"] in (1, 5)]
+    assert number == rows_of(kept, "To reach plain's final loss")["Llama", "Muon", "vector"][5]
+    assert headline_gains.format_bounded([("<", 0.7), ("<", 0.8)]) == "<0.80 (2 of 2 seeds)"
+    assert headline_gains.format_bounded([(">", 0.9), (">", 1.0)]) == ">0.90 (2 of 2 seeds)"
+
+
+def says(records, start="Llama, Muon: "):
+    (compared,) = (each for each in headline.tables(records) if each.title == "Comparison")
+    assert len(compared.says) == 4
+    (found,) = (each for each in compared.says if each.startswith(start))
+    return found.removeprefix(start)
+
+
+def test_sentences_say_what_the_comparison_has(labelled):
+    number = r"-?0\.\d+"
+    interval = rf"{number} nats \[{number}, {number}\]"
+    text = says(labelled)
+    assert re.fullmatch(
+        rf"vector gains {interval} over plain; vector needs 0\.\d{{3}} \[0\.\d{{3}}, 0\.\d{{3}}\] of plain's "
+        r"tokens for plain's final loss; better than 5 of 5 rivals\.",
+        text,
+    )
+    gain = rows_of(labelled, "Comparison")["Llama", "Muon", "vector"][5]
+    assert gain.replace(" ", " nats ", 1) in text
+    # No rival is run with the hybrid, and no shorter run.
+    assert re.fullmatch(rf"vector gains {interval} over plain\.", says(labelled, "hybrid, Muon: "))
+    muon = {"stage": "final", "family": "llama", "optimizer": "muon", "length": 1.0, "size": 1}
+    vector = {**muon, "arm": "vector"}
+    worse = {name: value for name, value in vector.items() if name != "length"}
+    text = says(changed(labelled, lambda one: 0.1, **worse))
+    assert re.match(
+        rf"vector loses {interval} against plain; vector needs >1\.00 \(5 of 5 seeds\)", text
+    )
+    assert "better than 0 of 5 rivals, worse than 5" in text
+    wide = {1: 0.05, 2: -0.01, 3: 0.01, 4: 0.03, 5: 0.02}
+    text = says(changed(labelled, lambda one: wide[one.labels["seed"]], **vector))
+    found = re.match(
+        rf"no difference between vector and plain seen, with a gain of {number} nats "
+        rf"\[{number}, ({number})\]; one of more than ({number}) nats is unlikely; ",
+        text,
+    )
+    assert found[1] == found[2]
+    assert "no difference from " in text
+
+
+def test_sentences_say_what_was_not_run_or_diverged(labelled):
+    assert says(labelled[:1]) == "vector and plain were not run."
+    rivals = {arm.name for arms in headline_arms.RIVALS.values() for arm in arms}
+    none = [one for one in labelled if one.labels["arm"] not in rivals]
+    assert says(none).endswith("; no rival was run.")
+    few = [one for one in labelled if one.labels["arm"] not in rivals - {"normuon", "cautious"}]
+    assert says(few).endswith("; better than 2 of 2 rivals; 3 rivals not run.")
+    one = [one for one in none if one.labels["stage"] != "final" or one.labels["seed"] == 1]
+    assert says(one).startswith("vector and plain have 1 seed in common, too few for a verdict; ")
+    final = {"stage": "final", "family": "llama", "optimizer": "muon", "length": 1.0, "size": 1}
+    for arm, start in (
+        ("plain", "a run of plain diverged; "),
+        ("vector", "a run of vector diverged; "),
+    ):
+        lost = changed(
+            labelled, lambda one: math.inf * (one.labels["seed"] == 2) or 0.0, arm=arm, **final
+        )
+        assert says(lost).startswith(start)
+    lost = changed(labelled, lambda one: math.inf, arm="normuon", **final)
+    assert "better than 4 of 5 rivals, 1 diverged" in says(lost)
+
+
+def test_the_command_of_each_arm_makes_its_first_run(labelled, place):
+    rows = rows_of(labelled, "Commands")
+    assert set(rows) == set(rows_of(labelled, "Comparison"))
+    told = {}
+    for one in headline_gains.finals(labelled):
+        if one.labels["seed"] == 1:
+            told[headline_gains.named(one.labels)] = one.record
+    for name, row in rows.items():
+        assert row[3] == (
+            "1 to 5" if name[2] in ("plain", "scalar", "vector", "vector, varied") else "1 to 3"
+        )
+        words = shlex.split(row[4])
+        assert words[:2] == ["lrm", "train"]
+        assert key_of(configure(words[2:])) == told[name].key
 
 
 def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
@@ -192,10 +339,49 @@ def test_tables_and_plots_stand_on_the_page_and_in_the_readme(played):
         "To reach plain's final loss",
         "Variations",
         "Tuning",
+        "Repeated trials",
+        "Commands",
+    ]
+    assert [plot.title for plot, _ in section.plots][:3] == [
+        "Loss over time, Llama",
+        "Gain on the way, Llama",
+        "Gain over plain, Llama",
     ]
     (row,) = (r for r in section.tables[0].rows if r[:3] == ("Llama", "AdamW", "vector"))
     html = page.render(sections, elsewhere, "gpu")
     assert all(f"<td>{cell}</td>" in html for cell in row)
     text = page.readme(sections, elsewhere, "gpu", Path("experiments"))
     assert f"| {' | '.join(row)} |" in text
+    # What follows stands above the numbers.
+    for sentence in section.tables[0].says:
+        assert text.index(f"- {sentence}") < text.index(f"| {' | '.join(row)} |")
+        assert f"<p>{sentence}</p>".replace("'", "&#39;") in html
     assert "experiments/plots/headline-0.svg" in text
+
+
+def test_the_plots_are_of_held_out_losses_paired_by_seed(labelled):
+    """Training losses are of one batch each, and scatter by more than the gain."""
+    first, gain, *_ = headline.plot(labelled)
+    lines = {line.get_label(): line for line in first.figure.axes[0].lines}
+    plain = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="plain")
+    muon = [one.record for one in plain if one.labels["optimizer"] == "muon"]
+    drawn = lines["Muon, plain"]
+    # Thirteen points, the last at the end of the run: 220M tokens at a million a second.
+    assert len(drawn.get_xdata()) == 13
+    assert drawn.get_xdata()[-1] == pytest.approx(220, abs=0.1)
+    assert drawn.get_ydata()[-1] == pytest.approx(fmean(record.loss for record in muon), abs=1e-6)
+    (axes,) = gain.figure.axes
+    found = {line.get_label(): line for line in axes.lines}
+    vector = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="vector")
+    losses = {
+        one.labels["seed"]: one.record.loss for one in vector if one.labels["optimizer"] == "muon"
+    }
+    by_seed = [
+        one.record.loss - losses[one.labels["seed"]]
+        for one in plain
+        if one.labels["optimizer"] == "muon"
+    ]
+    assert found["Muon"].get_ydata()[-1] == pytest.approx(fmean(by_seed), abs=1e-6)
+    # The band is as wide as the gains of seeds differ, not as their losses do.
+    band = axes.collections[list(found).index("Muon")].get_paths()[0].vertices[:, 1]
+    assert max(band) - min(band) == pytest.approx(max(by_seed) - min(by_seed), abs=1e-6)

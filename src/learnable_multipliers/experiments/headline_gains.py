@@ -165,11 +165,11 @@ def tokens_to_reach(by_length: Mapping[float, float], loss: float) -> tuple[str,
 
 def format_bounded(values: Sequence[tuple[str, float]]) -> str:
     """Return mean and 95% interval of the numbers, then each bound with how many seeds have it."""
-    parts = [format_interval((value for sign, value in values if not sign), digits=2)]
+    parts = [format_interval((value for sign, value in values if not sign), digits=3)]
     for bound in ("<", ">"):
         found = [value for sign, value in values if sign == bound]
         if found:
             # The weakest of them holds for all.
             loosest = max(found) if bound == "<" else min(found)
             parts.append(f"{bound}{loosest:.2f} ({len(found)} of {len(values)} seeds)")
-    return "; ".join(filter(None, parts))
+    return ", ".join(filter(None, parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -315,7 +316,7 @@ def _commands(records: Sequence[Labelled]) -> Table:
     for labels in arms_of(runs):
         arm = table.by_seed(table.select(runs, **labels))
         first, last = min(arm), max(arm)
-        out = Path("runs", "-".join(word.replace(" ", "-") for word in key_of(labels)))
+        out = Path("runs", re.sub(r"\W+", "-", "-".join(key_of(labels))))
         config = replace(arm[first].train_config, out=out, runtime=RuntimeConfig())
         rows.append((*named(labels), f"{first} to {last}", command_of(config)))
     caption = "What trains the first seed of each arm at 1x; DATA is what lrm data prepare wrote."

@@ -36,7 +36,7 @@ def _sentence(records: Sequence[Labelled], family: str, kind: str) -> str:
         needs = needed(table.select(records, stage="final", size=1), labels)
         if needs is not None:
             tokens = format_bounded(needs.tokens)
-            parts.append(f"it needs {tokens} of plain's tokens for plain's final loss")
+            parts.append(f"vector needs {tokens} of plain's tokens for plain's final loss")
         parts += _against_rivals(runs, labels)
     return f"{NAMES[family]}, {NAMES[kind]}: {'; '.join(parts)}."
 
