@@ -1,6 +1,7 @@
 """The headline's program: each stage follows from the one before, and every arm is tuned alike."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -363,3 +364,22 @@ def test_a_combination_starts_from_the_rate_that_vector_was_tuned_to(played):
         tuned = next(at for at in of_kind if (at["stage"], at["arm"]) == ("final", "vector"))
         first = next(at for at in of_kind if str(at["arm"]).startswith("vector + "))
         assert first[ratio] == tuned[ratio] > {"muon": 4.0, "adamw": 2.0}[kind]
+
+
+def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
+    _, runs, _ = played
+    text = (Path(__file__).parents[1] / "docs" / "headline.md").read_text()
+    told = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
+    speeds = {"llama": 2.45e6, "hybrid": 1.58e6}
+
+    def size(run):
+        return run.config.model.num_layers * run.config.model.hidden_size**2
+
+    usual = {run.labels["family"]: size(run) for run in runs.values() if run.labels["size"] == 1}
+    seconds = 0.0
+    for run in runs.values():
+        family = run.labels["family"]
+        seconds += run.config.schedule.tokens / speeds[family] * size(run) / usual[family]
+        seconds += 7 * run.scored
+    assert len(runs) == pytest.approx(int(told[1]), abs=5)
+    assert seconds / 60 == pytest.approx(int(told[2]), abs=5)

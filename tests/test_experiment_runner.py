@@ -342,6 +342,23 @@ def test_runs_that_follow_from_records_are_trained_by_the_same_command(
     assert ask(*words)[:2] == (0, "2 runs, 2 of them have a record\n")
 
 
+def test_evaluations_on_the_way_leave_a_run_as_it_is(data, tmp_path):
+    """The headline evaluates some of the arms that it compares more often than others."""
+    run = small_experiment.run_of(1e-3)
+    found = []
+    for every in (0, 5):
+        log = replace(run.config.log, evaluate_every=every)
+        changed = replace(run, config=replace(run.config, log=log))
+        job = Job(experiment="small", run=runner.prepared(changed, "cpu", data), ledger={})
+        found.append(train(job, tmp_path / "run"))
+    once, often = found
+    assert once.held_out["step"] == [12.0]
+    assert often.held_out["step"] == [5.0, 10.0, 12.0]
+    # To the bit.
+    for name in ("loss", "train", "weights", "readings"):
+        assert getattr(once, name) == getattr(often, name)
+
+
 # -- what is missing ---------------------------------------------------------------------------
 
 

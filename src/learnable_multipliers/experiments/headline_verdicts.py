@@ -60,7 +60,7 @@ def _against_plain(found: Sequence[float]) -> str:
         number = f"{len(found)} {'seed' if len(found) == 1 else 'seeds'}"
         return f"vector and plain have {number} in common, too few for a verdict"
     if says == "not run":
-        return "vector and plain were not run"
+        return "no seed of both vector and plain was run"
     return f"a run of {'plain' if says == 'plain diverged' else 'vector'} diverged"
 
 
