@@ -61,6 +61,8 @@ REPEAT_SEEDS = (9, 10)
 _FOLLOWED = (PLAIN.name, VECTOR.name, VARIED.name)
 """Arms whose full-length runs are evaluated on the way and scored on benchmarks."""
 _EVALUATIONS = 12
+_Name = tuple[Family, Kind, str]
+"""Of an arm."""
 
 
 def runs(preset: Preset) -> list[Run]:
@@ -88,11 +90,11 @@ class _Program:
         self._scale = SCALES[preset]
         self._baselines: dict[tuple[Family, Kind], Settings] = {}
         """Settings that all arms of a model and an optimizer start from."""
-        self._tuned: dict[tuple[Family, Kind, str], Settings] = {}
+        self._tuned: dict[_Name, Settings] = {}
         """Best settings of the arms whose tuning has ended."""
-        self._losses: dict[tuple[Family, Kind, str], float] = {}
+        self._losses: dict[_Name, float] = {}
         """Loss of their best trial; infinite where none has ended well."""
-        self._trials: dict[tuple[Family, Kind, str], list[tuple[Settings, float]]] = {}
+        self._trials: dict[_Name, list[tuple[Settings, float]]] = {}
         self._missing = False
         self._yielded: set[str] = set()
 
@@ -147,7 +149,7 @@ class _Program:
             given = {name: value for name, value in tuned.items() if name not in own}
         trials = self._scale.baseline_trials if family == "llama" else self._scale.trials
         yield from self._search(family, kind, PLAIN, Search(axes, trials), given)
-        name = family, kind, PLAIN.name
+        name: _Name = family, kind, PLAIN.name
         if name in self._tuned:
             if (family, kind) == REPEATED:
                 yield from self._repeated(family, kind)
@@ -155,7 +157,7 @@ class _Program:
 
     def _repeated(self, family: Family, kind: Kind) -> Iterator[Run]:
         """(a) Run a search's two best trials with more seeds, and take the better mean."""
-        name = family, kind, PLAIN.name
+        name: _Name = family, kind, PLAIN.name
         first = self._tuned[name], self._losses[name]
         others = [trial for trial in self._trials[name] if trial != first]
         pair = [first, *sorted(others, key=lambda trial: trial[1])[:1]]
@@ -214,8 +216,8 @@ class _Program:
                 yield from pair
                 if not self._gain(*pair) > 0:
                     continue
-            for kept in (self._tuned, self._losses):
-                kept["llama", kind, VARIED.name] = kept["llama", kind, VECTOR.name]
+            self._tuned["llama", kind, VARIED.name] = self._tuned["llama", kind, VECTOR.name]
+            self._losses["llama", kind, VARIED.name] = self._losses["llama", kind, VECTOR.name]
             yield from self._finals("llama", kind, (arm,), self._scale.seeds)
 
     def _variation(self, arm: Arm, seed: int, kind: Kind = "muon") -> Run:
@@ -290,7 +292,8 @@ class _Program:
             if not self._is_over(run):
                 return
             losses[point] = self._loss(run)
-        name, point = (family, kind, arm.name), best(losses)
+        name: _Name = family, kind, arm.name
+        point = best(losses)
         self._trials[name] = [
             ({**given, **search.values(tried)}, loss) for tried, loss in losses.items()
         ]
