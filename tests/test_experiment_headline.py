@@ -1,78 +1,32 @@
 """The headline's program: each stage follows from the one before, and every arm is tuned alike."""
 
 import math
-import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
-from learnable_multipliers.experiments import (
-    headline,
-    headline_arms,
-    headline_report,
-    page,
-    table,
-)
+from headline_world import loss_of, play, with_labels
+from learnable_multipliers.experiments import catalogue, headline, headline_arms
 from learnable_multipliers.experiments.presets import with_optimizer
-from learnable_multipliers.experiments.record import Labelled
-from learnable_multipliers.experiments.search import LEAST_GAIN
+from learnable_multipliers.experiments.record import read_file
+from learnable_multipliers.experiments.search import MIN_GAIN
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from shuffling import made_up_record
-
-GAINS = {"scalar": 0.01, "vector": 0.02, "symmetry-aware": 0.015, "cautious": -0.01}
-GAINS |= {name: 0.0 for name in VARIATIONS} | {"rows alone": 0.03, "log scale": 0.04}
-GAINS |= {"vector, varied": 0.05}
-GAINS |= {"vector + cautious": 0.01, "vector + adamc": 0.03, "vector + normuon": 0.03}
-
-
-def loss_of(run, noise=0.001):
-    """Return a loss with a bowl around every arm's best settings, gains, and noise by seed."""
-    labels = run.labels
-    bottom = {"lr": 1.13e-2 if labels["optimizer"] == "adamw" else 5.66e-3, "weight_decay": 0.2}
-    if str(labels["arm"]) in ("hyperball", "magnitude-direction"):
-        bottom["lr"] = 1e-3
-    off = [math.log2(labels[name] / best) for name, best in bottom.items()]
-    gain = GAINS.get(str(labels["arm"]), 0.0)
-    common = random.Random(labels["seed"]).gauss(0, 0.01)
-    own = random.Random(run.in_words).gauss(0, noise)
-    length = 0.2 * (1 - labels["length"]) - 0.05 * (labels["size"] - 1)
-    return 3.5 + 0.01 * sum(x**2 for x in off) - gain + common + own + length
-
-
-def record_of(run):
-    loss = loss_of(run)
-    tests = {"wiki": {"loss": loss + 0.1, "bits_per_byte": 1.1}}
-    tests["lambada"] = {"loss": loss + 1, "bits_per_byte": 1.3 + loss / 10}
-    steps = [float(step) for step in range(1, 100, 7)]
-    curves = {"step": steps, "loss": [loss + 1 / step for step in steps]}
-    # A nat is worth ten points of accuracy, and a fifth of a bit per byte.
-    scores = {"items": "some", "accuracy": 0.9 - loss / 10, "bits per byte": loss / 5}
-    scored = dict.fromkeys(headline.BENCHMARKS, scores) if run.scored else {}
-    return made_up_record(run, {}, loss=loss, tests=tests, train=curves, benchmarks=scored)
 
 
 @pytest.fixture(scope="module")
 def played():
-    """The whole program in a made-up world: its rounds, its runs by key, and their records."""
-    records, rounds = {}, []
-    while True:
-        runs = headline.follow_up("gpu", records)
-        new = {run.key: run for run in runs if run.key not in records}
-        if not new:
-            return rounds, {run.key: run for run in runs}, records
-        rounds.append([run.labels for run in new.values()])
-        records |= {key: record_of(run) for key, run in new.items()}
+    return play()
 
 
 @pytest.fixture(scope="module")
 def labelled(played):
     _, runs, records = played
-    return [Labelled(labels=run.labels, record=records[key]) for key, run in runs.items()]
+    return with_labels(runs, records)
 
 
 def test_stages_come_one_after_another(played):
@@ -91,7 +45,7 @@ def test_stages_come_one_after_another(played):
     assert lengths.index(0.8) < lengths.index(1.64)
     # A stage waits for the records of the one before.
     for each in rounds:
-        assert len({(labels["stage"], labels["seed"] == 0) for labels in each}) == 1
+        assert len({labels["stage"] in ("tuning", "repeat") for labels in each}) == 1
 
     def first_of(**wanted):
         return next(i for i, labels in enumerate(order) if wanted.items() <= labels.items())
@@ -112,7 +66,7 @@ def test_every_arm_has_the_same_number_of_trials(played):
     rivals = {arm.name for arms in headline_arms.RIVALS.values() for arm in arms}
     for (family, _, arm), count in trials.items():
         # A search ends before, where it has tried every neighbour of its best.
-        most = 6 if arm in rivals - {"magnitude-direction"} else 8
+        most = 6 if arm in rivals - {"magnitude-direction", "hyperball"} else 8
         if arm == "plain":
             # Once more as the others are, mostly of trials it has made.
             most = 28 + 8 if family == "llama" else 8 + 8
@@ -143,13 +97,16 @@ def test_reported_seeds_are_none_of_the_tuning(played):
         arm = tuple(run.labels[name] for name in ("family", "optimizer", "arm"))
         if run.labels["stage"] == "final" and arm[2] != "vector, varied":
             losses = [loss_of(t) for t in trials[arm] if t.config.optimizer == run.config.optimizer]
-            assert min(losses) <= min(map(loss_of, trials[arm])) + LEAST_GAIN
+            assert min(losses) <= min(map(loss_of, trials[arm])) + MIN_GAIN
 
 
 def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(played, labelled):
     _, runs, _ = played
     tried = [run for run in runs.values() if run.labels["stage"] == "variation"]
-    assert {run.labels["optimizer"] for run in tried} == {"muon"}
+    (vector, together) = (run for run in tried if run.labels["optimizer"] == "adamw")
+    assert [run.labels["arm"] for run in (vector, together)] == ["vector", "vector, varied"]
+    assert vector.labels["seed"] == together.labels["seed"] == 6
+    tried = [run for run in tried if run.labels["optimizer"] == "muon"]
     seeds, reference = {}, {}
     for run in tried:
         seeds.setdefault(run.labels["arm"], []).append(run.labels["seed"])
@@ -160,6 +117,7 @@ def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(playe
     assert seeds["rows alone"] == seeds["log scale"] == [6, 7, 8]
     # Those without an effect are dropped with the first seed that is worse, here before long.
     assert sum(map(len, seeds.values())) < 3 * len(seeds) - 8
+    assert "decay of raw weights / 4" in seeds
     for run in tried:
         if run.labels["arm"] != "vector":
             assert run.config != reference[run.labels["seed"]]
@@ -170,7 +128,9 @@ def test_variations_change_tuned_runs_and_the_better_ones_are_put_together(playe
         assert run.config.optimizer.multiplier_scale == "log"
         assert ". only=query kind=row" in run.config.optimizer.rules
     (shown,) = (each for each in headline.tables(labelled) if each.title == "Variations")
-    rows = {row[1]: row for row in shown.rows}
+    (adamw,) = (row for row in shown.rows if row[0] == "AdamW")
+    assert (adamw[1], adamw[2], adamw[4]) == ("vector, varied", "1", "kept")
+    rows = {row[1]: row for row in shown.rows if row[0] == "Muon"}
     assert set(rows) == set(VARIATIONS)
     assert rows["log scale"][2] == "3"
     # The gain over vector, which has one of its own.
@@ -193,7 +153,7 @@ def test_variations_set_what_they_say():
     for name in VARIATIONS:
         assert matrix("layers.0.feed_forward.down_proj", name).carries
     assert matrix("lm_head", "rows on the head").blocks[0].row
-    # Of two that set the same thing, the first has its way; others add to it.
+    # Of two that set the same thing, the first takes precedence; others add to it.
     down = matrix("down_proj", "columns alone", "rows alone", "raw weights start at twice the size")
     assert down.col
     assert not down.blocks[0].row
@@ -202,18 +162,18 @@ def test_variations_set_what_they_say():
     assert matrix("q_proj", "one for each head of query, key, value").num_multipliers > 1
 
 
-def test_of_variations_of_one_setting_the_first_has_its_way():
+def test_of_variations_of_one_setting_the_first_takes_precedence():
     """Their factors are of the tuned value: two that are kept do not multiply."""
     config = headline_arms.shape("gpu", "llama", 0.5)
     config = with_optimizer(config, kind="muon", weight_decay=0.0125, adamw_lr_scale=2.0)
-    decays = ("decay of raw weights x 4", "decay of raw weights x 16")
+    decays = ("decay of raw weights x 4", "decay of raw weights x 16", "decay of raw weights / 4")
     rates = ("AdamW side at half the rate", "AdamW side at twice the rate")
     schedules = ("multipliers without decay of their rate", "multipliers without warmup")
     found = varied(config, (*decays, *rates, *schedules))
     assert found.optimizer.weight_decay == 4 * 0.0125
     assert found.optimizer.adamw_lr_scale == 1.0
     assert found.schedule.multipliers == "no-decay"
-    assert varied(config, reversed(decays)).optimizer.weight_decay == 16 * 0.0125
+    assert varied(config, reversed(decays)).optimizer.weight_decay == 0.0125 / 4
     # With AdamW there is no other side: the run is the same, and is not made twice.
     config = with_optimizer(config, kind="adamw")
     assert varied(config, rates) == config
@@ -230,9 +190,9 @@ def test_runs_are_what_their_labels_say(played):
             assert labels.get("adamw_lr_scale", 0) in (0, config.optimizer.adamw_lr_scale)
         assert config.schedule.tokens == round(220e6 * labels["length"])
         assert config.schedule.decay_start == pytest.approx(0.8 * config.schedule.tokens, abs=1)
-        if "rest_lr" in labels:
+        if "adamw_lr" in labels:
             rest = config.optimizer.lr * config.optimizer.rest_lr_scale
-            assert rest == pytest.approx(labels["rest_lr"])
+            assert rest == pytest.approx(labels["adamw_lr"])
         arm = labels["family"], labels["optimizer"], labels["arm"], labels["size"]
         if arm in seen:
             continue
@@ -254,183 +214,174 @@ def test_runs_are_what_their_labels_say(played):
     assert 1.9 < inner[2] / inner[1] < 2.3
 
 
-def test_the_table_has_the_gains_of_the_world(labelled):
-    compared, _, _, longer, shorter, _, tuning = headline.tables(labelled)
-    rows = {(row[0], row[1], row[2]): row for row in compared.rows}
-    assert len(rows) == len(compared.rows)
-    for (_, _, arm), row in rows.items():
-        if arm == "plain":
-            assert row[5] == row[6] == ""
-            continue
-        mean = float(row[5].split()[0])
-        # Tuning ended at the bottom, or a neighbour of it.
-        assert mean == pytest.approx(GAINS.get(arm, 0.0), abs=0.012), arm
-    assert rows["Llama", "AdamW", "vector"][6] == "better"
-    assert rows["Llama", "Muon", "cautious"][6] == "worse"
-    assert rows["Llama", "AdamW", "vector"][3] == "5"
-    # A gain of 0.02 nats is 0.002 bits per byte in this world.
-    assert float(rows["Llama", "Muon", "vector"][8].split()[0]) == pytest.approx(0.002, abs=0.001)
-    assert {row[3:6] for row in longer.rows} == {("1.64x", "1x", "3"), ("1.64x", "2x", "3")}
-    gains = {row[2]: row for row in longer.rows if row[:2] == ("Llama", "Muon")}
-    assert float(gains["vector"][7].split()[0]) == pytest.approx(0.02, abs=0.004)
-    assert gains["vector"][8] == "better"
-    # What rivals gain over vector, by the same seeds.
-    over = float(rows["Llama", "Muon", "symmetry-aware"][7].split()[0])
-    assert over == pytest.approx(-0.005, abs=0.012)
-    assert rows["Llama", "Muon", "vector"][7] == ""
-    reached = next(row for row in shorter.rows if row[:3] == ("Llama", "Muon", "vector"))
-    # 0.2 nats a length: 0.02 is a tenth of it. All runs have one speed.
-    assert float(reached[5]) == pytest.approx(0.9, abs=0.02)
-    assert reached[6] == reached[5]
-    plain = next(row for row in tuning.rows if row[:3] == ("Llama", "AdamW", "plain"))
-    assert "lr 0.0113" in plain[6]
-    assert "weight_decay 0.2" in plain[6]
-    assert "lr" not in plain[7].split(", ")
-    wanted = {"stage": "tuning", "family": "llama", "optimizer": "adamw", "arm": "plain"}
-    losses = [one.record.loss for one in labelled if wanted.items() <= one.labels.items()]
-    assert float(plain[4]) == pytest.approx(min(losses), abs=1e-3)
-    assert plain[5] == f"{min(losses[:6]):.4f}"
-    # Settings that were never moved are not bracketed.
-    for row in tuning.rows:
-        moved = {name for name in row[6].replace(",", "").split()[::2]}
-        assert set(filter(None, row[7].split(", "))) <= moved
-
-
-def test_benchmarks_have_the_gains_of_the_world(labelled):
-    _, accuracy, bits, *_ = headline.tables(labelled)
-    assert accuracy.header[4:] == bits.header[4:] == ("mean", *headline.BENCHMARKS)
-    for shown, worth, size in ((accuracy, 10.0, 100), (bits, 0.2, 1)):
-        rows = {row[:3]: row for row in shown.rows}
-        gain = rows["Llama", "Muon", "vector"]
-        assert gain[3] == "5"
-        # The same score on every task; better is positive in both tables.
-        assert set(gain[5:]) == {gain[4]}
-        mean, low, high = (float(word.strip("[],")) for word in gain[4].split())
-        assert low < mean < high
-        assert mean == pytest.approx(0.02 * worth, abs=0.004 * worth)
-        arm = {"family": "llama", "optimizer": "muon", "arm": "plain"}
-        runs = table.select(labelled, stage="final", length=1.0, size=1, **arm)
-        loss = fmean(one.record.loss for one in runs)
-        score = size * (0.9 - loss / 10 if shown is accuracy else loss / 5)
-        assert float(rows["Llama", "Muon", "plain"][4].split()[0]) == pytest.approx(score, abs=1e-3)
-
-
-def test_scores_of_other_questions_are_not_compared(labelled):
-    def asked_others(one):
-        if one.labels["arm"] != "vector":
-            return one
-        scores = {
-            task: {**found, "items": "others"} if task == "blimp" else found
-            for task, found in one.record.benchmarks.items()
-        }
-        return replace(one, record=replace(one.record, benchmarks=scores))
-
-    accuracy = headline.tables([asked_others(one) for one in labelled])[1]
-    (row,) = (row for row in accuracy.rows if row[:3] == ("Llama", "AdamW", "vector"))
-    cells = dict(zip(accuracy.header, row, strict=True))
-    assert cells["blimp"] == cells["mean"] == ""
-    assert cells["piqa"] != ""
-
-
-def test_part_of_the_records_is_shown_too(labelled):
-    rng = random.Random(0)
-    for count in (1, 5, 50, len(labelled)):
-        part = rng.sample(labelled, count)
-        for shown in headline.tables(part):
-            assert all(len(row) == len(shown.header) for row in shown.rows)
-        assert all(plot.title and plot.caption for plot in headline.plot(part))
-    assert headline.tables([]) == headline.plot([]) == []
-
-
-def test_arms_that_were_not_reached_stand_in_the_table_as_not_run(labelled):
-    part = [one for one in labelled if one.labels["arm"] in ("plain", "vector")]
-    compared = headline.tables(part)[0]
-    rows = {row[:3]: row for row in compared.rows}
-    assert rows["Llama", "Muon", "normuon"][3:7] == ("0", "", "", "not run")
-    assert rows["Llama", "Muon", "vector"][6] == "better"
-    assert len(rows) == len(headline_arms.expected())
-
-
-def test_arms_stand_in_a_line_each_model_and_optimizer_before_any_is_run(labelled):
-    first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
-    compared = headline.tables(first)[0]
-    named = [arm for row in compared.rows for arm in row[2].split(", ")]
-    assert len(named) == len(headline_arms.expected())
-    assert len({row[:2] for row in compared.rows}) == len(compared.rows)
-
-
-def test_a_setting_that_was_never_moved_is_not_bracketed(labelled):
-    first = [one for one in labelled if one.labels["stage"] == "tuning"][:1]
-    (tuning,) = (each for each in headline.tables(first) if each.title == "Tuning")
-    every = [axis.name for axis in headline_arms.baseline_axes("llama", "muon")]
-    assert tuning.rows[0][7] == ", ".join(every)
-
-
-@pytest.mark.parametrize(
-    ("losses", "loss", "expected"),
-    [
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.1, ("", 0.95)),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.3, ("", 0.85)),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 3.5, ("<", 0.8)),
-        ({0.8: 3.4, 0.9: 3.2, 1.0: 3.0}, 2.9, (">", 1.0)),
-        ({0.8: 3.4, 0.9: math.inf, 1.0: 3.0}, 3.1, ("", 0.95)),
-        ({0.8: math.inf, 1.0: math.inf}, 3.1, (">", 1.0)),
-    ],
-)
-def test_the_length_at_which_a_loss_is_reached_is_interpolated(losses, loss, expected):
-    by_length = {length: [value, value] for length, value in losses.items()}
-    found = headline_report.reached(by_length, loss)
-    assert found == (expected[0], pytest.approx(expected[1]))
-
-
-def test_lengths_are_compared_by_the_seeds_that_all_of_them_have(labelled):
-    """A stage that was stopped has fewer: means over other seeds differ by what seeds do."""
-
-    def shown(records):
-        (found,) = (each for each in headline.tables(records) if each.title.startswith("To reach"))
-        return next(row for row in found.rows if row[:3] == ("Llama", "Muon", "vector"))
-
-    for seed in (1, 4):
-        kept = [one for one in labelled if one.labels["seed"] == seed]
-        partly = [one for one in labelled if one.labels["length"] != 0.8 or one in kept]
-        assert shown(partly) == shown(kept)
-        assert shown(partly)[3] == "1"
-    assert shown(labelled)[3] == "5"
-
-
-def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
-    assert headline_report.verdict([]) == "not run"
-    assert headline_report.verdict([0.01, 0.011]) == "too few seeds"
-    assert headline_report.verdict([0.01, 0.011, 0.012, -math.inf]) == "diverged"
-    # The gain over a plain run that diverged is infinite, whatever the arm has done.
-    assert headline_report.verdict([0.01, 0.011, math.inf]) == "plain diverged"
-    assert headline_report.verdict([0.01, -math.inf, math.inf]) == "diverged"
-    assert headline_report.verdict([0.01, 0.011, math.nan]) == "diverged"
-    assert headline_report.verdict([0.01, 0.011, 0.012]) == "better"
-    assert headline_report.verdict([-0.01, -0.011, -0.012]) == "worse"
-    assert headline_report.verdict([0.01, -0.011, 0.012]) == "no difference seen"
-
-
 def test_nothing_is_asked_of_the_paper_preset():
     assert headline.follow_up("paper", {}) == []
 
 
-def test_tables_and_plots_stand_on_the_page_and_in_the_readme(played):
-    _, _, records = played
-    sections, elsewhere = page.report(records, "gpu")
-    (section,) = (each for each in sections if each.name == "headline")
-    assert [shown.title for shown in section.tables] == [
-        "Comparison",
-        "Benchmarks: accuracy",
-        "Benchmarks: bits per byte",
-        "Other lengths and sizes",
-        "To reach plain's final loss",
-        "Variations",
-        "Tuning",
-    ]
-    (row,) = (r for r in section.tables[0].rows if r[:3] == ("Llama", "AdamW", "vector"))
-    html = page.render(sections, elsewhere, "gpu")
-    assert all(f"<td>{cell}</td>" in html for cell in row)
-    text = page.readme(sections, elsewhere, "gpu", Path("experiments"))
-    assert f"| {' | '.join(row)} |" in text
-    assert "experiments/plots/headline-0.svg" in text
+def replay(played, changed, **world):
+    """Play the program with other outcomes of some runs; the records of all others are kept."""
+    _, runs, records = played
+    kept = {key: record for key, record in records.items() if not changed(runs[key])}
+    return play(records=kept, **world)
+
+
+def finals_of(runs):
+    return {
+        (run.labels["optimizer"], run.labels["arm"])
+        for run in runs.values()
+        if run.labels["stage"] == "final" and run.labels["family"] == "llama"
+    }
+
+
+def test_an_arm_that_crashes_keeps_no_other_from_its_runs(played):
+    _, everything, _ = played
+
+    def crashes(run):
+        return run.labels["arm"] == "muown"
+
+    _, runs, records = replay(played, crashes, fails=crashes)
+    # A trial that failed is as bad as one that diverged: its neighbours are tried.
+    tried = [run for run in runs.values() if run.labels["arm"] == "muown"]
+    assert len(tried) == 5
+    assert {run.labels["stage"] for run in tried} == {"tuning"}
+    assert finals_of(runs) == finals_of(everything) - {("muon", "muown")}
+    others = {key for key, run in everything.items() if run.labels["arm"] != "muown"}
+    assert others == set(runs) & set(records)
+    # Reports have the runs that were made after those that failed, the next call repeats them.
+    named = catalogue.labelled_records("headline", "gpu", records)
+    assert {one.record.key for one in named} == others
+    asked = {run.key for run in headline.follow_up("gpu", records)} - set(records)
+    assert asked == {tried[0].key}
+    assert set(play(records=records)[2]) == set(everything)
+
+
+def test_a_trial_that_crashes_is_not_the_end_of_a_search(played):
+    _, everything, _ = played
+    vector = {"stage": "tuning", "optimizer": "muon", "family": "llama", "arm": "vector"}
+    first = next(run for run in everything.values() if vector.items() <= run.labels.items())
+
+    def crashes(run):
+        return run.key == first.key
+
+    _, runs, _ = replay(played, crashes, fails=crashes)
+    assert {("muon", "vector"), ("muon", "vector + normuon")} <= finals_of(runs)
+
+
+@pytest.mark.parametrize("arms", [("vector",), ("scalar", "vector"), ("plain",), None])
+def test_the_program_ends_whatever_crashes(played, arms):
+    def crashes(run):
+        return arms is None or run.labels["arm"] in arms
+
+    _, runs, _ = replay(played, crashes, fails=crashes)
+    found = finals_of(runs)
+    assert not {arm for _, arm in found} & set(arms or ("plain", "vector", "cautious"))
+    if arms is not None:
+        assert ("muon", "normuon") in found
+
+
+def test_runs_of_three_arms_are_followed_and_scored_and_no_others(played):
+    _, runs, _ = played
+    for run in runs.values():
+        labels = run.labels
+        followed = (
+            (labels["stage"], labels["length"], labels["size"]) == ("final", 1.0, 1)
+        ) and labels["arm"] in ("plain", "vector", "vector, varied")
+        assert run.scored == followed
+        # 220M tokens are 3,357 steps.
+        assert run.config.log.evaluate_every == (279 if followed else 0)
+
+
+def test_records_of_the_baselines_still_belong_to_their_runs():
+    """A setting that changes their keys would have them trained again."""
+    folder = Path(__file__).parents[1] / "results" / "experiments"
+    made = {record.key: record for record in read_file(folder / "headline.jsonl.xz")}
+    named = catalogue.labelled_records("headline", "gpu", made)
+    (left,) = set(made) - {one.record.key for one in named}
+    # The one that docs/headline.md leaves out.
+    optimizer = made[left].config["optimizer"]
+    assert (optimizer["lr"], optimizer["weight_decay"]) == (1.13e-2, 0.0125)
+
+
+def adamw(runs, **labels):
+    labels |= {"family": "llama", "optimizer": "adamw"}
+    return [run for run in runs.values() if labels.items() <= run.labels.items()]
+
+
+def settings(run):
+    names = [axis.name for axis in headline_arms.baseline_axes("llama", "adamw")]
+    return ", ".join(f"{name} {run.labels[name]:g}" for name in names)
+
+
+def test_the_best_trials_of_adamw_are_repeated_and_the_better_mean_is_the_baseline(played):
+    _, runs, _ = played
+    repeats = adamw(runs, stage="repeat")
+    assert [run.labels["seed"] for run in repeats] == [9, 10, 9, 10]
+    assert all(run.labels["arm"] == "plain" for run in repeats)
+    first, second = (settings(run) for run in repeats[::2])
+    assert first != second
+    assert not any(
+        run.labels["stage"] == "repeat" and run.labels["optimizer"] == "muon"
+        for run in runs.values()
+    )
+
+    for lucky, start in ((first, second), (second, first)):
+
+        def world(run, lucky=lucky):
+            """Return losses in which one of the two was good by its seed alone."""
+            is_repeat = run.labels["stage"] == "repeat"
+            return loss_of(run) + 0.1 * (is_repeat and settings(run) == lucky)
+
+        _, found, records = replay(played, lambda run: run in adamw(runs), loss_of=world)
+        for arm in ("plain", "cautious"):
+            finals = adamw(found, stage="final", arm=arm, length=1.0, size=1)
+            trials = adamw(found, stage="tuning", arm=arm)
+            assert settings(finals[0] if arm == "plain" else trials[0]) == start
+        tables = {each.title: each for each in headline.tables(with_labels(found, records))}
+        means = {row[3]: float(row[5]) for row in tables["Repeated trials"].rows}
+        assert len(means) == 2
+        chosen = min(means, key=means.__getitem__)
+        assert chosen == start
+
+
+def test_adamw_has_the_variations_of_muon_only_if_they_are_better(played):
+    def is_adamw(run):
+        return run.labels["optimizer"] == "adamw" and run.labels["arm"] == "vector, varied"
+
+    assert ("adamw", "vector, varied") in finals_of(played[1])
+    _, runs, _ = replay(played, is_adamw, loss_of=lambda run: loss_of(run) + 0.1 * is_adamw(run))
+    assert finals_of(runs) == finals_of(played[1]) - {("adamw", "vector, varied")}
+
+
+def test_a_combination_starts_from_the_rate_that_vector_was_tuned_to(played):
+    ratio = "multiplier_lr_scale"
+
+    def with_muon(run):
+        return ratio in run.labels and run.labels["optimizer"] == "muon"
+
+    def likes_fast(run):
+        return loss_of(run) + 0.01 * abs(math.log2(run.labels.get(ratio, 16.0) / 16.0))
+
+    _, runs, _ = replay(played, with_muon, loss_of=likes_fast)
+    muon = [run.labels for run in runs.values() if run.labels["optimizer"] == "muon"]
+    tuned = next(at for at in muon if (at["stage"], at["arm"]) == ("final", "vector"))
+    first = next(at for at in muon if str(at["arm"]).startswith("vector + "))
+    assert first[ratio] == tuned[ratio] > 4.0
+
+
+def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
+    _, runs, _ = played
+    text = (Path(__file__).parents[1] / "docs" / "headline.md").read_text()
+    told = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
+    speeds = {"llama": 2.45e6, "hybrid": 1.58e6}
+
+    def size(run):
+        return run.config.model.num_layers * run.config.model.hidden_size**2
+
+    usual = {run.labels["family"]: size(run) for run in runs.values() if run.labels["size"] == 1}
+    seconds = 0.0
+    for run in runs.values():
+        family = run.labels["family"]
+        seconds += run.config.schedule.tokens / speeds[family] * size(run) / usual[family]
+        seconds += 7 * run.scored
+    assert len(runs) == pytest.approx(int(told[1]), abs=5)
+    assert seconds / 60 == pytest.approx(int(told[2]), abs=5)

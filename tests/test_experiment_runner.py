@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 import small_experiment
+from learnable_multipliers.cli import experiment as command
 from learnable_multipliers.experiments import catalogue, runner
 from learnable_multipliers.experiments.progress import Display
 from learnable_multipliers.experiments.record import Record, append, read_file, read_records
@@ -32,6 +33,7 @@ COMMAND = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
 import time
+from learnable_multipliers.cli import experiment as command
 from learnable_multipliers.experiments import catalogue, runner
 catalogue.MODULES = {{"small": "small_experiment"}}
 append = runner.append
@@ -217,11 +219,27 @@ def test_workers_of_the_cpu_preset_have_one_thread_each(ask, data, small, monkey
     fake_training(monkeypatch, lambda *given: seen.append(given) or runner.Result())
     for options in ([], ["--jobs", "3", "--seconds", "60"]):
         assert ask("experiment", "small", "--data", str(data), *options)[0] == 0
-    settings = {"num_threads": 1, "follow_up": None}
+    settings = {"num_threads": 1, "follow_up": None, "known": []}
     assert seen[0][2] == {**settings, "num_workers": num_cores(), "seconds": 0.0}
     assert seen[1][2] == {**settings, "num_workers": 3, "seconds": 60.0}
     assert all(job.run.config.runtime.device == "cpu" for job in seen[0][0])
     assert runner.default_threads("gpu", 1) == num_cores()
+
+
+def test_a_gpu_is_told_that_the_code_is_not_committed(ask, data, small, monkeypatch):
+    fake_training(monkeypatch, lambda *_: runner.Result())
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    words = ("experiment", "small", "--data", str(data), "--preset")
+    for preset, commit, told in (
+        ("gpu", "a" * 40 + "-changed", 1),
+        ("gpu", "a" * 40, 0),
+        ("gpu", None, 0),
+        ("cpu", "a" * 40 + "-changed", 0),
+    ):
+        monkeypatch.setattr(command, "commit", lambda commit=commit: commit)
+        code, text, _ = ask(*words, preset)
+        assert code == 0
+        assert text.count("the package has changes that are not committed") == told
 
 
 def test_an_experiment_may_ask_for_one_run_at_a_time():
@@ -306,7 +324,7 @@ def test_runs_that_follow_from_records_are_trained_by_the_same_command(
     module.TITLE, module.FIGURE, module.CLAIMS = "Following", "none", ()
     module.runs = lambda preset: []
 
-    def follow_up(preset, records):
+    def follow_up(preset, records, failed):
         known = records.get(first.key)
         return [first] if known is None or known.loss is None else [first, second]
 
@@ -322,6 +340,23 @@ def test_runs_that_follow_from_records_are_trained_by_the_same_command(
     assert [record.key for record in found] == [first.key, second.key]
     assert [record.loss for record in found] == [record.loss for record in reference[:2]]
     assert ask(*words)[:2] == (0, "2 runs, 2 of them have a record\n")
+
+
+def test_evaluations_on_the_way_leave_a_run_as_it_is(data, tmp_path):
+    """The headline evaluates some of the arms that it compares more often than others."""
+    run = small_experiment.run_of(1e-3)
+    found = []
+    for every in (0, 5):
+        log = replace(run.config.log, evaluate_every=every)
+        changed = replace(run, config=replace(run.config, log=log))
+        job = Job(experiment="small", run=runner.prepared(changed, "cpu", data), ledger={})
+        found.append(train(job, tmp_path / "run"))
+    once, often = found
+    assert once.held_out["step"] == [12.0]
+    assert often.held_out["step"] == [5.0, 10.0, 12.0]
+    # To the bit.
+    for name in ("loss", "train", "weights", "readings"):
+        assert getattr(once, name) == getattr(often, name)
 
 
 # -- what is missing ---------------------------------------------------------------------------
@@ -414,7 +449,17 @@ def test_time_is_estimated_from_runs_of_the_same_model_by_their_tokens(reference
     tokens = small.run.config.schedule.tokens
     assert alike.tokens == tokens
     assert runner.durations(small, [alike, other]) == [2.0]
-    assert runner.durations(large, [alike]) == [2.0]
+    # Three layers take longer than two, and a mixer longer than none.
+    assert runner.durations(large, [alike]) == [pytest.approx(3.0)]
+    hybrid = replace(large.run.config.model, ssm_size=64)
+    mixer = replace(large, run=replace(large.run, config=replace(large.run.config, model=hybrid)))
+    assert runner.durations(mixer, [alike]) == [pytest.approx(4.8)]
+    # Runs of this call count first, then earlier ones of the model, then this call's of others.
+    assert runner.durations(small, [alike], [replace(alike, seconds=9.0)]) == [2.0]
+    assert runner.durations(large, [alike], [other]) == [7.0]
+    assert runner.durations(mixer, [alike], [other]) == [pytest.approx(4.8)]
+    assert runner.durations(mixer, [], [alike]) == [pytest.approx(4.8)]
+    assert runner.seconds_left([small, large], [], 1, [alike, other]) == 9.0
     assert runner.durations(small, []) == []
     twice = replace(small.run.config.schedule, tokens=2 * tokens)
     longer = replace(
@@ -431,8 +476,8 @@ class Instant:
     now = 0.0
     compiled = None
 
-    def __init__(self, record):
-        self.record, self.jobs = record, []
+    def __init__(self, record, failing=()):
+        self.record, self.failing, self.jobs = record, failing, []
 
     def __call__(self, *_):
         return self
@@ -451,13 +496,16 @@ class Instant:
         while len(self.jobs) < 2:
             yield self
 
-    def give(self, job):
+    def submit(self, job):
         self.jobs.append(job)
 
-    def answers(self, timeout):
+    def completed(self, timeout):
         self.now += 10.0
         while self.jobs:
             job = self.jobs.pop(0)
+            if job.run.labels["number"] in self.failing:
+                yield job, Failure("ValueError: no")
+                continue
             yield job, replace(self.record, config=record_config(job), seconds=10.0)
 
 
@@ -477,6 +525,42 @@ def test_no_run_is_started_that_would_not_end_in_time(
     )
     assert (len(result.records), result.num_left) == (trained, 6 - trained)
     assert list(watcher.found) == [job.run.in_words for job in jobs[:trained]]
+
+
+def test_the_first_run_of_a_call_is_judged_by_earlier_ones(reference, tmp_path, monkeypatch):
+    jobs = jobs_of(2, 2)
+    known = [replace(reference[0], config=record_config(jobs[0]), seconds=30.0)]
+    for seconds, trained in ((29.9, 0), (30.0, 2)):
+        workers = Instant(reference[0])
+        monkeypatch.setattr(runner, "Workers", workers)
+        monkeypatch.setattr(runner.time, "monotonic", lambda workers=workers: workers.now)
+        result = runner.train_missing(
+            *(jobs, tmp_path, Watcher()),
+            **{"num_workers": 2, "num_threads": 1, "seconds": seconds, "known": known},
+        )
+        assert (len(result.records), result.num_left) == (trained, 2 - trained)
+
+
+def test_what_follows_is_asked_for_after_a_failure_too(reference, tmp_path, monkeypatch):
+    """Other runs go on; one that failed is not repeated by the same call, but by the next."""
+    first, failing, third = jobs_of(1, 2, 3)
+    asked = []
+
+    def follow_up(records, failed):
+        asked.append((len(records), set(failed)))
+        return [first, failing, *([third] if failing.run.key in failed else [])]
+
+    for _ in range(2):
+        monkeypatch.setattr(runner, "Workers", Instant(reference[0], failing=(1,)))
+        watcher = Watcher()
+        result = runner.train_missing(
+            *([failing], tmp_path, watcher),
+            **{"num_workers": 1, "num_threads": 1, "follow_up": follow_up},
+        )
+        assert [job for job, _ in result.failures] == [failing]
+        assert set(watcher.found) == {job.run.in_words for job in (first, failing, third)}
+        assert asked == [(0, {failing.run.key}), (1, {failing.run.key}), (2, {failing.run.key})]
+        asked.clear()
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -68,7 +68,7 @@ def test_optimizer_groups_share_one_base_rate_and_their_state_is_plain_data():
     plan = lrm.plan(model, "symmetry-aware", [Rule("w2", lr_scale=0.5)])
     groups = lrm.param_groups(model, plan, lr=1e-2)
     assert {group["lr"] for group in groups} == {1e-2}
-    assert {group["lr_scale"] for group in groups} == {1.0, 0.5}
+    assert {group["raw_lr_scale"] for group in groups} == {1.0, 0.5}
     optimizer = lrm.AdamW(groups)
     assert optimizer.plan == plan
     for group in optimizer.state_dict()["param_groups"]:
@@ -113,3 +113,15 @@ def test_parameter_added_after_planning_is_refused():
     model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"beyond the plan, extra\.weight, extra\.bias"):
         lrm.param_groups(model, plan)
+
+
+def test_loops_that_read_lr_scale_from_groups_scale_a_raw_weight_once():
+    """The schedule of MAE, BEiT and timm: `group["lr"] = lr * group["lr_scale"]`."""
+    model = HandWritten()
+    optimizer = lrm.AdamW.from_model(model, rules=[Rule("w2", lr_scale=0.1)], lr=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * group["lr_scale"] if "lr_scale" in group else 1e-2
+    for state in optimizer.parameter_states():
+        scale = 0.1 if "w2" in state.name else 1.0
+        assert optimizer.raw_lr(state.group, state.matrix) == pytest.approx(1e-2 * scale)
+        assert state.group["lr"] * state.group["multiplier_lr_scale"] == 1e-2

@@ -265,3 +265,13 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
     for name, parts in optimizer.multipliers().items():
         for part, value in parts.items():
             assert torch.equal(value, inner.multipliers()[name][part])
+
+
+def test_a_group_that_finetuning_adds_without_names_is_told_of_param_groups():
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    model = make_model()
+    BaseFinetuning.freeze(model[0])
+    optimizer = make_optimizer(model)
+    with pytest.raises(ValueError, match=r"without names cannot be added.*lrm\.param_groups"):
+        BaseFinetuning.unfreeze_and_add_param_group(model[0], optimizer)

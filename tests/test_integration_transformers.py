@@ -251,6 +251,42 @@ def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
         OptimizerFactory()(tiny(), args, optimizer=partial(torch.optim.SGD, momentum=0.9))
 
 
+def test_trainer_trains_adafactor_whose_eps_is_a_pair(tmp_path):
+    args = arguments(tmp_path, max_steps=2, lr_scheduler_type="constant", adam_epsilon=1e-7)
+    trainer = make_trainer(args, optimizer=torch.optim.Adafactor)
+    trainer.train()
+    model = tiny()
+    settings = {name: SETTINGS[name] for name in ("lr", "weight_decay", "max_grad_norm")}
+    expected = lrm.LearnableMultipliers.from_model(torch.optim.Adafactor, model, **settings)
+    for batch in batches(2):
+        model_loss(model, batch, torch.tensor(BATCH * (LENGTH - 1))).backward()
+        expected.step()
+        model.zero_grad()
+    assert_same(trainer.model, trainer.optimizer, model, expected)
+    assert lrm.unwrap(trainer.optimizer).param_groups[0]["eps"] == (None, 1e-3)
+
+
+class Elsewhere(torch.optim.SGD):
+    """Names betas and eps that are not Adam's."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.98, 0.92, 0.99), eps=None):
+        super().__init__(params, lr)
+        self.given = betas, eps
+
+
+class Alike(Elsewhere):
+    def __init__(self, params, lr=1e-2, *, betas=(0.5, 0.5), eps=1):
+        super().__init__(params, lr, betas, eps)
+
+
+def test_betas_and_eps_come_from_the_training_arguments_where_they_are_of_that_form(tmp_path):
+    args = arguments(tmp_path, adam_epsilon=1e-7)
+    other = OptimizerFactory()(tiny(), args, optimizer=Elsewhere)
+    assert other.inner.given == ((0.98, 0.92, 0.99), None)
+    alike = OptimizerFactory()(tiny(), args, optimizer=Alike)
+    assert alike.inner.given == ((0.9, 0.99), 1e-7)
+
+
 def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
     class Quiet(torch.optim.SGD):
         def __init__(self, params, **settings):

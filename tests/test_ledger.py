@@ -209,6 +209,16 @@ def test_json_holds_every_number(two):
     assert test["interval"][0] < min(values) < max(values) < test["interval"][1]
 
 
+def test_the_command_of_an_experiment_can_be_given_as_it_is():
+    """On a GPU the headline is refused without requests, and the others with them."""
+    data = "--preset gpu --data DATA"
+    assert (
+        ledger.command("headline", "gpu") == f"lrm experiment headline {data} --requests REQUESTS"
+    )
+    assert ledger.command("noise", "gpu") == f"lrm experiment noise {data}"
+    assert "--requests" not in ledger.command("headline", "cpu")
+
+
 def test_json_of_diverged_runs_stays_json(two):
     records = made_up(PROJECTOR, lambda labels, noise: {"loss": None})
     text = ledger.to_json(ledger.verdicts({"projector": records}), "gpu")

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import learnable_multipliers as lrm
 from families import build, token_ids
 from learnable_multipliers import Rule
-from test_contract import net, train, weights
+from test_contract import IDS, net, train, weights
 
 
 def states(optimizer):
@@ -303,9 +303,11 @@ def test_resized_token_embeddings_are_told_tied_or_not(family, stepped):
 
 
 MADE = {
-    "adamw": lambda model: lrm.AdamW.from_model(model),
-    "muon": lambda model: lrm.Muon.from_model(model),
-    "wrapped": lambda model: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=1e-2),
+    "adamw": lambda model, *plan: lrm.AdamW.from_model(model, *plan),
+    "muon": lambda model, *plan: lrm.Muon.from_model(model, *plan),
+    "wrapped": lambda model, *plan: lrm.LearnableMultipliers.from_model(
+        torch.optim.SGD, model, *plan, lr=1e-2
+    ),
 }
 
 
@@ -422,3 +424,224 @@ def test_multipliers_over_a_weight_without_gradient_are_refused():
     assert plan["up.weight"].carries
     with pytest.raises(ValueError, match=r"up\.weight are learned from its gradient"):
         lrm.AdamW.from_model(model, plan)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_state_that_calls_the_scale_of_raw_weights_lr_scale_is_read(kind):
+    made = MADE[kind]
+    rules = [] if kind == "wrapped" else [Rule("up.weight", lr_scale=0.1)]
+    runs = []
+    for _ in range(2):
+        model = net()
+        placement = lrm.plan(model, rules=rules)
+        runs.append((model, made(model, placement)))
+    (model, optimizer), (other, again) = runs
+    train(model, optimizer, 3)
+    old = copy.deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        group["lr_scale"] = group.pop("raw_lr_scale")
+    scales = {group["lr_scale"] for group in old["param_groups"]}
+    assert scales == ({1.0} if kind == "wrapped" else {1.0, 0.1})
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(old)
+    assert [g["raw_lr_scale"] for g in again.param_groups] == [
+        g["raw_lr_scale"] for g in optimizer.param_groups
+    ]
+    assert kind == "wrapped" or not any("lr_scale" in group for group in again.param_groups)
+    train(model, optimizer, 3)
+    train(other, again, 3)
+    kept = weights(model)
+    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())
+
+
+# -- stages of a run ------------------------------------------------------------------------------
+
+
+def stages(cls, first, second, dtype=torch.float32):
+    """Train a stage of three steps; return its model, optimizer, and that of the next stage."""
+    model = net(dtype)
+    before = cls.from_model(model, lrm.plan(model, **first), lr=1e-2)
+    train(model, before, 3)
+    return model, before, cls.from_model(model, lrm.plan(model, **second), lr=1e-3)
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_raw_weights_fixed_by_the_plan_stay_fixed_when_a_full_state_is_loaded(cls):
+    fixing = {"rules": [Rule("weight", train="multipliers")]}
+    model, before, after = stages(cls, {}, fixing)
+    saved = copy.deepcopy(before.state_dict())
+    with pytest.raises(ValueError, match=r'saved with train="all" for .*is train="multipliers" he'):
+        after.load_state_dict(saved)
+    assert not after.state
+    after.load_state_dict(saved, from_plan=before.plan)
+    mults = lrm.multipliers(before)
+    for name, parts in lrm.multipliers(after).items():
+        assert all(torch.equal(value, mults[name][part]) for part, value in parts.items())
+    raws = {name: raw.clone() for name, raw in lrm.optim.raw_weights(before).items()}
+    train(model, after, 3)
+    assert all(
+        group.get("train") == "multipliers" or "up.bias" in group["param_names"]
+        for group in after.param_groups
+    )
+    for name in ("embed.weight", "up.weight", "down.weight"):
+        assert torch.equal(lrm.optim.raw_weights(after)[name], raws[name])
+        assert "exp_avg" not in after.state[model.get_parameter(name)]
+        assert not torch.equal(lrm.multipliers(after)[name]["row"], mults[name]["row"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_training_goes_on_in_full_from_multipliers_over_fixed_weights(cls, dtype):
+    model, before, after = stages(cls, {"train": "multipliers"}, {}, dtype)
+    saved, kept = copy.deepcopy(before.state_dict()), weights(model)
+    with pytest.raises(ValueError, match=r'saved with train="multipliers" for .*from_plan=plan_of'):
+        after.load_state_dict(saved)
+    after.load_state_dict(saved, from_plan=before.plan)
+    raws = {name: raw.clone() for name, raw in lrm.optim.raw_weights(before).items()}
+    mults = lrm.multipliers(before)
+    assert lrm.multipliers(after).keys() == mults.keys()
+    for name, parts in lrm.multipliers(after).items():
+        assert all(torch.equal(value, mults[name][part]) for part, value in parts.items())
+    for name, raw in lrm.optim.raw_weights(after).items():
+        assert torch.equal(raw, raws.get(name, kept[name].to(raw.dtype)))
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    # One base for all groups, those of the parameters that had no state too.
+    assert [group["lr"] for group in after.param_groups] == [1e-2] * len(after.param_groups)
+    assert not any("train" in group for group in after.param_groups)
+    decays = {group["kind"]: group["weight_decay"] for group in after.param_groups}
+    assert decays == {"matrix": 0.1, "vector": 0.0}
+    train(model, after, 1)
+    for name, raw in lrm.optim.raw_weights(after).items():
+        before_step = raws.get(name, kept[name].to(raw.dtype))
+        assert not torch.equal(raw, before_step), name
+        assert (raw - before_step).abs().max() < 0.05
+
+
+def test_moments_start_at_zero_where_the_raw_weight_was_fixed():
+    """AdamW of a raw weight whose averages are 0 at the count of its multipliers, by hand."""
+    model, before, after = stages(lrm.AdamW, {"train": "multipliers"}, {}, torch.float64)
+    after.load_state_dict(copy.deepcopy(before.state_dict()), from_plan=before.plan)
+    parts, raw = lrm.multipliers(after)["up.weight"], lrm.optim.raw_weights(after)["up.weight"]
+    raw = raw.clone()
+    train(model, after, 1)
+    grad = parts["row"][:, None] * parts["col"] * model.up.weight.grad
+    mean, square = 0.1 * grad / (1 - 0.9**4), 0.05 * grad**2 / (1 - 0.95**4)
+    expected = raw * (1 - 1e-2 * 0.1) - 1e-2 * mean / (square.sqrt() + 1e-8)
+    found = lrm.optim.raw_weights(after)["up.weight"]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_stage_may_change_its_plan_as_its_weights_are_trained():
+    first = {"placement": "scalar", "train": "multipliers"}
+    model, before, after = stages(lrm.AdamW, first, {}, torch.float64)
+    kept = weights(model)
+    after.load_state_dict(copy.deepcopy(before.state_dict()), from_plan=before.plan)
+    for name, raw in lrm.optim.raw_weights(after).items():
+        matrix = after.plan[name].matrix
+        made = raw if matrix is None else lrm.effective(matrix, raw, lrm.multipliers(after)[name])
+        torch.testing.assert_close(made, kept[name], rtol=1e-14, atol=0)
+    train(model, after, 1)
+
+
+def test_a_state_from_before_a_module_was_unfrozen_is_gone_on_from():
+    model = net()
+    model.up.requires_grad_(False)
+    before = lrm.AdamW.from_model(model, lr=1e-2)
+    train(model, before, 3)
+    model.up.requires_grad_(True)
+    after = lrm.AdamW.from_model(model, lr=1e-2)
+    with pytest.raises(ValueError, match=r"differ at up\.bias: .* frozen .* with from_plan="):
+        after.load_state_dict(before.state_dict())
+    after.load_state_dict(copy.deepcopy(before.state_dict()), from_plan=before.plan)
+    row = lrm.multipliers(before)["down.weight"]["row"]
+    assert torch.equal(lrm.multipliers(after)["down.weight"]["row"], row)
+    assert (lrm.multipliers(after)["up.weight"]["row"] == 1).all()
+    train(model, after, 1)
+    assert (lrm.multipliers(after)["up.weight"]["row"] != 1).any()
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_state_resumed_under_another_grouping_is_told_how_and_loads_so(cls):
+    scaled = {"rules": [Rule("down.weight", lr_scale=0.1)]}
+    model, before, after = stages(cls, {}, scaled)
+    saved = copy.deepcopy(before.state_dict())
+    with pytest.raises(ValueError, match=r"grouped otherwise .*from_plan=.*then set the groups"):
+        after.load_state_dict(saved)
+    assert not after.state
+    # What the message names.
+    after.load_state_dict(saved, from_plan=before.plan)
+    (group,) = (g for g in after.param_groups if g["param_names"] == ["down.weight"])
+    assert (group["lr"], group["raw_lr_scale"]) == (1e-2, 1.0)
+    group["raw_lr_scale"] = 0.1
+    # The same run, which was made with the rule.
+    other = net()
+    other.load_state_dict(model.state_dict())
+    expected = cls.from_model(other, lr=1e-2)
+    expected.load_state_dict(saved)
+    before_step = lrm.optim.raw_weights(expected)["down.weight"].clone()
+    train(model, after, 1)
+    train(other, expected, 1)
+    kept = weights(other)
+    for name, p in model.named_parameters():
+        assert name == "down.weight" or torch.equal(p, kept[name])
+    # A tenth of the step.
+    step, tenth = (lrm.optim.raw_weights(o)["down.weight"] - before_step for o in (expected, after))
+    torch.testing.assert_close(tenth, 0.1 * step, rtol=1e-3, atol=1e-7)
+    ours, theirs = (lrm.multipliers(o)["down.weight"] for o in (after, expected))
+    assert all(torch.equal(value, theirs[part]) for part, value in ours.items())
+
+
+def held_by(optimizer):
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
+def test_a_module_unfrozen_later_joins_the_optimizer_with_its_multipliers(cls):
+    """As if its weights had had no gradient until then."""
+    model, other = net(), net()
+    model.up.requires_grad_(False)
+    optimizer, expected = (cls.from_model(each, lr=1e-2) for each in (model, other))
+    for _ in range(3):
+        train(model, optimizer, 1)
+        expected.zero_grad()
+        other(IDS).square().mean().backward()
+        other.up.weight.grad = other.up.bias.grad = None
+        expected.step()
+    model.up.requires_grad_(True)
+    held = held_by(optimizer)
+    for group in lrm.param_groups(model, lrm.plan(model)):
+        group["params"] = [(name, p) for name, p in group["params"] if id(p) not in held]
+        if group["params"]:
+            optimizer.add_param_group({**group, "lr": 1e-2})
+    assert optimizer.plan == expected.plan
+    train(model, optimizer, 3)
+    train(other, expected, 3)
+    kept, mults = weights(other), lrm.multipliers(expected)
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    for name, parts in lrm.multipliers(optimizer).items():
+        assert all(torch.equal(value, mults[name][part]) for part, value in parts.items())
+    assert optimizer.state[model.up.weight]["step"] == 3
+    assert optimizer.state[model.down.weight]["step"] == 6
+
+
+def test_a_plan_made_after_freezing_agrees_with_that_of_the_trained_module():
+    model = net()
+    optimizer = lrm.AdamW([lrm.param_groups(model, lrm.plan(model))[0]], lr=1e-2)
+    trained = {name: optimizer.plan[name] for name in optimizer.param_groups[0]["param_names"]}
+    for name in trained:
+        model.get_parameter(name).requires_grad_(False)
+    for group in lrm.param_groups(model, lrm.plan(model)):
+        optimizer.add_param_group({**group, "lr": 1e-2})
+    assert {name: optimizer.plan[name] for name in trained} == trained
+
+
+@pytest.mark.parametrize("given", [list, iter, lambda params: next(iter(params))])
+def test_a_group_without_names_is_told_of_param_groups(given):
+    """What Lightning's `BaseFinetuning.unfreeze_and_add_param_group` adds."""
+    model = net()
+    model.up.requires_grad_(False)
+    optimizer = lrm.AdamW.from_model(model, lr=1e-2)
+    model.up.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"without names cannot be added.*lrm\.param_groups\(mod"):
+        optimizer.add_param_group({"params": given(model.up.parameters()), "lr": 1e-3})
+    assert id(model.up.weight) not in held_by(optimizer)

@@ -80,7 +80,7 @@ def settings_by_name(model, rules, weight_decay):
     plan = lrm.plan(model, rules=rules)
     groups = lrm.param_groups(model, plan, weight_decay=weight_decay)
     return {
-        name: (group["lr_scale"], group["weight_decay"])
+        name: (group["raw_lr_scale"], group["weight_decay"])
         for group in groups
         for name, _ in group["params"]
     }

@@ -146,14 +146,14 @@ def test_a_refused_group_leaves_no_trace():
     model.down.weight.requires_grad_(False)
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     model.down.weight.requires_grad_(True)
-    groups = lrm.param_groups(model, lrm.plan(model))
+    groups = lrm.param_groups(model, lrm.plan(model, "scalar"))
     (late,) = (
         {**group, "params": [pair for pair in group["params"] if pair[0] == "down.weight"]}
         for group in groups
         if any(pair[0] == "down.weight" for pair in group["params"])
     )
     count, frozen = len(optimizer.param_groups), model.down.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"two plans for one optimizer differ at down\.weight"):
+    with pytest.raises(ValueError, match=r"two plans for one optimizer differ at embed\.weight"):
         optimizer.add_param_group({**late, "lr": 1e-2})
     assert len(optimizer.param_groups) == count
     with pytest.warns(UserWarning, match="was frozen when the optimizer was made"):
@@ -272,7 +272,7 @@ def test_a_converted_state_keeps_each_parameter_s_settings():
     (group,) = (g for g in after.param_groups if "down.weight" in g["param_names"])
     # Both matrices are in one group here: it cannot have the settings of one alone.
     assert "up.weight" in group["param_names"]
-    assert (group["lr_scale"], group["weight_decay"]) == (1.0, 0.1)
+    assert (group["raw_lr_scale"], group["weight_decay"]) == (1.0, 0.1)
     assert group["lr"] == 1e-2
 
 

@@ -77,7 +77,13 @@ def test_a_copy_in_a_strange_repository_has_no_commit(tmp_path, monkeypatch):
     # As in a hook of another repository.
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere" / ".git"))
     assert len(commit_of_copy()) == 40
+    # What lies beside the package does not run.
+    (tmp_path / "theirs.txt").write_text("other")
+    assert len(commit_of_copy()) == 40
     (path.parent / "new.py").write_text("")
+    assert commit_of_copy().endswith("-changed")
+    (path.parent / "new.py").unlink()
+    path.write_text(path.read_text() + "# changed")
     assert commit_of_copy().endswith("-changed")
 
 

@@ -60,8 +60,8 @@ def test_noise_is_not_followed():
 @pytest.mark.parametrize(
     ("axis", "sign", "tried"),
     [
-        (Axis("x", 8.0, 4.0, least=1.0), 1, [8.0, 32.0, 2.0]),
-        (Axis("x", 0.1, 2.0, most=0.8), -1, [0.1, 0.2, 0.4, 0.8]),
+        (Axis("x", 8.0, 4.0, minimum=1.0), 1, [8.0, 32.0, 2.0]),
+        (Axis("x", 0.1, 2.0, maximum=0.8), -1, [0.1, 0.2, 0.4, 0.8]),
     ],
 )
 def test_values_beyond_the_ends_of_an_axis_are_never_tried(axis, sign, tried):

@@ -544,3 +544,109 @@ def test_wrapped_optimizer_keeps_its_own_ways():
     assert inner.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
     with pytest.raises(ValueError, match="before wrapping it"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def by_hand(factor):
+    """Return a stand-in for a scheduler: a loop that writes the rate itself."""
+
+    def make(optimizer):
+        class Loop:
+            count = 0
+
+            def step(self):
+                self.count += 1
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.5 * factor(self.count)
+
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * factor(0)
+        return Loop()
+
+    return make
+
+
+scheduled = torch.optim.lr_scheduler
+SCHEDULES = {
+    "constant": ({"lr": 0.5}, by_hand(lambda count: 1.0)),
+    "OneCycleLR": ({}, lambda o: scheduled.OneCycleLR(o, max_lr=0.5, total_steps=8)),
+    "warmup by LambdaLR": (
+        {"lr": 0.5},
+        lambda o: scheduled.LambdaLR(o, lambda count: min(1.0, count / 4)),
+    ),
+    "warmup by hand": ({"lr": 0.5}, by_hand(lambda count: min(1.0, count / 4))),
+    "a rate set by hand": ({}, by_hand(lambda count: 1 - count / 16)),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_multipliers_around_sgd_peak_at_their_own_rate_under_any_schedule(name, inside):
+    settings, schedule = SCHEDULES[name]
+    torch.manual_seed(0)
+    model = Toy()
+    plan = toy_plan(model, "row+col")
+    optimizer = lrm.LearnableMultipliers.from_model(
+        torch.optim.SGD, model, plan, momentum=0.9, **settings
+    )
+    scheduler = schedule(optimizer.inner if inside else optimizer)
+    rates = []
+    for step in range(8):
+        take_step(model, optimizer, step)
+        (group, *_) = optimizer.param_groups
+        rates.append((group["lr"], group["lr"] * group["multiplier_lr_scale"]))
+        if step < 7:
+            scheduler.step()
+    assert max(lr for lr, _ in rates) == pytest.approx(0.5, rel=0.05)
+    assert max(rate for _, rate in rates) == pytest.approx(1e-3, rel=0.05)
+    # In proportion to the rate of raw weights throughout.
+    assert all(rate == pytest.approx(lr * 1e-3 / 0.5) for lr, rate in rates)
+
+
+def test_a_given_scale_of_the_multipliers_rate_is_left_alone():
+    torch.manual_seed(0)
+    model = Toy()
+    plan = toy_plan(model, "row+col")
+    runs = {}
+    for name in ("set", "given", "loaded"):
+        given = {"multiplier_lr_scale": 0.25} if name == "given" else {}
+        optimizer = lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, plan, **given)
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.5, total_steps=8, cycle_momentum=False
+        )
+        if name == "set":
+            optimizer.param_groups[0]["multiplier_lr_scale"] = 0.25
+        if name == "loaded":
+            optimizer.load_state_dict(runs["given"])
+        take_step(model, optimizer, 0)
+        assert optimizer.param_groups[0]["multiplier_lr_scale"] == 0.25
+        runs[name] = copy.deepcopy(optimizer.state_dict())
+
+
+def test_a_scale_found_at_the_first_step_is_resumed_and_copied():
+    model, optimizer = around(torch.optim.SGD, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
+    for step in range(3):
+        take_step(model, optimizer, step)
+        scheduler.step()
+    copies = copy.deepcopy((model, optimizer))
+    other, again = around(torch.optim.SGD, momentum=0.9)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((model, optimizer), copies, (other, again)):
+        take_step(each, its, 3)
+        scales = [group["multiplier_lr_scale"] for group in its.param_groups]
+        assert scales == [pytest.approx(1e-3 / 0.5)]
+        assert torch.equal(each.mix, model.mix)
+
+
+def test_multipliers_that_a_schedule_takes_far_beyond_their_rate_are_reported_once():
+    """CyclicLR keeps the rate that it will reach to itself."""
+    model, optimizer = around(torch.optim.SGD, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CyclicLR(
+        optimizer, base_lr=1e-3, max_lr=0.5, step_size_up=4
+    )
+    take_step(model, optimizer, 0)
+    scheduler.step()
+    with pytest.warns(UserWarning, match=r"multipliers train at a learning rate of 0\.13 now"):
+        take_step(model, optimizer, 1)
+    take_step(model, optimizer, 2)

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from learnable_multipliers._multiplier import by_block, effective, initial_values
-from learnable_multipliers._names import canonical_name, owner_of, unwrap
+from learnable_multipliers._names import (
+    canonical_name,
+    class_of,
+    owner_of,
+    unwrap,
+    unwrap_module,
+)
 from learnable_multipliers._plan import Plan
 
 SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
@@ -42,8 +48,11 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     """Return the known constants of `model` that are not 1."""
     found: list[FixedMultiplier] = []
     for name, module in unwrap(model).named_modules():
+        if module is not unwrap_module(module):
+            # The attributes of what it wraps can be read from it, too.
+            continue
         own: tuple[FixedMultiplier, ...] = ()
-        if type(module).__name__ == "FalconH1ForCausalLM":
+        if class_of(module).__name__ == "FalconH1ForCausalLM":
             own = _falcon_h1(module)
         elif hasattr(module, "fixed_multipliers"):
             own = cast("Any", module).fixed_multipliers()

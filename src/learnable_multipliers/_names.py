@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 # torch.compile, activation checkpointing and FSDP1 insert these into names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_DERIVED = re.compile(r"FSDP|DDP|Replicate|Parametrized")
 
 
 def check_type(value: Any, kind: type, expected: str) -> None:
@@ -22,9 +24,32 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers such as torch.compile and DistributedDataParallel."""
     check_type(model, nn.Module, "a model (torch.nn.Module)")
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, parallel) or hasattr(model, "_orig_mod"):
-        model = model.get_submodule("module" if isinstance(model, parallel) else "_orig_mod")
+    while isinstance(model := unwrap_module(model), parallel):
+        model = model.module
     return model
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """Return a part of a model without what torch.compile or checkpointing put around it."""
+    while inside := module._modules.keys() & _WRAPPERS:
+        module = module.get_submodule(inside.pop())
+    return module
+
+
+def children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the direct submodules by name, unwrapped."""
+    return {name: unwrap_module(child) for name, child in module.named_children()}
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module was made from.
+
+    FSDP2, DDP's composable form and `parametrize` give it a subclass of their own making.
+    """
+    found = type(module)
+    while found.__module__.startswith("torch.") and _DERIVED.match(found.__name__):
+        found = found.__bases__[-1]
+    return found
 
 
 def canonical_name(name: str) -> str:
@@ -51,7 +76,5 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     module = unwrap(model)
     *path, leaf = name.split(".")
     for part in path:
-        module = module.get_submodule(part)
-        while inside := [child for name, child in module.named_children() if name in _WRAPPERS]:
-            module = inside[0]
+        module = unwrap_module(module.get_submodule(part))
     return module, leaf

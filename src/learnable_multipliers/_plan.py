@@ -16,7 +16,13 @@ from typing import Any
 from torch import nn
 
 from learnable_multipliers._multiplier import Block, Matrix
-from learnable_multipliers._names import check_type, layer_template, named_parameters, unwrap
+from learnable_multipliers._names import (
+    check_type,
+    class_of,
+    layer_template,
+    named_parameters,
+    unwrap,
+)
 from learnable_multipliers._placement import PLACEMENTS, Placement
 from learnable_multipliers._rules import Train
 from learnable_multipliers.roles import UNKNOWN
@@ -158,8 +164,9 @@ class Plan:
             problems.append(f"{name} has shape {found}, planned {shape}{flat}")
         if problems:
             more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+            name = class_of(unwrap(model)).__name__
             raise ValueError(
-                f"this plan, made for {self.model}, does not fit {type(unwrap(model)).__name__}: "
+                f"this plan, made for {self.model}, does not fit {name}: "
                 f"{'; '.join(problems[:5])}{more}. Make a plan for this model with lrm.plan(model)."
             )
         return {name: present[name] for name in planned}

@@ -11,7 +11,7 @@ from torch import nn
 
 from learnable_multipliers._initialize import FixedMultiplier, fixed_multipliers
 from learnable_multipliers._multiplier import Block, Kind, Matrix, Scale
-from learnable_multipliers._names import unwrap
+from learnable_multipliers._names import class_of, unwrap
 from learnable_multipliers._placement import (
     PLACEMENTS,
     Choice,
@@ -76,7 +76,7 @@ def plan(
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
     assumptions = roles.assumptions if placement == "symmetry-aware" and not derive else ()
     made = Plan(
-        model=type(bare).__name__,
+        model=class_of(bare).__name__,
         placement=placement,
         entries=entries,
         folds=folds,

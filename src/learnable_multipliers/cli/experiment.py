@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,7 @@ from learnable_multipliers.experiments.record import Record, read_records
 from learnable_multipliers.experiments.run import Preset
 from learnable_multipliers.experiments.worker import Job
 from learnable_multipliers.pretrain.data.training_data import default_corpus
+from learnable_multipliers.pretrain.trainer.run_folder import commit
 
 _RANKS = 8
 """Of the paper's runs: one node."""
@@ -54,11 +55,11 @@ class ExperimentConfig:
     ledger: Path | None = None
     """Folder of the report's claims.json and README.md, if not the one of the records."""
     jobs: int = 0
-    """Runs at a time; 0 is one for each core of a CPU; on a GPU three, of headline one."""
+    """Parallel runs; 0 is one per CPU core, or three on a GPU (one for headline)."""
     seconds: float = 0.0
-    """Start no run that would not end within this many seconds; 0 is no limit."""
+    """Time limit in seconds: do not start a run that would exceed it; 0 is no limit."""
     again: bool = False
-    """Repeat runs that were made before a claim they judge was defined as it is now."""
+    """Repeat runs whose claims have been redefined since."""
 
 
 @command(ExperimentConfig)
@@ -180,17 +181,25 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         runner.check_data(jobs, asked, records)
     _say(console, f"{len(asked):,} runs, {len(asked) - len(jobs):,} of them have a record")
     if not config.again:
-        _tell_outdated(config, names, records, console)
+        _report_outdated(config, names, records, console)
     if not jobs:
         return
     if tasks and config.requests is None:
         _say(console, f"without --requests no run is scored on {', '.join(tasks)}")
+    if config.preset == "gpu" and (commit() or "").endswith("-changed"):
+        _say(
+            console,
+            "the package has changes that are not committed: records will name its commit with "
+            "-changed, and nobody can repeat these runs",
+        )
     num_workers = config.jobs or runner.default_jobs(config.preset, names)
     adaptive = [name for name in names if catalogue.is_adaptive(name)]
 
-    def follow_up(found: Sequence[Record]) -> list[Job]:
+    def follow_up(found: Sequence[Record], failed: Container[str]) -> list[Job]:
         known = records | {record.key: record for record in found}
-        return runner.missing(adaptive, config.preset, data, known, requests=config.requests)
+        return runner.missing(
+            adaptive, config.preset, data, known, requests=config.requests, failed=failed
+        )
 
     with Display(len(jobs), console) as display:
         result = runner.train_missing(
@@ -200,6 +209,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
             num_workers=num_workers,
             num_threads=runner.default_threads(config.preset, num_workers),
             seconds=config.seconds,
+            known=[records[key] for key in sorted(asked & records.keys())],
             follow_up=follow_up if adaptive else None,
         )
     if result.num_left:
@@ -213,7 +223,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
         raise ValueError(f"{number} {'run' if number == 1 else 'runs'} failed: {listed}")
 
 
-def _tell_outdated(
+def _report_outdated(
     config: ExperimentConfig,
     names: Sequence[str],
     records: dict[str, Record],

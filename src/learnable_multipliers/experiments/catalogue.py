@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.record import Labelled, Record, labelled
 from learnable_multipliers.experiments.run import Preset, Run
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -73,15 +73,33 @@ def is_adaptive(name: str) -> bool:
     return hasattr(load(name), "follow_up")
 
 
-def runs_of(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Run]:
+def runs_of(
+    name: str, preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+) -> list[Run]:
     """Return the runs of an experiment, with those that follow from the records so far.
 
-    A module has the latter in a function `follow_up` of preset and records.
+    A module has the latter in a function `follow_up` of preset, records and failed.
+
+    Args:
+        failed: Keys of runs that will have no record: what follows does not wait for them.
     """
     experiment = load(name)
     follow_up = getattr(experiment, "follow_up", None)
-    more = [] if follow_up is None else follow_up(preset, records)
+    more = [] if follow_up is None else follow_up(preset, records, failed)
     return [*experiment.runs(preset), *more]
+
+
+def labelled_records(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Labelled]:
+    """Return the records of an experiment, also those made after runs that failed.
+
+    Failures are not recorded: here every run without a record counts as one.
+    """
+    return labelled(runs_of(name, preset, records, _Everything()), records)
+
+
+class _Everything(Container[str]):
+    def __contains__(self, key: object) -> bool:
+        return True
 
 
 def benchmarks_of(names: Iterable[str]) -> list[str]:

@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from learnable_multipliers.experiments.presets import base, with_optimizer
+from learnable_multipliers.experiments.presets import Family, base, with_optimizer
 from learnable_multipliers.experiments.run import Preset
 from learnable_multipliers.experiments.search import Axis
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.recipes import RECIPES
 
 Kind = Literal["adamw", "muon"]
-Family = Literal["llama", "hybrid"]
 Settings = Mapping[str, float]
 """What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `decay_factor` over
-its last fifth, `one_minus_beta2`, and `rest_lr`, the learning rate of what is not a hidden
+its last fifth, `one_minus_beta2`, and `adamw_lr`, the learning rate of what is not a hidden
 matrix."""
 KINDS: tuple[Kind, ...] = ("muon", "adamw")
 """In the order of the runs: seeds of Muon scatter less."""
@@ -44,6 +43,12 @@ _UPDATE: dict[Kind, float] = {"adamw": 0.25, "muon": 0.2}
 """RMS of an update."""
 
 
+SHORTER = (0.8, 0.9)
+"""Lengths at which the best multipliers are trained too."""
+LONGER = 1.64
+"""Length of the last stage, 360M tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much of the protocol a preset has."""
@@ -55,7 +60,7 @@ class Scale:
     rival_trials: int
     seeds: tuple[int, ...]
     """Of the reported runs; tuning has seed 0."""
-    few_seeds: tuple[int, ...]
+    secondary_seeds: tuple[int, ...]
     """Of stages (d) and (e)."""
 
 
@@ -66,7 +71,7 @@ SCALES: dict[Preset, Scale] = {
         trials=2,
         rival_trials=1,
         seeds=(1, 2, 3),
-        few_seeds=(1, 2, 3),
+        secondary_seeds=(1, 2, 3),
     ),
     "gpu": Scale(
         tokens=220_000_000,
@@ -74,7 +79,7 @@ SCALES: dict[Preset, Scale] = {
         trials=8,
         rival_trials=6,
         seeds=(1, 2, 3, 4, 5),
-        few_seeds=(1, 2, 3),
+        secondary_seeds=(1, 2, 3),
     ),
 }
 
@@ -90,50 +95,59 @@ class Arm:
     """Names of `VARIATIONS`."""
 
 
-def _decayed(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _decay_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
     return Axis("lr", plain["lr"], FINE), Axis("weight_decay", plain["weight_decay"], 2.0)
 
 
-def _with_multipliers(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    return (Axis("multiplier_lr_scale", _RATIO[kind], 2.0), *_decayed(kind, plain))
+def _multiplier_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    ratio = plain.get("multiplier_lr_scale", _RATIO[kind])
+    return (Axis("multiplier_lr_scale", ratio, 2.0), *_decay_axes(kind, plain))
 
 
-def _on_ball(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
-    return Axis("lr", _ANGLE[kind], 2.0), Axis("rest_lr", _rest_lr(plain), 2.0)
+def _hyperball_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+    return Axis("lr", _ANGLE[kind], 2.0), Axis("adamw_lr", _adamw_lr(plain), 2.0)
 
 
-def _on_sphere(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _sphere_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
     lr, gains = _ANGLE[kind] * _STD / _UPDATE[kind], plain["lr"] * _RATIO[kind]
-    rest = Axis("rest_lr", _rest_lr(plain), 2.0)
-    return Axis("lr", lr, 2.0), Axis("multiplier_lr", gains, 2.0), rest
+    adamw = Axis("adamw_lr", _adamw_lr(plain), 2.0)
+    return Axis("lr", lr, 2.0), Axis("multiplier_lr", gains, 2.0), adamw
 
 
-def _rest_lr(plain: Settings) -> float:
+def _adamw_lr(plain: Settings) -> float:
     return plain["lr"] * plain.get("adamw_lr_scale", 1.0)
 
 
-PLAIN = Arm("plain", {"placement": "none"}, _decayed)
-SCALAR = Arm("scalar", {"placement": "scalar"}, _with_multipliers)
-VECTOR = Arm("vector", {"placement": "full"}, _with_multipliers)
-VARIED = Arm("vector, varied", {"placement": "full"}, _with_multipliers)
-AWARE = Arm("symmetry-aware", {"placement": "symmetry-aware"}, _with_multipliers)
+PLAIN = Arm("plain", {"placement": "none"}, _decay_axes)
+SCALAR = Arm("scalar", {"placement": "scalar"}, _multiplier_axes)
+VECTOR = Arm("vector", {"placement": "full"}, _multiplier_axes)
+VARIED = Arm("vector, varied", {"placement": "full"}, _multiplier_axes)
+SYMMETRY_AWARE = Arm("symmetry-aware", {"placement": "symmetry-aware"}, _multiplier_axes)
+
+COMBINATION = Arm("vector + a rival", {}, _multiplier_axes)
+"""Stands in tables for the combination, before it is known of which rival."""
 
 
-def _rival(name: str, axes: Callable[[Kind, Settings], tuple[Axis, ...]] = _decayed) -> Arm:
+def _rival(name: str, axes: Callable[[Kind, Settings], tuple[Axis, ...]] = _decay_axes) -> Arm:
     return Arm(name, {"placement": "none", "variant": name}, axes)
 
 
 _DECOUPLED = Arm(
     "magnitude-direction",
     {"placement": "full", "variant": "sphere", "multiplier_weight_decay": 0.0},
-    _on_sphere,
+    _sphere_axes,
 )
 RIVALS: dict[Kind, tuple[Arm, ...]] = {
-    "adamw": (_DECOUPLED, _rival("hyperball", _on_ball), _rival("cautious"), _rival("adamc")),
+    "adamw": (
+        _DECOUPLED,
+        _rival("hyperball", _hyperball_axes),
+        _rival("cautious"),
+        _rival("adamc"),
+    ),
     "muon": (
         _DECOUPLED,
         _rival("muown"),
-        _rival("hyperball", _on_ball),
+        _rival("hyperball", _hyperball_axes),
         _rival("cautious"),
         _rival("normuon"),
     ),
@@ -148,21 +162,23 @@ def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
         axes.append(Axis("adamw_lr_scale", start["adamw_lr_scale"], 2.0))
     if family == "llama":
         # What the last fifth leaves to the warmup; an average; a rate that does not rise.
-        axes.append(Axis("warmup", 0.1, 2.0, most=0.8))
-        axes.append(Axis("one_minus_beta2", 0.05, 2.0, most=1.0))
-        axes.append(Axis("decay_factor", 8.0, 4.0, least=1.0))
+        axes.append(Axis("warmup", 0.1, 2.0, maximum=0.8))
+        axes.append(Axis("one_minus_beta2", 0.05, 2.0, maximum=1.0))
+        axes.append(Axis("decay_factor", 8.0, 4.0, minimum=1.0))
     return tuple(axes)
 
 
-def expected() -> dict[tuple[Family, Kind, str], tuple[str, ...]]:
+def expected() -> dict[tuple[str, ...], tuple[str, ...]]:
     """Return the settings that are tuned, for every arm of the protocol.
 
-    Of the combinations one for each optimizer is run.
+    Of the combinations one for each optimizer is run, here `COMBINATION`.
     """
-    found: dict[tuple[Family, Kind, str], tuple[str, ...]] = {}
-    nothing = {"lr": 1.0, "weight_decay": 1.0}
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
     families: dict[Family, dict[Kind, tuple[Arm, ...]]] = {
-        "llama": {kind: (SCALAR, VECTOR, AWARE, *RIVALS[kind]) for kind in KINDS},
+        "llama": {
+            kind: (SCALAR, VECTOR, VARIED, SYMMETRY_AWARE, *RIVALS[kind], COMBINATION)
+            for kind in KINDS
+        },
         "hybrid": {kind: (VECTOR,) for kind in KINDS},
     }
     for family, kinds in families.items():
@@ -170,18 +186,28 @@ def expected() -> dict[tuple[Family, Kind, str], tuple[str, ...]]:
             plain = tuple(axis.name for axis in baseline_axes(family, kind))
             found[family, kind, PLAIN.name] = plain
             for arm in arms:
-                found[family, kind, arm.name] = tuple(axis.name for axis in arm.axes(kind, nothing))
+                axes = arm.axes(kind, _START[family, kind])
+                found[family, kind, arm.name] = tuple(axis.name for axis in axes)
     return found
+
+
+def num_trials(scale: Scale, kind: Kind, arm: Arm) -> int:
+    """Return the trials of an arm: fewer for rivals that start from the baseline's rate and decay.
+
+    The others start from rates that no search has found.
+    """
+    is_near = arm in RIVALS[kind] and arm.axes is _decay_axes
+    return scale.rival_trials if is_near else scale.trials
 
 
 def combinable(kind: Kind) -> list[Arm]:
     """Return the rivals that leave scale to decay, so that multipliers can be put on top."""
-    return [arm for arm in RIVALS[kind] if arm.axes is _decayed and arm.name != "muown"]
+    return [arm for arm in RIVALS[kind] if arm.axes is _decay_axes and arm.name != "muown"]
 
 
 def combination(rival: Arm) -> Arm:
     """Return vector multipliers on top of a rival."""
-    return Arm(f"vector + {rival.name}", {**rival.fixed, "placement": "full"}, _with_multipliers)
+    return Arm(f"vector + {rival.name}", {**rival.fixed, "placement": "full"}, _multiplier_axes)
 
 
 def shape(preset: Preset, family: Family, part: float, size: int = 1) -> TrainConfig:
@@ -228,9 +254,9 @@ def configured(config: TrainConfig, values: Settings) -> TrainConfig:
     changes: dict[str, Any] = dict(values)
     warmup = changes.pop("warmup", None)
     one_minus_beta2 = changes.pop("one_minus_beta2", None)
-    rest_lr = changes.pop("rest_lr", None)
-    if rest_lr is not None:
-        changes["adamw_lr_scale"] = rest_lr / changes["lr"]
+    adamw_lr = changes.pop("adamw_lr", None)
+    if adamw_lr is not None:
+        changes["adamw_lr_scale"] = adamw_lr / changes["lr"]
     if one_minus_beta2 is not None:
         changes["betas"] = (config.optimizer.betas[0], 1 - one_minus_beta2)
     schedule = config.schedule

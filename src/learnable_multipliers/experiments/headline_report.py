@@ -1,39 +1,61 @@
-"""Tables and plots of the headline, from its records alone."""
+"""Tables of the headline, from its records alone."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
-from learnable_multipliers.experiments import plot as drawing
 from learnable_multipliers.experiments import table
-from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
-from learnable_multipliers.experiments.plot import Plot, Table
+from learnable_multipliers.experiments.claim import MIN_SEEDS
+from learnable_multipliers.experiments.command import command_of
+from learnable_multipliers.experiments.headline_arms import (
+    COMBINATION,
+    KINDS,
+    LONGER,
+    PLAIN,
+    SCALES,
+    VARIED,
+    VECTOR,
+    expected,
+)
+from learnable_multipliers.experiments.headline_gains import (
+    arms_of,
+    finals,
+    format_bounded,
+    format_interval,
+    gains,
+    is_kept,
+    key_of,
+    loss_on,
+    named,
+    needed,
+    reported_loss,
+    texts,
+    verdict,
+)
+from learnable_multipliers.experiments.headline_verdicts import sentences
+from learnable_multipliers.experiments.plot import Table
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.run import Labels
-from learnable_multipliers.experiments.search import LEAST_GAIN, best
+from learnable_multipliers.experiments.run import in_words
+from learnable_multipliers.experiments.search import MIN_GAIN, best
+from learnable_multipliers.pretrain.config import RuntimeConfig
 
-PLAIN, VECTOR = "plain", "vector"
-NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
-Expected = Mapping[tuple[str, ...], tuple[str, ...]]
-_ARM = ("family", "optimizer", "arm")
-_FEWEST = 6
-"""Trials that every arm has: those of rivals."""
+_FEWEST = SCALES["gpu"].rival_trials
+"""Trials that every arm has."""
+_EITHER = "scalar or vector"
+"""Stands for the better of the two, before tuning has found it."""
 
 
-def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
-    """Return the comparison, benchmarks, other lengths and sizes, variations, and the tuning.
-
-    Args:
-        expected: The arms of the protocol, by model, optimizer and name, with what is tuned.
-    """
+def tables(records: Sequence[Labelled]) -> list[Table]:
+    """Return the comparison, benchmarks, other lengths and sizes, variations, tuning, commands."""
     if not records:
         return []
     found = [
-        _comparison(records, expected),
+        _comparison(records),
         _benchmarks(
             records,
             "accuracy",
@@ -51,76 +73,54 @@ def tables(records: Sequence[Labelled], expected: Expected) -> list[Table]:
         _longer(records),
         _shorter(records),
         _variations(records),
-        _tuning(records, expected),
+        _tuning(records),
+        _repeats(records),
+        _commands(records),
     ]
     return [each for each in found if each.rows]
 
 
-def texts(records: Iterable[Labelled]) -> list[str]:
-    """Return the names of held-out text beside that of the tuning, in order."""
-    return list(dict.fromkeys(name for one in records for name in one.record.tests))
-
-
-def loss_on(text: str | None, unit: str = "loss") -> Callable[[Record], float]:
-    """Return how a record's loss on a text is read; None is the text of the tuning."""
-    if text is None:
-        return table.loss
-    return lambda record: record.tests[text][unit] if record.tests else table.loss(record)
-
-
-def gains(
-    records: Sequence[Labelled],
-    read: Callable[[Record], float],
-    labels: Labels,
-    reference: str = PLAIN,
-) -> dict[int, float]:
-    """Return the loss of plain, or another reference, minus that of an arm, by seed of both."""
-    arm = table.by_seed(table.select(records, **labels))
-    other = table.by_seed(table.select(records, **{**labels, "arm": reference}))
-    return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
-
-
-def _comparison(records: Sequence[Labelled], expected: Expected) -> Table:
-    finals = table.select(records, stage="final", length=1.0, size=1)
-    if not finals:
-        return _nothing_compared(expected)
-    first, *others = texts(finals) or [None]
+def _comparison(records: Sequence[Labelled]) -> Table:
+    runs = finals(records)
+    first, *others = texts(runs) or [None]
     # Other text may have tokens of another length: bits per byte compare.
     reads = [loss_on(first), *(loss_on(name, "bits_per_byte") for name in others)]
     rows = []
-    for labels in _arms(finals, expected):
-        runs = table.by_seed(table.select(finals, **labels))
-        row = [*_named(labels), str(len(runs))]
-        row.append(shown(reads[0](record) for record in runs.values()))
+    for labels in arms_of(runs, _expected_arms(runs)):
+        arm = table.by_seed(table.select(runs, **labels))
+        row = [*named(labels), str(len(arm))]
+        row.append(format_interval(reads[0](record) for record in arm.values()))
         for index, read in enumerate(reads):
-            found = list(gains(finals, read, labels).values())
-            plain = labels["arm"] == PLAIN
-            row.append("" if plain else shown(found))
+            found = list(gains(runs, read, labels).values())
+            plain = labels["arm"] == PLAIN.name
+            row.append("" if plain else format_interval(found))
             if index == 0:
-                row.append("" if plain and runs else verdict(found))
-                ours = labels["arm"] in (PLAIN, VECTOR)
-                row.append("" if ours else shown(gains(finals, read, labels, VECTOR).values()))
-        speeds = [record.tokens_per_second for record in runs.values()]
+                row.append("" if plain and arm else verdict(found))
+                over = gains(runs, read, labels, VECTOR.name).values()
+                ours = labels["arm"] in (PLAIN.name, VECTOR.name)
+                row.append("" if ours else format_interval(over))
+        speeds = [record.tokens_per_second for record in arm.values()]
         rows.append((*row, f"{fmean(speeds):,.0f}" if speeds else ""))
     loss = f"loss on {first or 'validation text'}"
     header = ("model", "optimizer", "arm", "seeds", loss, "gain over plain", "", "over vector")
     header += tuple(f"gain on {name}, bits per byte" for name in others)
     caption = (
         "Nats per token at the end of full-length runs with tuned settings: mean [95% interval] "
-        "over seeds. Gains are paired by seed: the same start and the same text in the same order."
+        "over seeds. Gains are paired by seed: the same start and the same text in the same order. "
+        "Rivals are eager PyTorch and our optimizers fused kernels, so that tokens/s say nothing "
+        "about a rival's method."
     )
-    return Table("Comparison", caption, (*header, "tokens/s"), rows)
+    return Table("Comparison", caption, (*header, "tokens/s"), rows, sentences(records))
 
 
-def _nothing_compared(expected: Expected) -> Table:
-    """Return a line for each model and optimizer with the arms of the protocol."""
-    arms: dict[tuple[str, str], list[str]] = {}
-    for labels in _arms((), expected):
-        model, optimizer, arm = _named(labels)
-        arms.setdefault((model, optimizer), []).append(arm)
-    rows = [(*names, ", ".join(found)) for names, found in arms.items()]
-    caption = "No full-length run with tuned settings has been made; these arms are to be compared."
-    return Table("Comparison", caption, ("model", "optimizer", "not run"), rows)
+def _expected_arms(runs: Sequence[Labelled]) -> list[tuple[str, ...]]:
+    """Return the arms of the protocol; a combination that was run stands for the one planned."""
+    combined = {
+        key_of(one.labels)[:2]
+        for one in runs
+        if str(one.labels["arm"]).startswith(f"{VECTOR.name} + ")
+    }
+    return [name for name in expected() if name[2] != COMBINATION.name or name[:2] not in combined]
 
 
 def _benchmarks(records: Sequence[Labelled], metric: str, unit: float, caption: str) -> Table:
@@ -129,25 +129,24 @@ def _benchmarks(records: Sequence[Labelled], metric: str, unit: float, caption: 
     Args:
         unit: Factor on what is shown; negative where less is better.
     """
-    finals = table.select(records, stage="final", length=1.0, size=1)
-    finals = [one for one in finals if one.record.benchmarks]
-    scores = (one.record.benchmarks.items() for one in finals)
+    runs = [one for one in finals(records) if one.record.benchmarks]
+    scores = (one.record.benchmarks.items() for one in runs)
     tasks = [task for each in scores for task, metrics in each if metric in metrics]
     tasks = list(dict.fromkeys(tasks))
     rows = []
-    for labels in _arms(finals):
-        runs = table.by_seed(table.select(finals, **labels))
-        plain = table.by_seed(table.select(finals, **{**labels, "arm": PLAIN}))
-        if labels["arm"] == PLAIN:
+    for labels in arms_of(runs):
+        arm = table.by_seed(table.select(runs, **labels))
+        plain = table.by_seed(table.select(runs, **{**labels, "arm": PLAIN.name}))
+        if labels["arm"] == PLAIN.name:
             read = [partial(_score, task=task, metric=metric, unit=abs(unit)) for task in tasks]
             cells = [table.paired(each, plain) for each in read]
         else:
             read = [partial(_higher, task=task, metric=metric, unit=unit) for task in tasks]
-            cells = [table.paired(each, runs, plain) for each in read]
-        complete = set(runs).intersection(*cells)
+            cells = [table.paired(each, arm, plain) for each in read]
+        complete = set(arm).intersection(*cells)
         mean = {seed: fmean(cell[seed] for cell in cells) for seed in sorted(complete)}
-        row = [shown(cell.values()) for cell in (mean, *cells)]
-        rows.append((*_named(labels), str(len(runs)), *row))
+        row = [format_interval(cell.values()) for cell in (mean, *cells)]
+        rows.append((*named(labels), str(len(arm)), *row))
     header = ("model", "optimizer", "arm", "seeds", "mean", *tasks)
     caption = f"{caption} Mean [95% interval] over seeds, gains paired by seed."
     return Table(f"Benchmarks: {metric}", caption, header, rows)
@@ -169,110 +168,160 @@ def _higher(ours: Record, theirs: Record, task: str, metric: str, unit: float) -
 
 def _longer(records: Sequence[Labelled]) -> Table:
     """Return the gains at other lengths and sizes at which there are plain runs too."""
-    finals = table.select(records, stage="final")
-    read = loss_on(next(iter(texts(finals)), None))
+    runs = table.select(records, stage="final")
+    read = reported_loss(runs)
     rows = []
-    for length, size in sorted({(o.labels["length"], o.labels["size"]) for o in finals}):
-        chosen = table.select(finals, length=length, size=size)
-        if (length, size) == (1.0, 1) or not table.select(chosen, arm=PLAIN):
+    reported = ((LONGER, size) for size in (1, 2))
+    for length, size in sorted(
+        {*((o.labels["length"], o.labels["size"]) for o in runs), *reported}
+    ):
+        chosen = table.select(runs, length=length, size=size)
+        is_planned = length == LONGER
+        if (length, size) == (1.0, 1) or not (is_planned or table.select(chosen, arm=PLAIN.name)):
             continue
-        for labels in _arms(chosen):
+        where = (f"{float(length):g}x", f"{float(size):g}x")
+        for labels in arms_of(chosen, _expected_pairs(chosen) if is_planned else ()):
             losses = [read(one.record) for one in table.select(chosen, **labels)]
             found = list(gains(chosen, read, labels).values())
-            gain = ("", "") if labels["arm"] == PLAIN else (shown(found), verdict(found))
-            where = (f"{float(length):g}x", f"{float(size):g}x", str(len(losses)))
-            rows.append((*_named(labels), *where, shown(losses), *gain))
+            plain = labels["arm"] == PLAIN.name
+            gain = (
+                "" if plain else format_interval(found),
+                "" if plain and losses else verdict(found),
+            )
+            row = (*where, str(len(losses)), format_interval(losses), *gain)
+            rows.append((*named(labels), *row))
     caption = "Settings are those tuned at half of 1x and the usual size; read as the comparison."
     header = ("model", "optimizer", "arm", "tokens", "size", "seeds", "loss", "gain over plain", "")
     return Table("Other lengths and sizes", caption, header, rows)
 
 
+def _expected_pairs(runs: Sequence[Labelled]) -> list[tuple[str, str, str]]:
+    """Return plain and the better multipliers with each optimizer, unless the latter were run."""
+    there = {one.labels["optimizer"] for one in runs if one.labels["arm"] != PLAIN.name}
+    return [
+        ("llama", kind, arm)
+        for kind in KINDS
+        for arm in (PLAIN.name, *([] if kind in there else [_EITHER]))
+    ]
+
+
 def _shorter(records: Sequence[Labelled]) -> Table:
     """Return where arms that were run at several lengths reach plain's final loss."""
-    finals = table.select(records, stage="final", size=1)
-    read = loss_on(next(iter(texts(finals)), None))
-    rows = []
-    for labels in _arms(finals):
-        plain = table.by_seed(table.select(finals, **{**labels, "arm": PLAIN}, length=1.0))
-        runs = [one for one in table.select(finals, **labels) if float(one.labels["length"]) <= 1]
-        lengths = {x: table.by_seed(runs, length=x) for x in table.distinct(runs, "length")}
-        # Without some, a mean moves by more than a length is worth.
-        seeds = sorted(set(plain).intersection(*lengths.values()))
-        if labels["arm"] == PLAIN or len(lengths) < 2 or not seeds:
+    runs = table.select(records, stage="final", size=1)
+    rows, there = [], set()
+    for labels in arms_of(runs):
+        found = needed(runs, labels)
+        if found is None:
             continue
-        by_length = {x: [read(found[seed]) for seed in seeds] for x, found in lengths.items()}
-        sign, part = reached(by_length, fmean(read(plain[seed]) for seed in seeds))
-        losses = ", ".join(f"{x:g}x {fmean(ys):.4f}" for x, ys in by_length.items())
-        ours = fmean(one.record.tokens_per_second for one in runs)
-        time = part * fmean(one.tokens_per_second for one in plain.values()) / ours
-        needs = f"{sign}{part:.2f}", f"{sign}{time:.2f}"
-        rows.append((*_named(labels), str(len(seeds)), losses, *needs))
+        there.add(labels["optimizer"])
+        losses = ", ".join(f"{x:g}x {loss:.4f}" for x, loss in found.losses.items())
+        needs = format_bounded(found.tokens), format_bounded(found.time)
+        rows.append((*named(labels), str(len(found.tokens)), losses, *needs))
+    for kind in KINDS:
+        if kind not in there:
+            arm = {"family": "llama", "optimizer": kind, "arm": _EITHER}
+            rows.append((*named(arm), "0", "", "not run", ""))
     caption = (
-        "Mean loss over the seeds that plain and all lengths have, each length with its own decay; "
-        "what an arm needs for plain's loss at 1x, on a line between two lengths, as a part of "
-        "plain's; < and > where it lies outside of the lengths that were run."
+        "Mean loss over the seeds that plain and all lengths have, each length with its own decay. "
+        "Tokens and time that an arm needs for plain's loss at 1x, as a part of plain's: found for "
+        "each seed on a line between two lengths, mean [95% interval] over seeds. A seed that "
+        "reaches it outside of the lengths that were run is a bound, < or >, and not in the mean."
     )
     header = ("model", "optimizer", "arm", "seeds", "loss by length", "tokens", "time")
     return Table("To reach plain's final loss", caption, header, rows)
-
-
-def reached(by_length: Mapping[float, Sequence[float]], loss: float) -> tuple[str, float]:
-    """Return the part of 1x at which an arm has a loss, on a line between two lengths.
-
-    Lines are not drawn beyond their ends: it is "<" the shortest length or ">" the longest there. A
-    length at which a run diverged is left out.
-    """
-    means = sorted((length, fmean(losses)) for length, losses in by_length.items())
-    points = [point for point in means if math.isfinite(point[1])]
-    if not points:
-        return ">", max(by_length)
-    for (short, above), (long, below) in itertools.pairwise(points):
-        if above > loss >= below:
-            return "", short + (above - loss) / (above - below) * (long - short)
-    return ("<", points[0][0]) if points[0][1] <= loss else (">", points[-1][0])
 
 
 def _variations(records: Sequence[Labelled]) -> Table:
     """Return what each change of the multipliers' training gains over vector as it was tuned."""
     tried = table.select(records, stage="variation")
     rows = []
-    for labels in _arms(tried):
-        if labels["arm"] != VECTOR:
-            found = list(gains(tried, table.loss, labels, VECTOR).values())
-            is_dropped = bool(found) and not found[-1] > 0
-            says = (
-                "kept" if is_kept(found, MIN_SEEDS) else "worse with a seed" if is_dropped else ""
-            )
-            rows.append((*_named(labels)[1:], str(len(found)), shown(found), says))
+    for labels in arms_of(tried):
+        if labels["arm"] != VECTOR.name:
+            found = list(gains(tried, table.loss, labels, VECTOR.name).values())
+            seeds = 1 if labels["arm"] == VARIED.name else MIN_SEEDS
+            says = _outcome(found, seeds)
+            rows.append((*named(labels)[1:], str(len(found)), format_interval(found), says))
     caption = (
         "Vector multipliers with one change, at half the length, on validation text, other seeds. "
         'A change that is worse with one seed is not tried with the next; "vector, varied" has all '
-        "that are better with each, and is judged by seeds of its own."
+        "that are better with each, and is judged by seeds of its own. AdamW takes it over if it "
+        "is better with one seed at half the length."
     )
     header = ("optimizer", "variation", "seeds", "gain over vector", "")
     return Table("Variations", caption, header, rows)
 
 
-def _tuning(records: Sequence[Labelled], expected: Expected) -> Table:
+def _outcome(found: Sequence[float], num_seeds: int) -> str:
+    """Return what becomes of a variation with these gains; nothing before its last seed."""
+    if is_kept(found, num_seeds):
+        return "kept"
+    return "worse with a seed" if found and not found[-1] > 0 else ""
+
+
+def _tuning(records: Sequence[Labelled]) -> Table:
     trials = table.select(records, stage="tuning")
+    planned = expected()
     rows = []
-    for labels in _arms(trials):
+    for labels in arms_of(trials):
         tried = table.select(trials, **labels)
         winner = tried[best({(i,): table.loss(one.record) for i, one in enumerate(tried)})[0]]
-        # A combination is none of those that are known beforehand.
-        axes = expected.get(_key(labels), ("multiplier_lr_scale", "lr", "weight_decay"))
-        at = ", ".join(f"{name} {float(winner.labels[name]):g}" for name in axes)
+        key = key_of(labels)
+        axes = planned[key if key in planned else (*key[:2], COMBINATION.name)]
         missed = ", ".join(name for name in axes if not _bracketed(name, winner, tried))
         losses = [table.loss(one.record) for one in tried]
         least = (f"{table.loss(winner.record):.4f}", f"{min(losses[:_FEWEST]):.4f}")
-        rows.append((*_named(labels), str(len(tried)), *least, at, missed))
+        rows.append((*named(labels), str(len(tried)), *least, _settings(winner, axes), missed))
     caption = (
         "At half the length, one seed, on validation text. A setting is bracketed if a higher and "
         "a lower value were tried, all else as in the best trial, and neither was better by "
-        f"{LEAST_GAIN:g} nats."
+        f"{MIN_GAIN:g} nats."
     )
     header = ("model", "optimizer", "arm", "trials", "best loss", f"of the first {_FEWEST}")
     return Table("Tuning", caption, (*header, "at", "not bracketed"), rows)
+
+
+def _settings(one: Labelled, names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {float(one.labels[name]):g}" for name in names)
+
+
+def _repeats(records: Sequence[Labelled]) -> Table:
+    """Return the trials of a baseline that were run with more seeds."""
+    repeats = table.select(records, stage="repeat")
+    by_settings: dict[str, list[Labelled]] = {}
+    for one in (*table.select(records, stage="tuning", arm=PLAIN.name), *repeats):
+        others = {k: v for k, v in one.labels.items() if k not in ("stage", "seed")}
+        by_settings.setdefault(in_words(others), []).append(one)
+    rows = []
+    for runs in by_settings.values():
+        if runs[-1].labels["stage"] == "repeat":
+            losses = [table.loss(one.record) for one in runs]
+            seeds = ", ".join(
+                f"{one.labels['seed']:g}: {loss:.4f}"
+                for one, loss in zip(runs, losses, strict=True)
+            )
+            at = _settings(runs[0], expected()[key_of(runs[0].labels)])
+            rows.append((*named(runs[0].labels), at, seeds, f"{fmean(losses):.4f}"))
+    caption = (
+        "The two best trials of the baseline's search, with more seeds; all arms start from the "
+        "one with the lower mean."
+    )
+    header = ("model", "optimizer", "arm", "at", "loss by seed", "mean")
+    return Table("Repeated trials", caption, header, rows)
+
+
+def _commands(records: Sequence[Labelled]) -> Table:
+    """Return the command of each arm that was trained at full length."""
+    runs = finals(records)
+    rows = []
+    for labels in arms_of(runs):
+        arm = table.by_seed(table.select(runs, **labels))
+        first, last = min(arm), max(arm)
+        out = Path("runs", re.sub(r"\W+", "-", "-".join(key_of(labels))))
+        config = replace(arm[first].train_config, out=out, runtime=RuntimeConfig())
+        rows.append((*named(labels), f"{first} to {last}", command_of(config)))
+    caption = "What trains the first seed of each arm at 1x; DATA is what lrm data prepare wrote."
+    header = ("model", "optimizer", "arm", "seeds", "command of the first")
+    return Table("Commands", caption, header, rows)
 
 
 def _bracketed(name: str, winner: Labelled, tried: Sequence[Labelled]) -> bool:
@@ -283,110 +332,3 @@ def _bracketed(name: str, winner: Labelled, tried: Sequence[Labelled]) -> bool:
 
     values = [float(one.labels[name]) for one in tried if rest(one) == rest(winner)]
     return min(values) < float(winner.labels[name]) < max(values)
-
-
-def _arms(
-    records: Sequence[Labelled], expected: Iterable[Sequence[str]] = ()
-) -> list[dict[str, str | float]]:
-    """Return the labels of the arms there are, then of those expected, each once.
-
-    Those of a model and an optimizer stand together, in the order of their first runs.
-    """
-    there = (tuple(one.labels[name] for name in _ARM) for one in records)
-    found = list(dict.fromkeys((*there, *map(tuple, expected))))
-    groups = list(dict.fromkeys(values[:2] for values in found))
-    found.sort(key=lambda values: groups.index(values[:2]))
-    return [dict(zip(_ARM, values, strict=True)) for values in found]
-
-
-def _key(labels: Mapping[str, str | float]) -> tuple[str, ...]:
-    return tuple(str(labels[name]) for name in _ARM)
-
-
-def _named(labels: Mapping[str, str | float]) -> tuple[str, str, str]:
-    return NAMES[str(labels["family"])], NAMES[str(labels["optimizer"])], str(labels["arm"])
-
-
-def shown(values: Iterable[float]) -> str:
-    """Return mean and 95% interval."""
-    values = list(values)
-    if not values:
-        return ""
-    mean, low, high = mean_interval(values)
-    return f"{mean:.4f} [{low:.4f}, {high:.4f}]" if len(values) > 1 else f"{mean:.4f}"
-
-
-def is_kept(gains: Sequence[float], num_seeds: int) -> bool:
-    """Return whether a variation is better with every seed.
-
-    Where nothing is gained one of eight passes with three seeds, so that kept ones are judged
-    again; an interval of three seeds would miss half of the gains as large as two deviations.
-    """
-    return len(gains) >= num_seeds and all(gain > 0 for gain in gains)
-
-
-def verdict(values: Sequence[float]) -> str:
-    """Return what the gains of seeds say: better, worse, or no difference seen."""
-    if not values:
-        return "not run"
-    if not all(map(math.isfinite, values)):
-        # Plain's loss is infinite where the gain is: then no run of the arm may have diverged.
-        return "plain diverged" if math.inf in values and -math.inf not in values else "diverged"
-    if len(values) < MIN_SEEDS:
-        return "too few seeds"
-    _, low, high = mean_interval(values)
-    return "better" if low > 0 else "worse" if high < 0 else "no difference seen"
-
-
-def plot(records: Sequence[Labelled]) -> list[Plot]:
-    """Draw training loss over wall-clock, for plain and multipliers, and the gains of all arms."""
-    finals = table.select(records, stage="final", length=1.0, size=1)
-    drawn = []
-    for family in dict.fromkeys(one.labels["family"] for one in finals):
-        of_family = table.select(finals, family=family)
-        arms = {
-            f"{NAMES[str(optimizer)]}, {name}": _over_time(
-                table.select(of_family, optimizer=optimizer, arm=arm)
-            )
-            for optimizer in table.distinct(of_family, "optimizer")
-            for arm, name in ((PLAIN, "plain"), (VECTOR, "row and column multipliers"))
-        }
-        with drawing.canvas(x="seconds of training", y="training loss (nats)") as (figure, axes):
-            drawing.curves(axes, {name: seeds for name, seeds in arms.items() if seeds}, early=0.3)
-        caption = "Mean and range over seeds at tuned settings, by time on the device."
-        drawn.append(Plot(f"Loss over time, {NAMES[str(family)]}", caption, figure))
-        read = loss_on(next(iter(texts(of_family)), None))
-        found = {
-            NAMES[str(optimizer)]: {
-                str(arm): list(
-                    gains(of_family, read, {"optimizer": optimizer, "arm": arm}).values()
-                )
-                for arm in dict.fromkeys(one.labels["arm"] for one in of_family)
-                if arm != PLAIN and table.select(of_family, optimizer=optimizer, arm=arm)
-            }
-            for optimizer in table.distinct(of_family, "optimizer")
-        }
-        if any(found.values()):
-            with drawing.canvas(x="arm", y="gain over plain (nats)", height=320) as (figure, axes):
-                drawing.categories(axes, found)
-                drawing.level(axes, 0.0, "plain")
-            caption = "Held-out loss of plain runs minus that of an arm, paired by seed."
-            drawn.append(Plot(f"Gain over plain, {NAMES[str(family)]}", caption, figure))
-    return drawn
-
-
-def _over_time(records: Sequence[Labelled]) -> list[dict[float, float]]:
-    """Return seconds -> training loss of each seed, at the mean speed of them all."""
-    if not records:
-        return []
-    data = records[0].record.config["data"]
-    speed = fmean(one.record.tokens_per_second for one in records)
-    seconds = data["sequence_length"] * data["batch_sequences"] / speed
-    curves = [one.record.train for one in records]
-    return [
-        {
-            step * seconds: loss
-            for step, loss in zip(curve.get("step", ()), curve.get("loss", ()), strict=True)
-        }
-        for curve in curves
-    ]

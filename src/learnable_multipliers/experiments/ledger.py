@@ -139,7 +139,8 @@ def check(ids: Sequence[str]) -> None:
 
 def command(name: str, preset: Preset) -> str:
     """Return the command that makes the runs of an experiment."""
-    return f"lrm experiment {name} --preset {preset} --data DATA"
+    requests = " --requests REQUESTS" if preset == "gpu" and catalogue.benchmarks_of([name]) else ""
+    return f"lrm experiment {name} --preset {preset} --data DATA{requests}"
 
 
 def to_json(entries: Sequence[Entry], preset: Preset) -> str:

@@ -21,7 +21,7 @@ from learnable_multipliers.experiments import catalogue, ledger, presets
 from learnable_multipliers.experiments.claim import MIN_SEEDS, Judged, Verdict
 from learnable_multipliers.experiments.ledger import Entry
 from learnable_multipliers.experiments.plot import Plot, Table
-from learnable_multipliers.experiments.record import Labelled, Record, labelled, read_records
+from learnable_multipliers.experiments.record import Labelled, Record, read_records
 from learnable_multipliers.experiments.run import Preset, in_words
 from learnable_multipliers.report.page import TEMPLATES
 
@@ -84,12 +84,15 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     Args:
         records: By key, as `read_records` returns them.
     """
-    runs = {name: catalogue.runs_of(name, preset, records) for name in catalogue.every()}
-    by_name = {name: labelled(asked, records) for name, asked in runs.items()}
+    by_name = {
+        name: catalogue.labelled_records(name, preset, records) for name in catalogue.every()
+    }
     entries = ledger.verdicts(by_name)
     sections = []
     for name, found in by_name.items():
         experiment = catalogue.load(name)
+        asked = {run.key for run in catalogue.runs_of(name, preset, records)}
+        asked |= {each.record.key for each in found}
         drawn = [plot for plot in (experiment.plot(found) if found else []) if not plot.is_empty]
         tables = getattr(experiment, "tables", None)
         sections.append(
@@ -100,7 +103,7 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
                 entries=[entry for entry in entries if entry.experiment == name],
                 tables=tables(found) if found and tables else [],
                 plots=[(plot, plot.svg(f"{name}-{i}")) for i, plot in enumerate(drawn)],
-                protocol=protocol(found, len(runs[name]), catalogue.is_adaptive(name)),
+                protocol=protocol(found, len(asked), catalogue.is_adaptive(name)),
                 command=ledger.command(name, preset),
             )
         )
@@ -210,6 +213,8 @@ def readme(
             lines += ["", f"## {section.title} ({section.figure})", ""]
             lines += [f"{' '.join(section.protocol)} `{section.command}`", ""]
         for found in section.tables:
+            if found.says:
+                lines += [*(f"- {sentence}" for sentence in found.says), ""]
             lines += [*found.markdown(), "", f"{found.title}. {found.caption}", ""]
         for index, (plot, _) in enumerate(section.plots):
             path = folder / PLOTS / f"{section.name}-{index}.svg"

@@ -67,6 +67,8 @@ class Table:
     caption: str
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    says: tuple[str, ...] = ()
+    """What follows from the numbers, as sentences above them."""
 
     def markdown(self) -> list[str]:
         """Return the lines of a Markdown table."""

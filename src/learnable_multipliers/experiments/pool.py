@@ -16,7 +16,7 @@ from learnable_multipliers.experiments.worker import TERMINAL_SIGNALS, Failure, 
 
 # A fork would share a CUDA context and the threads of torch.
 _SPAWN = multiprocessing.get_context("spawn")
-_PATIENCE = 10.0
+_JOIN_TIMEOUT = 10.0
 """Seconds that an idle process has to end by itself."""
 
 
@@ -34,15 +34,15 @@ class Worker:
         # The process holds the only copy: its end is the end of the connection.
         theirs.close()
 
-    def give(self, job: Job) -> None:
+    def submit(self, job: Job) -> None:
         """Let the process train a job."""
         self.job, self.compiled = job, job.compiled
-        # A process that is dead already is noticed when its answer is awaited.
+        # A process that is dead already is noticed when its result is awaited.
         with suppress(BrokenPipeError):
             self.connection.send(job)
 
-    def answer(self) -> Record | Failure:
-        """Return what has become of the job; the process has answered, or died."""
+    def result(self) -> Record | Failure:
+        """Return what has become of the job; the process has sent it, or died."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -54,7 +54,7 @@ class Worker:
         self.connection.close()
         if self.job is None:
             # Killed, it would leave what the compiler shares with its own processes.
-            self.process.join(_PATIENCE)
+            self.process.join(_JOIN_TIMEOUT)
         self.process.kill()
         self.process.join()
 
@@ -85,12 +85,12 @@ class Workers:
             self._workers.append(Worker(self._scratch, self._num_threads))
             yield self._workers[-1]
 
-    def answers(self, timeout: float) -> Iterator[tuple[Job, Record | Failure]]:
+    def completed(self, timeout: float) -> Iterator[tuple[Job, Record | Failure]]:
         """Wait for a while; yield the jobs that ended meanwhile, and their records or failures."""
         busy = {worker.connection: worker for worker in self._workers if worker.job is not None}
         for connection in wait(list(busy), timeout):
             worker = busy[connection]  # pyright: ignore[reportArgumentType]
-            job, found = worker.job, worker.answer()
+            job, found = worker.job, worker.result()
             assert job is not None
             worker.job = None
             if isinstance(found, Failure):

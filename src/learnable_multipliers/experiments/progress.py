@@ -50,7 +50,7 @@ class Display:
         self._progress.update(self._task, running=", ".join(self._running))
 
     def ended(self, job: Job, found: Record | Failure, seconds_left: float | None) -> None:
-        """Print what a job has come to."""
+        """Print the outcome of a job."""
         self._running.remove(in_words(job))
         self._ended += 1
         count = f"{self._ended}/{self._total}"

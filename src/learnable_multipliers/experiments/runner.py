@@ -11,11 +11,11 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from learnable_multipliers.experiments import catalogue
 from learnable_multipliers.experiments.pool import Workers
@@ -31,16 +31,19 @@ from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 GPU_JOBS = 3
 """Runs at a time on one GPU: on an H200 three trained 1.2 times as many in the same time as one
 (records of `noise`, seeds 3 to 5)."""
-_LOOK = 0.2
+_POLL_SECONDS = 0.2
 """Seconds between looks at signals and the clock."""
 _LOCK = ".lock"
 
 
-FollowUp = Callable[[Sequence[Record]], Sequence[Job]]
+FollowUp = Callable[[Sequence[Record], Container[str]], Sequence[Job]]
+"""The jobs that follow from records, and from the keys of runs that failed."""
+_MIXER_COST = 1.6
+"""Time of a layer with a state-space mixer over that of one without, of equal width."""
 
 
 class Watcher(Protocol):
-    """Hears what becomes of the jobs."""
+    """Receives progress events."""
 
     def added(self, count: int) -> None:
         """There are more jobs, which follow from records."""
@@ -85,17 +88,19 @@ def missing(
     *,
     requests: Path | None = None,
     again: bool = False,
+    failed: Container[str] = (),
 ) -> list[Job]:
     """Return the runs of experiments that have no record, each once, in order.
 
     Args:
         requests: File of benchmark requests for the runs that are scored.
         again: Also those whose records do not know the claims as they are defined now.
+        failed: Keys of runs that others do not wait for.
     """
     ledger = catalogue.claim_hashes()
     jobs: dict[str, Job] = {}
     for name in names:
-        for run in catalogue.runs_of(name, preset, records):
+        for run in catalogue.runs_of(name, preset, records, failed):
             record = records.get(run.key)
             if record is not None and not (again and outdated(record, name)):
                 continue
@@ -181,6 +186,7 @@ def train_missing(
     num_workers: int,
     num_threads: int,
     seconds: float = 0.0,
+    known: Sequence[Record] = (),
     follow_up: FollowUp | None = None,
 ) -> Result:
     """Train jobs in worker processes and write their records to a folder.
@@ -188,12 +194,14 @@ def train_missing(
     Args:
         num_threads: CPU threads of a worker.
         seconds: Start no job that would not end within them; 0 is no limit.
-        follow_up: Asked after each record for the jobs that follow from all of them; those that
-            were there before are not repeated.
+        known: Earlier records, by which the time of a job is judged until there are new ones.
+        follow_up: Asked after each job for those that follow from all records and failures; jobs
+            that were there before are not repeated.
     """
     began = time.monotonic()
     result, pending = Result(), list(jobs)
     asked = {job.run.key for job in jobs}
+    failed: set[str] = set()
     with (
         tempfile.TemporaryDirectory(prefix="lrm-", ignore_cleanup_errors=True) as scratch,
         Workers(Path(scratch), num_workers, num_threads) as workers,
@@ -201,8 +209,8 @@ def train_missing(
     ):
 
         def in_time(job: Job) -> bool:
-            known = durations(job, result.records)
-            return not seconds or not known or time.monotonic() - began + max(known) <= seconds
+            took = durations(job, result.records, known)
+            return not seconds or not took or time.monotonic() - began + max(took) <= seconds
 
         while interrupt.received is None:
             for worker in workers.idle() if pending else ():
@@ -210,25 +218,26 @@ def train_missing(
                 if job is None or not in_time(job):
                     break
                 pending.remove(job)
-                worker.give(job)
+                worker.submit(job)
                 watcher.started(job)
                 if not pending:
                     # Without a look at the next worker, which would be started for nothing.
                     break
             if not workers.busy:
                 break
-            for job, found in workers.answers(_LOOK):
+            for job, found in workers.completed(_POLL_SECONDS):
                 if isinstance(found, Record):
                     append(out / f"{job.experiment}.jsonl", found)
                     result.records.append(found)
-                    more = follow_up(result.records) if follow_up else ()
-                    more = [each for each in more if each.run.key not in asked]
-                    asked |= {each.run.key for each in more}
-                    pending += more
-                    watcher.added(len(more))
                 else:
                     result.failures.append((job, found))
-                left = seconds_left([*pending, *workers.busy], result.records, num_workers)
+                    failed.add(job.run.key)
+                more = follow_up(result.records, failed) if follow_up else ()
+                more = [each for each in more if each.run.key not in asked]
+                asked |= {each.run.key for each in more}
+                pending += more
+                watcher.added(len(more))
+                left = seconds_left([*pending, *workers.busy], result.records, num_workers, known)
                 watcher.ended(job, found, left)
         result.num_left = len(pending) + len(workers.busy)
         result.stopped_by = interrupt.received
@@ -253,16 +262,41 @@ def next_job(pending: Sequence[Job], compiled: object) -> Job | None:
     return next(alike, first)
 
 
-def durations(job: Job, records: Sequence[Record]) -> list[float]:
-    """Return how long a job would take, judged by each record like it, or else by all others."""
-    model = to_dict(job.run.config.model)
-    alike = [record for record in records if record.config["model"] == model] or records
-    tokens = job.run.config.schedule.tokens
-    return [record.seconds * tokens / max(1, record.tokens) for record in alike]
+def durations(job: Job, records: Sequence[Record], known: Sequence[Record] = ()) -> list[float]:
+    """Return how long a job would take, judged by each record of its model.
+
+    Without any, by records of other models, in proportion to their size.
+
+    Args:
+        known: Earlier records, perhaps of another machine, for want of new ones.
+    """
+    model, tokens = to_dict(job.run.config.model), job.run.config.schedule.tokens
+    of_model = (
+        [each for each in found if each.config["model"] == model] for found in (records, known)
+    )
+    alike = next(filter(None, of_model), records or known)
+    return [
+        record.seconds
+        * (tokens / max(1, record.tokens))
+        * (_size(model) / _size(record.config["model"]))
+        for record in alike
+    ]
 
 
-def seconds_left(jobs: Sequence[Job], records: Sequence[Record], num_workers: int) -> float | None:
+def _size(model: Mapping[str, Any]) -> float:
+    """Return a number that the time for a token is about proportional to."""
+    return (
+        model["num_layers"] * model["hidden_size"] ** 2 * (_MIXER_COST if model["ssm_size"] else 1)
+    )
+
+
+def seconds_left(
+    jobs: Sequence[Job],
+    records: Sequence[Record],
+    num_workers: int,
+    known: Sequence[Record] = (),
+) -> float | None:
     """Return the time that jobs will take together; None before there is a record."""
-    if not records:
+    if not records and not known:
         return None
-    return sum(statistics.mean(durations(job, records)) for job in jobs) / num_workers
+    return sum(statistics.mean(durations(job, records, known)) for job in jobs) / num_workers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 Point = tuple[int, ...]
 """A place on the grid: steps from the start along each axis."""
-LEAST_GAIN = 5e-4
+MIN_GAIN = 5e-4
 """Nats by which a trial must be better to be gone on from: about what runs of Muon differ by when
 they are repeated. Without it a search follows noise along one axis until its trials are used up."""
 
@@ -24,8 +24,8 @@ class Axis:
     name: str
     start: float
     ratio: float
-    least: float = 0.0
-    most: float = math.inf
+    minimum: float = 0.0
+    maximum: float = math.inf
     """Values below or above are never tried."""
 
     def value(self, offset: int) -> float:
@@ -61,7 +61,7 @@ class Search:
 
     def _is_allowed(self, point: Point) -> bool:
         pairs = zip(self.axes, point, strict=True)
-        return all(axis.least <= axis.value(offset) <= axis.most for axis, offset in pairs)
+        return all(axis.minimum <= axis.value(offset) <= axis.maximum for axis, offset in pairs)
 
 
 def best(losses: Mapping[Point, float]) -> Point:
@@ -70,7 +70,7 @@ def best(losses: Mapping[Point, float]) -> Point:
     found = next(points)
     for point in points:
         # A diverged run is infinite or NaN.
-        if math.isfinite(losses[point]) and not losses[found] - LEAST_GAIN <= losses[point]:
+        if math.isfinite(losses[point]) and not losses[found] - MIN_GAIN <= losses[point]:
             found = point
     return found
 

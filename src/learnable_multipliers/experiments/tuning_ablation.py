@@ -9,7 +9,7 @@ records, with the factors that `winners` reads off them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -118,8 +118,10 @@ def runs(preset: Preset) -> list[Run]:
     return [*_sweep(preset), *_untuned(preset)]
 
 
-def follow_up(preset: Preset, records: Mapping[str, Record]) -> list[Run]:
-    """Return the runs with factors, once the sweep has chosen them."""
+def follow_up(
+    preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+) -> list[Run]:
+    """Return the runs with factors, once the sweep has chosen them; it needs all of its runs."""
     known = labelled(runs(preset), records)
     # The first one without factors is what those of the sweep are compared with.
     if not all(run.key in records for run in (*_sweep(preset), _untuned(preset)[0])):

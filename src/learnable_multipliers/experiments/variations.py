@@ -59,6 +59,7 @@ VARIATIONS: Mapping[str, Variation] = {
     "decay of multipliers x 10": _optimizer(multiplier_weight_decay=2e-2),
     "multipliers without warmup": _schedule(multipliers="no-warmup"),
     "multipliers without decay of their rate": _schedule(multipliers="no-decay"),
+    "decay of raw weights / 4": _decay(0.25),
     "decay of raw weights x 4": _decay(4.0),
     "decay of raw weights x 16": _decay(16.0),
     "raw weights start at twice the size": _rules(*HIDDEN, init=0.5),
@@ -75,7 +76,7 @@ VARIATIONS: Mapping[str, Variation] = {
 
 
 def varied(config: TrainConfig, names: Iterable[str]) -> TrainConfig:
-    """Return a run with some variations; of two that set the same thing, the first has its way."""
+    """Return a run with variations; of two that set the same thing, the first takes precedence."""
     optimizer: Fields = {}
     schedule: Fields = {}
     by_role: dict[str, Fields] = {}

@@ -55,7 +55,8 @@ class OptimizerFactory:
 
     Args:
         training_args: Training arguments with learning rate, weight decay, betas and eps, unless
-            `settings` has them. axolotl passes them on; with Trainer itself, give them here.
+            `settings` has them. axolotl passes them on; with Trainer itself, give them here. Betas
+            and eps count only if the optimizer's have that form: Adafactor's eps is a pair.
         optimizer: `"adamw"`, `"muon"`, or a torch optimizer class to wrap.
         placement: As in `lrm.plan`, or a plan; `rules` and `train` are as there.
         settings: Settings of the optimizer: `lr`, `multiplier_lr_scale`, `max_grad_norm`, ...
@@ -180,7 +181,16 @@ def _settings_of(args: Any, optimizer: type[Optimizer]) -> dict[str, Any]:
         "eps": args.adam_epsilon,
     }
     taken = inspect.signature(optimizer).parameters
-    return {name: value for name, value in found.items() if name in taken}
+    return {n: v for n, v in found.items() if n in taken and _is_meant(n, v, taken[n].default)}
+
+
+def _is_meant(name: str, value: Any, default: Any) -> bool:
+    """Return whether an optimizer's betas or eps are those of Adam: Adafactor's eps is a pair."""
+    if name not in ("betas", "eps") or default is inspect.Parameter.empty:
+        return True
+    if isinstance(value, tuple):
+        return isinstance(default, tuple | list) and len(default) == len(value)
+    return isinstance(default, int | float)
 
 
 def _check_clipping(args: Any) -> None:

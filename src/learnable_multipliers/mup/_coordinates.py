@@ -201,7 +201,7 @@ class _Measured:
 
     def count_step(self) -> None:
         """Add one step to 2 wd sum(lr)."""
-        lr = float(self.group["lr"]) * self.group.get("lr_scale", 1.0)
+        lr = float(self.group["lr"]) * self.group.get("raw_lr_scale", 1.0)
         self.relaxations += 2 * lr * self.group.get("weight_decay", 0.0)
 
     def listen(self) -> Any:

@@ -102,7 +102,7 @@ class MultiplierOptimizer(WeightOwner):
         groups = list(params)
         for name in given:
             check_has_effect(name, given[name], groups)
-        ours = {"lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
+        ours = {"raw_lr_scale": 1.0, "kind": "", "plan": "", "format": _loading.FORMAT}
         super().__init__(groups, {**ours, **defaults})
         if self._plan is None:
             name = type(self).__name__
@@ -145,7 +145,7 @@ class MultiplierOptimizer(WeightOwner):
 
     def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
         """Return the learning rate of a raw weight."""
-        return float(group["lr"]) * group["lr_scale"]
+        return float(group["lr"]) * group["raw_lr_scale"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -24,7 +24,7 @@ MULTIPLIER_WEIGHT_DECAY = 2e-3
 SMALLEST_EPS = torch.finfo(torch.float32).tiny
 """Smallest allowed eps; GPUs flush smaller float32 numbers to 0."""
 _SIZES = (
-    *("lr", "weight_decay", "lr_scale", "adamw_lr_scale"),
+    *("lr", "weight_decay", "raw_lr_scale", "adamw_lr_scale"),
     *("multiplier_lr_scale", "multiplier_weight_decay"),
 )
 
@@ -85,7 +85,8 @@ def param_groups(
             own["train"] = train
         group = groups.setdefault(
             (kind, decay, lr_scale, train),
-            {"params": [], "kind": kind, "lr_scale": lr_scale, **own, **shared},
+            # Not `lr_scale`: loops of timm and MAE multiply the group's rate by such an entry.
+            {"params": [], "kind": kind, "raw_lr_scale": lr_scale, **own, **shared},
         )
         group["params"].append((name, trained[name]))
 
@@ -131,7 +132,7 @@ def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
 def _set_lr(group: dict[str, Any], lr: float | None, explicit: bool) -> dict[str, Any]:
     """Set and return a group's learning rate; raise where torch would ignore its scale."""
     if explicit:
-        scale = group.pop("lr_scale")
+        scale = group.pop("raw_lr_scale")
         if lr is not None:
             group["lr"] = lr * scale
         elif scale != 1.0:
@@ -210,10 +211,11 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
             "negative of the loss"
         )
     lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
-    if lr * group.get("lr_scale", 1.0) * decay >= 1:
+    raw_lr = lr * group.get("raw_lr_scale", 1.0)
+    if raw_lr * decay >= 1:
         raise ValueError(
-            f"lr times weight_decay is {lr * group.get('lr_scale', 1.0) * decay:g}: a step would "
-            "decay a weight to nothing or beyond; lower one of them"
+            f"lr times weight_decay is {raw_lr * decay:g}: a step would decay a weight to nothing "
+            "or beyond; lower one of them"
         )
     scale, pull = (group.get(n) or 0.0 for n in ("multiplier_lr_scale", "multiplier_weight_decay"))
     if lr * scale * pull >= 1:
@@ -256,6 +258,22 @@ def check_parameters(
             )
 
 
+def check_named(group: dict[str, Any]) -> None:
+    """Raise where a group to be added has no names, by which plan and state know parameters."""
+    params = group["params"]
+    if isinstance(params, set):
+        # Refused by torch.
+        return
+    # Looking at a generator uses it up.
+    params = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not group.get("param_names") and any(not isinstance(p, tuple) for p in params):
+        raise ValueError(
+            "a group of parameters without names cannot be added, as nothing says what carries "
+            "multipliers: add the groups of lrm.param_groups(model, lrm.plan(model)), less the "
+            "parameters that are trained already, or make the optimizer again"
+        )
+
+
 def names_in(group: Mapping[str, Any]) -> list[str]:
     """Return the names of a group's parameters; raise if there are more or fewer of them."""
     count, names = len(group["params"]), group.get("param_names")
@@ -279,11 +297,16 @@ def ddp_group_of(model: nn.Module) -> dict[str, Any]:
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:
-    """Merge two plans; raise if they disagree."""
+    """Merge two plans; raise if they disagree.
+
+    If a parameter was frozen when one plan was made, the entry of the other plan counts.
+    """
     if plan == other:
         return plan
     known = {entry.name: entry for entry in plan.entries}
     for entry in other.entries:
-        if known.setdefault(entry.name, entry) != entry:
+        if known.setdefault(entry.name, entry).reason == "frozen":
+            known[entry.name] = entry
+        elif entry.reason != "frozen" and known[entry.name] != entry:
             raise ValueError(f"two plans for one optimizer differ at {entry.name}")
     return replace(plan, entries=tuple(known.values()))

@@ -21,10 +21,15 @@ from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
+from learnable_multipliers.optim._wrapped_state import WRAPPED
 
 FORMAT = 2
 """Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS_OF_RAW = {"exp_avg": 1, "momentum_buffer": 1, "exp_avg_sq": 2}
+"""Averages beside a raw weight, and the power of the gradient in them."""
+_OF_A_GROUP = ("kind", "weight_decay", "raw_lr_scale")
+"""Settings in which the groups of one optimizer differ."""
 _PARALLEL = "module."
 _NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
 """Substrings of names that the Hugging Face Trainer puts into its group without decay."""
@@ -63,18 +68,26 @@ def check_format(saved: dict[str, Any]) -> None:
             )
 
 
+def renamed(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose groups call the scale of a raw weight's rate by its present name."""
+    groups = []
+    for group in saved["param_groups"]:
+        if "raw_lr_scale" not in group and "lr_scale" in group:
+            # A wrapped optimizer may have an entry of this name for itself.
+            scale = 1.0 if WRAPPED in group else group["lr_scale"]
+            kept = {k: v for k, v in group.items() if k != "lr_scale" or WRAPPED in group}
+            group = {**kept, "raw_lr_scale": scale}
+        groups.append(group)
+    return {**saved, "param_groups": groups}
+
+
 def check_plan(
     groups: Sequence[dict[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
 ) -> None:
     """Raise if the saved groups hold other parameters, or were saved under another plan."""
+    _check_parameters(groups, saved["param_groups"])
     for group, other in zip(groups, saved["param_groups"], strict=False):
-        names, saved_names = group.get("param_names", []), other.get("param_names")
-        if isinstance(saved_names, list) and list(saved_names) != list(names):
-            differing = sorted(set(names) ^ set(saved_names)) or ["their order"]
-            raise ValueError(
-                "this optimizer state was saved for other parameters, which differ at "
-                f"{differing[0]}: make the optimizer for the model of the saved run"
-            )
+        names = group.get("param_names", [])
         if group["plan"] != other.get("plan", ""):
             where = _first_difference(zip(names, other["params"], strict=False), saved, matrices)
             raise ValueError(
@@ -83,6 +96,49 @@ def check_plan(
                 "optimizer.load_state_dict(state, from_plan=plan_of_the_saved_run), or start with "
                 "fresh optimizer state"
             )
+
+
+def _check_parameters(
+    groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise where the saved groups hold other parameters, or train other parts of them."""
+    if not all(isinstance(group.get("param_names"), list) for group in saved_groups):
+        pairs = zip(groups, saved_groups, strict=False)
+        known = [pair for pair in pairs if isinstance(pair[1].get("param_names"), list)]
+        groups, saved_groups = [own for own, _ in known], [saved for _, saved in known]
+    here, there = _trained_parts(groups), _trained_parts(saved_groups)
+    for name in here:
+        if there.get(name, here[name]) != here[name]:
+            raise ValueError(
+                f'this optimizer state was saved with train="{there[name]}" for {name}, which is '
+                f'train="{here[name]}" here: make the optimizer with the plan of the saved run, or '
+                "go on from it with optimizer.load_state_dict(state, "
+                "from_plan=plan_of_the_saved_run)"
+            )
+    order = [list(group.get("param_names", ())) for group in groups]
+    if [list(group["param_names"]) for group in saved_groups] == order:
+        return
+    differing = sorted(here.keys() ^ there.keys())
+    if not differing:
+        raise ValueError(
+            "this optimizer state was saved for the same parameters, grouped otherwise (rules with "
+            "lr_scale, weight_decay or train changed, or another order): make the groups of the "
+            "saved run, or load it with optimizer.load_state_dict(state, "
+            "from_plan=plan_of_the_saved_run), then set the groups, which take their settings from "
+            "the state"
+        )
+    raise ValueError(
+        "this optimizer state was saved for other parameters, which differ at "
+        f"{differing[0]}: make the optimizer for the model of the saved run. If it was frozen or "
+        "fixed there, load the state with from_plan=plan_of_the_saved_run"
+    )
+
+
+def _trained_parts(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return by parameter name what is trained of it: all, or its multipliers."""
+    return {
+        name: group.get("train", "all") for group in groups for name in group.get("param_names", ())
+    }
 
 
 def _first_difference(
@@ -110,7 +166,9 @@ def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[st
         if missing:
             raise ValueError(
                 f"this optimizer state has no {missing[0]} for {name}: it was saved by another "
-                "kind of optimizer. Load it into that kind, or start with fresh optimizer state"
+                "kind of optimizer. Load it into that kind, or start with fresh optimizer state. "
+                'If its raw weight was fixed (train="multipliers"), load it with '
+                "from_plan=plan_of_the_saved_run"
             )
 
 
@@ -139,7 +197,7 @@ def convert_plan(
 
     Multipliers that both plans have are kept. Those of only the old plan become part of the raw
     weight, whose moments are scaled to fit; those of only the new plan start at 1. No effective
-    weight changes.
+    weight changes. Raw weights that `from_plan` left fixed or frozen start without moments.
     """
     before = {entry.name: entry.matrix for entry in from_plan.entries if entry.matrix}
     by_name = {}
@@ -150,6 +208,12 @@ def convert_plan(
         for name, key in zip(names, group["params"], strict=True):
             old, new, kept = before.get(name), matrices.get(name), saved["state"].get(key, {})
             by_name[name] = _converted(old, new, kept) if old and new and kept else kept
+    by_name |= {name: {} for name in untrained(from_plan) if name not in by_name}
+    for group in groups:
+        if group.get("train") == "multipliers":
+            # Moments that stand still now would be taken up again when the weight is trained.
+            fixed = [name for name in group["param_names"] if name in by_name]
+            by_name |= {name: _without_moments(by_name[name]) for name in fixed}
     settings = {
         name: _settings(group) for group in saved["param_groups"] for name in group["param_names"]
     }
@@ -157,32 +221,48 @@ def convert_plan(
     return to_state_dict([_merge_settings(group, settings) for group in groups], by_name)
 
 
+def untrained(plan: Plan) -> set[str]:
+    """Return the parameters whose raw weight a run with this plan leaves unchanged."""
+    return {e.name for e in plan.entries if e.train == "multipliers" or e.reason == "frozen"}
+
+
+def _without_moments(kept: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kept.items() if k not in (*_MOMENTS_OF_RAW, MEAN_SQUARE)}
+
+
 def _merge_settings(
     group: dict[str, Any], settings: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a group with the saved settings that all its parameters share; others stay its own."""
-    first, *others = (settings[name] for name in group["param_names"])
+    """Return a group with the saved settings that all its parameters share; others stay its own.
+
+    A group of parameters that were not trained takes the settings that all others share.
+    """
+    saved = [settings[name] for name in group["param_names"] if name in settings]
+    own = () if saved else _OF_A_GROUP
+    first, *others = saved or settings.values()
     common = {
         key: value
         for key, value in first.items()
-        if all(key in other and other[key] == value for other in others)
+        if key not in own and all(key in other and other[key] == value for other in others)
     }
     return {**group, **common}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names", "plan")}
+    """Return the settings of a group that a state restores; what is trained is the plan's."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names", "plan", "train")}
 
 
 def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]:
+    if fingerprint({"": old}) == fingerprint({"": new}):
+        return kept
     if any(is_sharded(value) for value in kept.values() if isinstance(value, Tensor)):
         raise ValueError(
             "a sharded optimizer state cannot be converted to another plan: convert it in one "
             "process and save it again"
         )
-    if fingerprint({"": old}) == fingerprint({"": new}):
-        return kept
-    dtype = kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"].dtype
+    like = next(kept[name] for name in ("raw", *_MOMENTS_OF_RAW) if name in kept)
+    dtype = like.dtype
     stays = [part for part in _parts(old) if _parts(old)[part] == _parts(new).get(part)]
     ones = initial_values(_without_init(old), dtype=dtype)
     rest = {part: ones[part] if part in stays else kept[part] for part in _parts(old)}
@@ -194,7 +274,7 @@ def _converted(old: Matrix, new: Matrix, kept: dict[str, Any]) -> dict[str, Any]
         factor = effective(old, torch.ones_like(kept["raw"]), rest)
         safe = factor.abs() > torch.finfo(factor.dtype).tiny ** 0.5
         inverse = torch.where(safe, 1 / factor, 0.0)
-        for name, power in (("exp_avg", 1), ("momentum_buffer", 1), ("exp_avg_sq", 2)):
+        for name, power in _MOMENTS_OF_RAW.items():
             if name in kept:
                 result[name] = kept[name] * inverse**power
     for part, value in initial_values(_without_init(new), dtype=dtype).items():

@@ -20,6 +20,7 @@ from learnable_multipliers.kernels._parameter import ParameterState, write_effec
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._groups import (
+    check_named,
     check_parameters,
     check_settings,
     joined_plan,
@@ -261,10 +262,13 @@ class WeightOwner(Optimizer):
     def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise if that is impossible."""
         groups, matrices = self.param_groups, self._matrices()
+        # Raw weights that the saved run did not train have no moments yet.
+        started = _loading.untrained(from_plan) if from_plan is not None else set()
         if not _loading.is_ours(saved):
             saved = _loading.import_torch_adamw(groups, saved, self.plan)
         else:
             _loading.check_format(saved)
+            saved = _loading.renamed(saved)
             if from_plan is not None:
                 saved = _loading.convert_plan(groups, saved, matrices, from_plan)
             _loading.check_plan(groups, saved, matrices)
@@ -274,6 +278,7 @@ class WeightOwner(Optimizer):
             for group, other in zip(groups, saved["param_groups"], strict=False)
             if group.get("train") != "multipliers"
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
+            if name not in started
         }
         _loading.check_moments(expected, saved)
         return saved
@@ -295,6 +300,9 @@ class WeightOwner(Optimizer):
         group = dict(param_group)
         plan, frozen = group.pop("plan", None), group.pop("frozen", ())
         model, ddp_group = group.pop("model", None), group.pop("ddp_group", None)
+        if self._plan is not None:
+            # torch's own error does not mention plans.
+            check_named(group)
         super().add_param_group(group)
         try:
             self._check_settings(group)

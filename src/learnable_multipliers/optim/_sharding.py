@@ -199,9 +199,15 @@ def _dtensor(value: Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[i
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    # A DTensor takes the storage offset of the tensor it is made from, but no storage of its own:
+    # one that is made from a view into packed multipliers cannot be copied, pickled or staged.
+    own = torch.empty_like(value) if value.storage_offset() else value
+    made = DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+    if own is not value:
+        made._local_tensor = value
+    return made
 
 
 def _is_shard(place: Any) -> bool:

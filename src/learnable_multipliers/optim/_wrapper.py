@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -50,6 +51,8 @@ _INNER = "inner."
 _UPDATE_SIZE_IS_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
 """Classes whose updates are about as large as the learning rate, whatever the gradients."""
 _FIRST_MULTIPLIER_LR = 1e-3
+_MOST_MULTIPLIER_LR = 1e-2
+"""Learning rate of multipliers above which a scale that was not given causes a warning."""
 _STEPPING: set[int] = set()
 """Ids of wrapped optimizers whose step was called by their wrapper."""
 
@@ -65,20 +68,20 @@ class LearnableMultipliers(MultiplierOptimizer):
         multiplier_lr_scale: Multipliers train at `lr * multiplier_lr_scale`, so that schedulers
             move them too. None means 1 around Adam, AdamW, NAdam, RAdam, Adamax, RMSprop and Lion,
             whose learning rate is the size of an update, as AdamW's is. Around any other optimizer
-            it means that each group's multipliers start at 1e-3: the rate of SGD or Adadelta is in
-            other units, and far too high for AdamW.
+            it is 1e-3 over the rate that a group is meant to reach, so that its multipliers reach
+            1e-3: the rate of SGD or Adadelta is in other units, and far too high for AdamW. The
+            group's rate is read at the first step: `max_lr` or `initial_lr` if a scheduler has set
+            it in the group, else the larger of the constructor's and the present one.
         multiplier_betas: Betas of the multipliers' AdamW; `multiplier_eps` is its eps. The other
             settings are those of `lrm.AdamW`.
     """
 
     _settings = (
-        *MultiplierOptimizer._settings,
-        "inner",
-        "_adamw",
-        "_last",
-        "_inner_state_is_placeholder",
+        *(*MultiplierOptimizer._settings, "inner", "_adamw", "_last"),
+        *("_inner_state_is_placeholder", "_derived", "_has_warned"),
     )
     _inner_state_is_placeholder = False
+    _has_warned = False
     _has_moved = False
 
     def __init__(
@@ -140,6 +143,12 @@ class LearnableMultipliers(MultiplierOptimizer):
             if multiplier_lr_scale is None:
                 settings["multiplier_lr_scale"] = _multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
+        derives = multiplier_lr_scale is None and not _steps_by_lr(optimizer)
+        # The constructor's rate of each group, and the scale derived from it. Empty if the scale is
+        # given or 1.
+        self._derived = [
+            (float(group["lr"]), group["multiplier_lr_scale"]) for group in groups if derives
+        ]
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
@@ -190,10 +199,10 @@ class LearnableMultipliers(MultiplierOptimizer):
             own = {"params": group["params"]}
             if "weight_decay" in group:
                 own["weight_decay"] = group["weight_decay"]
-            if group["lr_scale"] != 1.0:
+            if group["raw_lr_scale"] != 1.0:
                 if "lr" not in settings:
                     raise ValueError("a rule scales the learning rate: give lr=...")
-                own["lr"] = settings["lr"] * group["lr_scale"]
+                own["lr"] = settings["lr"] * group["raw_lr_scale"]
             groups.append(own)
         # The groups hold these settings now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
@@ -241,10 +250,40 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def _step(self) -> None:
         self._pull_settings()
+        if not self._has_stepped:
+            self._derive_scales()
+        self._warn_rates()
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
             self._materialize_inner_state()
+
+    def _derive_scales(self) -> None:
+        """Set the scale of multipliers' rates if it was not given.
+
+        Schedulers are made after the optimizer, and may set rates of their own.
+        """
+        for index, (first, scale) in enumerate(self._derived):
+            ours, theirs = self.param_groups[index], self.inner.param_groups[index]
+            # Unless it was set by hand, or loaded.
+            if ours["multiplier_lr_scale"] == scale:
+                lr = _intended_lr({**theirs, **ours}, first)
+                ours["multiplier_lr_scale"] = _FIRST_MULTIPLIER_LR / lr
+                self._derived[index] = (first, ours["multiplier_lr_scale"])
+
+    def _warn_rates(self) -> None:
+        """Warn once if multipliers train much faster than their scale was chosen for."""
+        if not self._derived or self._has_warned:
+            return
+        rates = [float(g["lr"]) * g["multiplier_lr_scale"] for g in self.param_groups]
+        if max(rates) > _MOST_MULTIPLIER_LR:
+            self._has_warned = True
+            warnings.warn(
+                f"multipliers train at a learning rate of {max(rates):.2g} now, as that of "
+                f"{type(self.inner).__name__} has grown since the first step: give "
+                "multiplier_lr_scale, their rate over that of the optimizer",
+                stacklevel=4,
+            )
 
     def _materialize_inner_state(self) -> None:
         """Let the wrapped optimizer create its state, for checkpointing tools to see.
@@ -478,16 +517,26 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
     """Return the default scale of a group's learning rate for its multipliers."""
-    if any(base.__name__ in _UPDATE_SIZE_IS_LR for base in type(optimizer).__mro__):
+    if _steps_by_lr(optimizer):
         return 1.0
-    # A scheduler that was made before keeps its base rate here.
-    lr = float(group.get("initial_lr", group["lr"]))
+    lr = _intended_lr(group, 0.0)
     if lr == 0:
         raise ValueError(
             f"{type(optimizer).__name__} has a learning rate of 0, from which none follows for "
             "the multipliers: give multiplier_lr_scale"
         )
     return _FIRST_MULTIPLIER_LR / lr
+
+
+def _steps_by_lr(optimizer: Optimizer) -> bool:
+    return any(base.__name__ in _UPDATE_SIZE_IS_LR for base in type(optimizer).__mro__)
+
+
+def _intended_lr(group: dict[str, Any], first: float) -> float:
+    """Return the rate that a group is meant to reach, as noted by schedulers if there are any."""
+    noted = float(group.get("max_lr") or group.get("initial_lr") or 0.0)
+    # Without a scheduler: warmup by hand starts below the constructor's rate.
+    return noted or max(first, float(group["lr"]))
 
 
 def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._tree import class_path, features
 
 QKV = ("query", "key", "value")
@@ -38,9 +39,9 @@ Reader = Callable[[Any, int], FusedLayout | None]
 
 def known_layout(owner: nn.Module, leaf: str) -> FusedLayout | None:
     """Return the layout of `owner`'s fused matrix `leaf`, None where it is not known."""
-    names = (class_path(owner), type(owner).__name__)
+    names = (class_path(owner), class_of(owner).__name__)
     read = next((KNOWN[name, leaf] for name in names if (name, leaf) in KNOWN), None)
-    return None if read is None else read(owner, features(owner.get_submodule(leaf))[0])
+    return None if read is None else read(owner, features(children(owner)[leaf])[0])
 
 
 def _evenly(*roles: str) -> Reader:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._fused import QKV, known_layout
 from learnable_multipliers.roles._norms import Norms, inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
@@ -103,11 +104,9 @@ def bert_layer(site: Site) -> Iterator[ParameterRole]:
         "intermediate.dense": "ungated-up",
         "output.dense": "down",
     }
-    if not {"attention.self.query", *roles} <= dict(site.module.named_modules()).keys():
+    if not all(site.path(path) in site.tree.modules for path in ("attention.self.query", *roles)):
         return
-    intermediate = Site(
-        site.path("intermediate"), site.module.get_submodule("intermediate"), site.tree
-    )
+    intermediate = Site(site.path("intermediate"), site.child("intermediate"), site.tree)
     for path, role in roles.items():
         # Pre-norm descendants keep the MLP's norm in `intermediate`.
         norm = intermediate.norm("LayerNorm") if role == "ungated-up" else ""
@@ -150,15 +149,15 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
 def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]:
     for leaf in _projections(site):
         owner, _, own_leaf = leaf.rpartition(".")
-        layout = known_layout(site.module.get_submodule(owner), own_leaf)
+        layout = known_layout(site.child(owner), own_leaf)
         if layout is None or layout.parts[0][0] not in QKV:
             continue
         column_norm = "" if _is_cross_attention(site) else norms.before
         queries = layout.repeats * dict(layout.parts).get("query", 0)
         unread = queries and out and features(site.linears[out])[1] != queries
         if layout.num_rows != (rows := site.rows(leaf)) or unread:
-            owner = type(site.module.get_submodule(owner)).__name__
-            note = f"{rows} rows do not fit the layout known for {owner}"
+            name = class_of(site.child(owner)).__name__
+            note = f"{rows} rows do not fit the layout known for {name}"
             yield site.whole(leaf, UNKNOWN, column_norm=column_norm, note=note)
             continue
         apart = leaf == "c_attn" and "q_attn" in site.linears
@@ -204,12 +203,12 @@ def _is_softmax_attention(site: Site) -> bool:
         return False
     # In a list of blocks, the name of the list counts.
     path = [part for part in site.name.split(".") if not part.isdigit()]
-    label = f"{path[-1] if path else ''} {type(module).__name__}"
+    label = f"{path[-1] if path else ''} {class_of(module).__name__}"
     if not re.search(r"att(entio)?n|mha", label, re.IGNORECASE):
         return False
     # Linear attention convolves and decays q, k, v: other symmetries hold there.
     decays = any(re.search(r"A_log|dt_bias", name) for name, _ in module.named_parameters())
-    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    convolves = any(isinstance(child, nn.Conv1d) for child in children(module).values())
     return not decays and not convolves
 
 
@@ -217,15 +216,15 @@ def _is_cross_attention(site: Site) -> bool:
     """Return whether keys and values come from another sequence (cross-attention)."""
     if isinstance(cross := getattr(site.module, "is_cross_attention", None), bool):
         return cross
-    label = f"{site.name.rpartition('.')[2]} {type(site.module).__name__}".lower()
+    label = f"{site.name.rpartition('.')[2]} {class_of(site.module).__name__}".lower()
     return re.search(r"cross|encoder_?attn|enc_?dec|multihead_attn", label) is not None
 
 
 def _projections(site: Site) -> dict[str, nn.Module]:
     """Return the linear layers of an attention block, by their names inside it."""
     found = site.linears
-    for name, child in site.module.named_children():
-        if type(child).__name__ in _PROJECTIONS:
+    for name, child in children(site.module).items():
+        if class_of(child).__name__ in _PROJECTIONS:
             inner = Site(site.path(name), child, site.tree).linears
             found |= {f"{name}.{leaf}": linear for leaf, linear in inner.items()}
     return found
@@ -268,11 +267,12 @@ def _note_unrecognized(site: Site, known: set[str]) -> None:
     """Record the assumption implied by further matrices and norms of an attention block."""
     named = {*sum(_NORMS.values(), ()), *_SHARED_NORM, *_OUT_NORMS, *_LATENT_NORMS}
     more = [leaf for leaf in site.linears if site.path(f"{leaf}.weight") not in known]
-    more += [n for n, m in site.module.named_children() if is_norm(m) and n not in named]
+    more += [n for n, m in children(site.module).items() if is_norm(m) and n not in named]
     if more:
+        holder = class_of(site.module).__name__
         site.tree.assume(
-            f"{type(site.module).__name__} holds {', '.join(more)} as well, and the pairs Q and K, "
-            "V and attention-out still scale against each other there"
+            f"{holder} holds {', '.join(more)} as well, and the pairs Q and K, V and attention-out "
+            "still scale against each other there"
         )
 
 
@@ -287,7 +287,7 @@ def mamba2(site: Site) -> Iterator[ParameterRole]:
     """
     linears = site.linears
     own = dict(site.module.named_parameters(recurse=False))
-    convolution = getattr(site.module, "conv1d", None)
+    convolution = children(site.module).get("conv1d")
     if not isinstance(convolution, nn.Conv1d) or not set(SSM_VECTORS) <= own.keys():
         return
     if not {"in_proj", "out_proj"} <= linears.keys():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._fused import known_layout
 from learnable_multipliers.roles._norms import inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
@@ -59,7 +60,7 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
     """Read an MLP whose matrices are children of one module."""
     linears = site.linears
     homogeneous = has_homogeneous_activation(site.module)
-    name = type(site.module).__name__
+    name = class_of(site.module).__name__
     for gate, up, down in _GATED + _GATED_CLASSES.get(name, ()):
         if {gate, up, down} <= linears.keys():
             shape = features(linears[gate])
@@ -96,14 +97,14 @@ def sequential_mlp(site: Site) -> Iterator[ParameterRole]:
         return
     steps = [
         (leaf, child)
-        for leaf, child in site.module.named_children()
+        for leaf, child in children(site.module).items()
         if not isinstance(child, nn.Dropout | nn.Identity)
     ]
     if [is_linear(child) for _, child in steps] != [True, False, True]:
         return
     (up, first), (_, activation), (down, last) = steps
     pointwise = not activation._modules and not list(activation.parameters())
-    mixes = is_norm(activation) or "softm" in type(activation).__name__.lower()
+    mixes = is_norm(activation) or "softm" in class_of(activation).__name__.lower()
     if pointwise and not mixes and features(first)[::-1] == features(last):
         parts = {up: [Part("ungated-up", features(first)[0])]}
         yield from _matrices(site, parts, down, is_homogeneous(activation))
@@ -130,7 +131,7 @@ def experts(site: Site) -> Iterator[ParameterRole]:
         return
     hidden, width = shapes[down][-2:] if transposed else shapes[down][:-3:-1]
     norms = norms_around(site.tree, site.name, "mlp")
-    note = f"of {type(module).__name__}"
+    note = f"of {class_of(module).__name__}"
     parts: dict[str, tuple[Part, ...]]
     if not fused:
         roles = ("gate", "up") if len(into) == 2 else ("ungated-up",)
@@ -172,7 +173,7 @@ def _gates_plainly(module: nn.Module) -> bool:
         # transformers marks its expert classes; some bring a gate of their own.
         apply_gate = getattr(type(module), "_apply_gate", None)
         return getattr(apply_gate, "__name__", "") == "_default_apply_gate"
-    return type(module).__name__ == "Llama4TextExperts"
+    return class_of(module).__name__ == "Llama4TextExperts"
 
 
 def _is_transposed(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from learnable_multipliers._names import canonical_name, unwrap
+from learnable_multipliers._names import class_of, named_parameters, unwrap, unwrap_module
 from learnable_multipliers.roles._mixers import (
     SSM_VECTORS,
     attention,
@@ -42,6 +42,7 @@ _HEADS = (
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
 _ADAPTED = "base_layer"
 """PEFT's attribute name of a layer that it has wrapped with adapters."""
+_PEFT = re.compile(rf"\.({_ADAPTED}|original_module|modules_to_save\.[^.]+)$")
 _MAGNITUDE = "weight_norm's scales: multipliers already"
 _DIRECTION = "weight_norm scales it already"
 _POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
@@ -57,14 +58,13 @@ def read_roles(model: nn.Module) -> ModelRoles:
             for role in recognize(Site(name, module, tree)):
                 groups.setdefault(role.name, role)
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     found = []
     for parameter, (name, *aliases) in names.items():
         role = _merge_aliases([_read(tree, groups, alias) for alias in (name, *aliases)])
-        others = tuple(canonical_name(alias) for alias in aliases)
         frozen = not parameter.requires_grad
-        found.append(replace(role, name=canonical_name(name), aliases=others, frozen=frozen))
+        found.append(replace(role, aliases=tuple(aliases), frozen=frozen))
     return ModelRoles(tuple(found), tuple(tree.assumptions))
 
 
@@ -93,16 +93,16 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
     if _is_router(tree, owner_name):
         return _whole(name, shape, "router", "chooses experts")
     if is_linear(owner) and leaf == "weight":
-        if _is_head(tree, owner_name.removesuffix(f".{_ADAPTED}")):
+        if _is_head(tree, owner_name):
             note = "gives the logits"
             return _whole(name, shape, "head", note, column_norm=final_norm(tree))
-        note = f"{type(owner).__name__} in no recognized group"
+        note = f"{class_of(owner).__name__} in no recognized group"
         if is_conv1d(owner):
             parts = (Part(UNKNOWN, shape[1]),)
             return ParameterRole(name=name, shape=shape, parts=parts, transposed=True, note=note)
         return _whole(name, shape, UNKNOWN, note)
     if len(shape) == 2:
-        note = f"a bare parameter of {type(owner).__name__}, taken as (out, in)"
+        note = f"a bare parameter of {class_of(owner).__name__}, taken as (out, in)"
         return _whole(name, shape, UNKNOWN, note)
     what = "a convolution" if hasattr(owner, "kernel_size") else f"{len(shape)} unknown axes"
     return _whole(name, shape, UNKNOWN, what, opaque=True)
@@ -139,15 +139,18 @@ def _is_adapter(tree: Tree, name: str) -> bool:
 
 def _is_position_table(name: str, owner: nn.Embedding) -> bool:
     leaf = name.rpartition(".")[2]
-    return _POSITIONS.match(leaf) is not None or "Positional" in type(owner).__name__
+    return _POSITIONS.match(leaf) is not None or "Positional" in class_of(owner).__name__
 
 
 def _is_head(tree: Tree, name: str) -> bool:
-    if any(part.isdigit() for part in name.split(".")):
-        return False
     owner = tree.modules[name]
-    get_head = getattr(tree.model, "get_output_embeddings", None)
-    if callable(get_head) and get_head() is owner:
+    # PEFT puts a layer that it adapts, or trains a copy of, into a module of the layer's name.
+    name = _PEFT.sub("", name)
+    path = name.removeprefix(tree.root).removeprefix(".").split(".")
+    if any(part.isdigit() for part in path):
+        return False
+    holders = [*tree.lineage(name)]
+    if any(_output_embeddings(holder) in (owner, holders[0]) for holder in holders):
         return True
     # A linear map from a table's features back to its tokens, or a known name at the top.
     out, into = features(owner)
@@ -156,13 +159,23 @@ def _is_head(tree: Tree, name: str) -> bool:
         for place, table in tree.embeddings()
         if not _is_position_table(place, table)
     )
-    *path, leaf = name.split(".")
-    return (back and out != into) or (leaf in _HEADS and (back or not path))
+    *inside, leaf = path
+    return (back and out != into) or (leaf in _HEADS and (back or not inside))
+
+
+def _output_embeddings(module: nn.Module) -> nn.Module | None:
+    """Return the head that a model of transformers names as its own."""
+    get_head = getattr(module, "get_output_embeddings", None)
+    try:
+        head = get_head() if callable(get_head) else None
+    except NotImplementedError:
+        return None
+    return unwrap_module(head) if isinstance(head, nn.Module) else None
 
 
 def _is_router(tree: Tree, name: str) -> bool:
     own, *holders = [*tree.lineage(name)][:3]
-    names = [type(module).__name__ for module in (own, *holders[:1])]
+    names = [class_of(module).__name__ for module in (own, *holders[:1])]
     if any(re.search(r"(Router|Gating)$", class_name) for class_name in names):
         return True
     if not any(hasattr(holder, "experts") for holder in holders):

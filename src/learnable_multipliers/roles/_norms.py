@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import nn
 
+from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._tree import (
     Tree,
     class_path,
@@ -80,7 +81,7 @@ def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
         tree.assume(RESIDUAL_POST_NORM)
         return Norms()
     before, after = _sort(list(found), kind)
-    if type(tree.modules[levels[-1]]).__name__ in _NORMS_BEHIND:
+    if class_of(tree.modules[levels[-1]]).__name__ in _NORMS_BEHIND:
         before, after = [], before
     norms = Norms(_learnable(found, before), _learnable(found, after))
     tree.assume(PRE_NORM if norms.before else NO_NORM)
@@ -122,7 +123,7 @@ def _levels(tree: Tree, name: str, kind: BlockKind) -> Iterator[str]:
 
 
 def _norms_in(tree: Tree, level: str) -> Iterator[tuple[str, nn.Module]]:
-    for leaf, child in tree.modules[level].named_children():
+    for leaf, child in children(tree.modules[level]).items():
         members = _members(child)
         if members and all(map(is_norm, members)):
             yield (f"{level}.{leaf}" if level else leaf), child
@@ -184,7 +185,7 @@ def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
     """Return the name of the trained LayerScale after a block, by timm's names; or none."""
     name = f"{layer}.{'ls1' if kind == 'mixer' else 'ls2'}"
     found = tree.modules.get(name)
-    if found is None or type(found).__name__ != "LayerScale":
+    if found is None or class_of(found).__name__ != "LayerScale":
         return ""
     return name if getattr(getattr(found, "gamma", None), "requires_grad", False) else ""
 
@@ -197,12 +198,12 @@ def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
 
 def _members(module: nn.Module) -> list[nn.Module]:
     """Return the modules of a list, such as norms for several blocks of a kind, or one module."""
-    return list(module) if isinstance(module, nn.ModuleList) else [module]
+    return list(children(module).values()) if isinstance(module, nn.ModuleList) else [module]
 
 
 def _holds_blocks(module: nn.Module) -> bool:
     """Return whether a module has matrices of its own and modules with matrices."""
-    inner = (child for child in module.children() if not is_linear(child))
+    inner = (child for child in children(module).values() if not is_linear(child))
     return any(is_linear(part) for child in inner for part in child.modules())
 
 

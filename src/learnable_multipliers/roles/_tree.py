@@ -7,12 +7,13 @@ by model (`ModelRoles`). A recognizer sees one module of the tree at a time (`Si
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from learnable_multipliers._names import canonical_name, children, class_of, unwrap_module
 
 UNKNOWN = "unknown"
 ROLES = (
@@ -89,9 +90,25 @@ class Tree:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        # By dotted name; a shared module has several.
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+        # By canonical name; a shared module has several. A wrapper comes before the module that it
+        # wraps, which has the same canonical name.
+        self.modules = {
+            canonical_name(name): module
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
+        self.root = self._root()
+        """Name of the module whose children are the parts of the model. A module around it, such as
+        a LightningModule, holds one module with parameters and none of its own."""
         self.assumptions: list[str] = []
+
+    def _root(self) -> str:
+        name = ""
+        while True:
+            module = self.modules[name]
+            inside = [n for n, child in children(module).items() if [*child.parameters()]]
+            if len(inside) != 1 or module._parameters:
+                return name
+            name = f"{name}.{inside[0]}".removeprefix(".")
 
     def embeddings(self) -> Iterator[tuple[str, nn.Embedding]]:
         """Yield the model's embedding tables."""
@@ -127,8 +144,11 @@ class Site:
     @property
     def linears(self) -> dict[str, nn.Module]:
         """The linear layers directly inside the module."""
-        children = self.module.named_children()
-        return {leaf: child for leaf, child in children if is_linear(child)}
+        return {leaf: child for leaf, child in children(self.module).items() if is_linear(child)}
+
+    def child(self, leaf: str) -> nn.Module:
+        """Return something inside the module, by its name there."""
+        return self.tree.modules[self.path(leaf) if leaf else self.name]
 
     def path(self, leaf: str) -> str:
         """Return the full name of something inside the module."""
@@ -136,23 +156,23 @@ class Site:
 
     def rows(self, leaf: str) -> int:
         """Return the number of output features of the linear layer at `leaf`."""
-        return features(self.module.get_submodule(leaf))[0]
+        return features(self.child(leaf))[0]
 
     def norm(self, *names: str) -> str:
         """Return the full name of a child that is a learnable norm of one of `names`, if any."""
-        children = dict(self.module.named_children())
-        found = (n for n in names if n in children and is_learnable_norm(children[n]))
+        inside = children(self.module)
+        found = (n for n in names if n in inside and is_learnable_norm(inside[n]))
         return next(map(self.path, found), "")
 
     def linear(self, leaf: str, *parts: Part, note: str = "", **more: Any) -> ParameterRole:
         """Return the role of the weight of the linear layer at `leaf`."""
-        layer = self.module.get_submodule(leaf)
+        layer = self.child(leaf)
         return ParameterRole(
             name=self.path(f"{leaf}.weight"),
             shape=weight_shape(layer),
             parts=parts,
             transposed=is_conv1d(layer),
-            note=note or f"{leaf} of {type(self.module).__name__}",
+            note=note or f"{leaf} of {class_of(self.module).__name__}",
             **more,
         )
 
@@ -174,7 +194,7 @@ class Site:
 
 def class_path(module: nn.Module) -> str:
     """Return a module's class with the Python module that defines it."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return f"{class_of(module).__module__}.{class_of(module).__qualname__}"
 
 
 _HOMOGENEOUS = {
@@ -186,7 +206,7 @@ _ACTIVATIONS = ("act_fn", "act", "activation", "activation_fn", "nonlinearity")
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether this is GPT-2's transposed linear layer, which stores (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return class_of(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -194,7 +214,7 @@ def is_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     weight = getattr(module, "weight", None)
-    return type(module).__name__.endswith("Linear") and getattr(weight, "ndim", 0) == 2
+    return class_of(module).__name__.endswith("Linear") and getattr(weight, "ndim", 0) == 2
 
 
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
@@ -213,8 +233,12 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether this is a normalization layer: by its name, and without matrices inside."""
-    named = re.search(r"norm", type(module).__name__, re.IGNORECASE) is not None
-    return named and all(is_flat(parameter.shape) for parameter in module.parameters())
+    name = class_of(module).__name__.lower()
+    # A weight of several axes, such as (heads, channels), still scales what is normalized.
+    own = {leaf for leaf, _ in module.named_parameters()} <= {"weight", "bias"}
+    if name.endswith("norm") and own:
+        return True
+    return "norm" in name and all(is_flat(parameter.shape) for parameter in module.parameters())
 
 
 def is_learnable_norm(module: nn.Module) -> bool:
@@ -232,8 +256,9 @@ def is_flat(shape: Sequence[int]) -> bool:
 
 def is_homogeneous(activation: object) -> bool:
     """Return whether f(s x) is a power of s times f(x) for s > 0, as for ReLU."""
-    label = getattr(activation, "__name__", type(activation).__name__)
-    return label in _HOMOGENEOUS
+    if isinstance(activation, nn.Module):
+        return class_of(unwrap_module(activation)).__name__ in _HOMOGENEOUS
+    return getattr(activation, "__name__", type(activation).__name__) in _HOMOGENEOUS
 
 
 def has_homogeneous_activation(module: nn.Module) -> bool:

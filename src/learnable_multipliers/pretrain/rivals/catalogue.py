@@ -1,4 +1,4 @@
-"""All rivals by name, and how one comes to train a model."""
+"""Registry of rival optimizers and their factory."""
 
 from __future__ import annotations
 

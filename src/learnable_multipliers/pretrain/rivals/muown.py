@@ -3,8 +3,8 @@
     W = g v / |v| for each row,   u = v / |v|
     dL/dg = sum G u,   dL/dv = (g / |v|) (G - u dL/dg)
 
-Muon (without a look ahead) trains v, Adam trains g, which alone decays. Both have the learning rate
-of the matrix. Of v only the norms of its rows are kept: W and g give the rest.
+Muon (without Nesterov momentum) trains v, Adam trains g, which alone decays. Both have the learning
+rate of the matrix. Of v only the norms of its rows are kept: W and g give the rest.
 """
 
 from __future__ import annotations

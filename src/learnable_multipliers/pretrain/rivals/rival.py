@@ -92,7 +92,7 @@ class Rival(Optimizer):
         return orthogonalized(momenta) * lr_factor("match_rms_adamw", *momenta.shape[1:])
 
     def nesterov_momenta(self, weights: list[Tensor], momentum: float) -> Tensor:
-        """Return the averaged gradient of each matrix with a look ahead."""
+        """Return the Nesterov momentum of each matrix."""
         grads, states = self.grads_and_states(weights, "momentum_buffer")
         buffers = each(states, "momentum_buffer")
         torch._foreach_lerp_(buffers, grads, 1 - momentum)

@@ -279,9 +279,10 @@ def commit() -> str | None:
     try:
         # An installed copy may lie inside somebody else's repository: ours knows this file.
         git("ls-files", "--error-unmatch", Path(__file__).name)
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        # A new file changes what runs as much as an edited one, if it is part of the package.
-        new = git("ls-files", "--others", "--exclude-standard", str(here.parents[1]))
+        package = str(here.parents[1])
+        # Records and docs may change: they are not what runs. A new file of the package is.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", package)
+        new = git("ls-files", "--others", "--exclude-standard", package)
         return git("rev-parse", "HEAD") + ("-changed" if changed or new else "")
     except (OSError, subprocess.SubprocessError):
         return None

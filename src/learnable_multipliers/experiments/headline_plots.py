@@ -1,0 +1,106 @@
+"""Plots of the headline: held-out loss over time, what vector gains on the way, and all gains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments.headline_arms import PLAIN, VECTOR
+from learnable_multipliers.experiments.headline_gains import NAMES, finals, gains, reported_loss
+from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.record import Labelled, Record
+
+
+def plots(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw the runs of each model."""
+    drawn = []
+    for family in dict.fromkeys(one.labels["family"] for one in finals(records)):
+        runs, name = table.select(finals(records), family=family), NAMES[str(family)]
+        drawn += [_over_time(runs, name), _gain_on_the_way(runs, name)]
+        drawn += _gains(runs, name)
+    return drawn
+
+
+def _over_time(runs: Sequence[Labelled], model: str) -> Plot:
+    """Draw held-out loss over wall-clock, for plain and multipliers with each optimizer."""
+    arms = {
+        f"{NAMES[str(optimizer)]}, {name}": _curves(
+            table.select(runs, optimizer=optimizer, arm=arm.name)
+        )
+        for optimizer in table.distinct(runs, "optimizer")
+        for arm, name in ((PLAIN, "plain"), (VECTOR, "row and column multipliers"))
+    }
+    with drawing.canvas(x="seconds of training", y="held-out loss (nats)") as (figure, axes):
+        drawing.curves(axes, {name: seeds for name, seeds in arms.items() if seeds}, early=0.3)
+    caption = (
+        "Mean and range over seeds at tuned settings, on validation text, by time on the device "
+        "without that of evaluations."
+    )
+    return Plot(f"Loss over time, {model}", caption, figure)
+
+
+def _curves(records: Sequence[Labelled]) -> list[dict[float, float]]:
+    """Return seconds -> held-out loss of each seed, at the mean speed of them all."""
+    if not records:
+        return []
+    speed = fmean(one.record.tokens_per_second for one in records)
+    return [
+        {tokens / speed: loss for tokens, loss in held_out(one.record).items()} for one in records
+    ]
+
+
+def held_out(record: Record) -> dict[float, float]:
+    """Return tokens -> held-out loss on the way."""
+    data, curve = record.config["data"], record.held_out
+    tokens = data["sequence_length"] * data["batch_sequences"]
+    pairs = zip(curve.get("step", ()), curve.get("loss", ()), strict=True)
+    return {step * tokens: loss for step, loss in pairs}
+
+
+def _gain_on_the_way(runs: Sequence[Labelled], model: str) -> Plot:
+    """Draw the loss of plain minus that of vector after equal tokens, paired by seed."""
+    found = {}
+    for optimizer in table.distinct(runs, "optimizer"):
+        plain, vector = (
+            table.by_seed(runs, optimizer=optimizer, arm=arm.name) for arm in (PLAIN, VECTOR)
+        )
+        pairs = [
+            (held_out(plain[seed]), held_out(vector[seed])) for seed in plain if seed in vector
+        ]
+        if pairs:
+            found[NAMES[str(optimizer)]] = [
+                {tokens: one[tokens] - other[tokens] for tokens in one if tokens in other}
+                for one, other in pairs
+            ]
+    with drawing.canvas(x="training tokens", y="plain minus multipliers (nats)") as (figure, axes):
+        drawing.curves(axes, found, early=0.3)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
+        drawing.level(axes, 0.0, "plain")
+    caption = (
+        "Held-out loss of plain minus that of row and column multipliers after the same tokens, "
+        "paired by seed: mean and range over seeds."
+    )
+    return Plot(f"Gain on the way, {model}", caption, figure)
+
+
+def _gains(runs: Sequence[Labelled], model: str) -> list[Plot]:
+    """Draw the final gains of all arms over plain."""
+    read = reported_loss(runs)
+    found = {
+        NAMES[str(optimizer)]: {
+            str(arm): list(gains(runs, read, {"optimizer": optimizer, "arm": arm}).values())
+            for arm in dict.fromkeys(one.labels["arm"] for one in runs)
+            if arm != PLAIN.name and table.select(runs, optimizer=optimizer, arm=arm)
+        }
+        for optimizer in table.distinct(runs, "optimizer")
+    }
+    if not any(found.values()):
+        return []
+    with drawing.canvas(x="arm", y="gain over plain (nats)", height=320) as (figure, axes):
+        drawing.categories(axes, found)
+        drawing.level(axes, 0.0, "plain")
+    caption = "Held-out loss of plain runs minus that of an arm, paired by seed."
+    return [Plot(f"Gain over plain, {model}", caption, figure)]
