@@ -142,16 +142,16 @@ def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: i
     Another schedule is the same run as long as it has the same steps so far: a run at its constant
     rate can be made longer, or shorter with its decay at once.
     """
-    now, may_change = to_dict(config), _MAY_CHANGE
-    if _same_steps(config, before, taken):
-        may_change = may_change | {"schedule"}
-    # What the release that began it did not have was as it is by default.
+    # Fields missing from older checkpoints take their defaults.
     before = {
         section: {**values, **before.get(section, {})}
         if isinstance(values, dict) and isinstance(before.get(section, {}), dict)
         else before.get(section)
         for section, values in {**dict.fromkeys(before), **to_dict(TrainConfig())}.items()
     }
+    now, may_change = to_dict(config), _MAY_CHANGE
+    if _same_steps(config, before, taken):
+        may_change = may_change | {"schedule"}
     changed = [
         f"{where}: {old} -> {new}"
         for section in sorted({*now, *before} - may_change)
