@@ -100,4 +100,5 @@ def _clean_up_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        # None stands for a handler that Python did not set and cannot set again.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

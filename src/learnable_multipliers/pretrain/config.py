@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -480,13 +479,3 @@ def _check_at_most(most: int, reason: str, prefix: str, config: object, name: st
     value = getattr(config, name)
     if value > most:
         raise ValueError(f"{prefix}{name} must be at most {most:,}, got {value:,}: {reason}")
-
-
-def check_threads(name: str, count: int) -> None:
-    """Raise a ValueError for more threads than a machine can start."""
-    most = max(64, 4 * (os.cpu_count() or 1))
-    if count > most:
-        raise ValueError(
-            f"{name} must be at most {most}, got {count:,}: this machine has {os.cpu_count()} "
-            "cores, and more threads than those make nothing faster"
-        )

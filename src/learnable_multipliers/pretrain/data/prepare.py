@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
-from learnable_multipliers.pretrain.config import check_threads
+from learnable_multipliers.pretrain.cores import check_threads
 from learnable_multipliers.pretrain.data.documents import Corpus, Document
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.readers import DocumentError

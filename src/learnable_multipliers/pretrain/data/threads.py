@@ -6,13 +6,14 @@ would each import torch first, and text and tokens would be copied from one to a
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from threading import Condition, Thread
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+
+from learnable_multipliers.pretrain.cores import num_cores
 
 # Text that a thread is given at once.
 _BATCH_BYTES = 1 << 19
@@ -178,10 +179,3 @@ def _results(future: Future[tuple[list[Result], Exception | None]]) -> Iterator[
     yield from found
     if error is not None:
         raise error
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from learnable_multipliers.kernels._backend import HAS_TRITON
-from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig, check_threads
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
+from learnable_multipliers.pretrain.cores import check_threads
 from learnable_multipliers.pretrain.model.attention import kernels_take
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
