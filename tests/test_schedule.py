@@ -13,7 +13,6 @@ from learnable_multipliers.pretrain.config import ScheduleConfig
 from learnable_multipliers.pretrain.trainer.schedule import (
     Schedule,
     Step,
-    TokensAfter,
     batch_sequences,
     learning_rate_factor,
     repetition,
@@ -202,7 +201,7 @@ def test_computed_steps_are_those_of_the_definition_bit_for_bit(shape, data):
     assert plan.batch_sizes == list(dict.fromkeys(step.sequences for step in expected))
     assert plan.peak_factor == max(step.lr_factor for step in expected)
     counts = [0, *(step.tokens_before + step.sequences * length for step in expected)]
-    assert list(TokensAfter(plan)) == counts
+    assert [plan.tokens_before(step) for step in range(len(plan) + 1)] == counts
 
 
 def test_a_run_of_any_length_is_planned_at_once():
@@ -211,7 +210,7 @@ def test_a_run_of_any_length_is_planned_at_once():
     assert len(plan) == 1 << 62
     assert plan[-1] == Step((1 << 62) - 1, (1 << 62) - 1, 1, 1 / 8)
     assert plan.peak_factor == plan[9].lr_factor == 1.0
-    assert TokensAfter(plan)[-1] == 1 << 62
+    assert plan.tokens_before(len(plan)) == 1 << 62
     assert plan.begins_like(Schedule(config, 1, 1), 1 << 61)
 
 

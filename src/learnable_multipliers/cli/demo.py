@@ -137,9 +137,10 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
             for name, config in configs.items()
         }
         # They differ in their multipliers, not in their schedule.
-        tokens = next(iter(trainers.values())).tokens_after
+        plan = next(iter(trainers.values())).schedule
         interrupt = stack.enter_context(Interrupt())
-        shown.append(stack.enter_context(Display(list(trainers), tokens, console)))
+        display = Display(list(trainers), len(plan), plan.tokens_before, console)
+        shown.append(stack.enter_context(display))
         # A run that went back to a checkpoint takes more steps than the other.
         for steps in zip_longest(*(trainer.steps() for trainer in trainers.values())):
             for name, step in zip(trainers, steps, strict=True):

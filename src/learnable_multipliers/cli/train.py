@@ -112,13 +112,13 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
 
     with console.status("getting ready"), _memory_advice(config.out):
         trainer = Trainer(config, observe)
-    name = trainer.config.name
+    name, plan = trainer.config.name, trainer.schedule
     _announce(trainer, console)
     with (
         _resume_advice(config.out),
         closing(trainer),
         Interrupt() as interrupt,
-        Display([name], trainer.tokens_after, console) as display,
+        Display([name], len(plan), plan.tokens_before, console) as display,
         _memory_advice(config.out),
     ):
         shown.append(display)

@@ -170,25 +170,6 @@ class Schedule(Sequence[Step]):
         return Step(step, before, stage.sequences, factor, relative)
 
 
-class TokensAfter(Sequence[int]):
-    """The tokens seen after 0, 1, 2, ... and all steps of a schedule."""
-
-    def __init__(self, plan: Schedule):
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return len(self._plan) + 1
-
-    @overload
-    def __getitem__(self, index: int, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> list[int]: ...
-    def __getitem__(self, index: int | slice, /) -> int | list[int]:
-        found = range(len(self))[index]
-        before = self._plan.tokens_before
-        return before(found) if isinstance(found, int) else [before(step) for step in found]
-
-
 def check_divisible(plan: Schedule, dp_degree: int) -> None:
     """Raise a ValueError if a batch of the run cannot be divided among data-parallel ranks."""
     for sequences in plan.batch_sizes:

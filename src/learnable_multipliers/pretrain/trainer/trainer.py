@@ -251,11 +251,6 @@ class Trainer:
         return self.samples * self.config.data.sequence_length
 
     @property
-    def tokens_after(self) -> schedule.TokensAfter:
-        """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
-        return schedule.TokensAfter(self.schedule)
-
-    @property
     def seconds(self) -> float:
         """Seconds spent in steps, over all processes of the run."""
         return self._stopwatch.seconds
