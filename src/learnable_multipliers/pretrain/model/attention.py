@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import rotation_kernels as kernels
 else:
     kernels = None
-
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Angles(NamedTuple):
@@ -140,8 +139,6 @@ def kernels_take(head_dim: int) -> bool:
 
 def _obstacle(projected: Tensor, head_dim: int) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
-    if projected.dtype not in _KERNEL_TYPES:
-        return f"the kernels do not take {projected.dtype}"
     if not kernels_take(head_dim):
         return f"head_dim is {head_dim}, not a power of two of at least 16"
-    return None
+    return unsupported_dtype(projected.dtype)

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from learnable_multipliers.pretrain.model.triton_support import last_dim_contiguous
+
 _BLOCK_TIME = 64
 _BLOCK_CHANNELS = 128
 # Rows are fetched ahead by hand; the compiler is not to do it a second time.
@@ -218,7 +220,7 @@ def convolve_silu(
 
     weight and bias are float32, x may be a strided view.
     """
-    x = _readable(x)
+    x = last_dim_contiguous(x)
     y = _empty_parts(x, sizes)
     convolve_kernel[_grid(x, sizes)](
         *(x, weight.contiguous(), bias.contiguous(), *y),
@@ -241,7 +243,7 @@ def convolve_silu_backward(
     dy0: Tensor, dy1: Tensor, dy2: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and those of taps and bias in rows, the bias last."""
-    x, dy = _readable(x), [part.contiguous() for part in (dy0, dy1, dy2)]
+    x, dy = last_dim_contiguous(x), [part.contiguous() for part in (dy0, dy1, dy2)]
     sizes = [part.shape[2] for part in dy]
     dx = x.new_empty(x.shape)
     programs, _, batch = grid = _grid(x, sizes)
@@ -288,8 +290,3 @@ def _alignment(sizes: Sequence[int], *tensors: Tensor) -> int:
     """Return what all sizes, strides and starts are multiples of, as far as wide loads need it."""
     places = [place for t in tensors for place in (*t.stride()[:2], t.storage_offset())]
     return 1 if any(place % _VECTOR for place in (*sizes, *places)) else _VECTOR
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor whose channels lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

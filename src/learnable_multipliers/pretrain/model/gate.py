@@ -10,13 +10,12 @@ from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.projections import scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import gate_kernels as kernels
 else:
     kernels = None
-
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
@@ -24,9 +23,7 @@ def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
 
     Chooses between PyTorch and Triton, by device and by the `backend` asked for.
     """
-    dtype = joined.dtype
-    obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not takes_triton(backend, joined.device, obstacle) or kernels is None:
+    if not takes_triton(backend, joined.device, unsupported_dtype(joined.dtype)) or kernels is None:
         return gated_reference(joined, mup_gate)
     return kernels.gate(joined, mup_gate)
 

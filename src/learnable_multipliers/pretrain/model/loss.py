@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.projections import scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import loss_kernels as kernels
@@ -18,7 +19,6 @@ else:
 
 CHUNK_BYTES = 256 << 20
 """Logits that the kernels hold at a time: fewer make matrix products too small for an H200."""
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Losses(NamedTuple):
@@ -46,8 +46,7 @@ def head_loss(
     dtype = torch.promote_types(features.dtype, head.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not takes_triton(backend, features.device, obstacle) or kernels is None:
+    if not takes_triton(backend, features.device, unsupported_dtype(dtype)) or kernels is None:
         return head_loss_reference(features, head, mup_head, targets, z_loss)
     gradient = torch.is_grad_enabled() and (features.requires_grad or head.requires_grad)
     total, cross_entropy, *_ = kernels.head_loss(

@@ -12,7 +12,8 @@ from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_tr
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.gate import gated_by
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
-from learnable_multipliers.pretrain.model.ssd import KERNEL_TYPES, ssd
+from learnable_multipliers.pretrain.model.ssd import ssd
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import convolution_kernels as kernels
@@ -133,8 +134,6 @@ def convolve_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _obstacle(x: Tensor, weight: Tensor) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
-    if x.dtype not in KERNEL_TYPES:
-        return f"the kernels do not take {x.dtype}"
     if weight.shape[1] != KERNEL_TAPS:
         return f"the kernels have {KERNEL_TAPS} taps, not {weight.shape[1]}"
-    return None
+    return unsupported_dtype(x.dtype)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from learnable_multipliers.pretrain.model.triton_support import last_dim_contiguous
+
 _BLOCK = 2048
 """Pairs of features in one program."""
 _VECTOR = 8
@@ -71,7 +73,7 @@ def split_and_turn(
 
     `projected` may be a strided view; `counts` are the heads of each of the three.
     """
-    parts = _parts(_readable(projected), counts)
+    parts = _parts(last_dim_contiguous(projected), counts)
     made = [part.new_empty(part.shape) for part in parts]
     for part, out, scale, turned in zip(parts, made, scales, (1, 1, 0), strict=True):
         _launch(part, out, cos, sin, scale, turned)
@@ -91,7 +93,7 @@ def split_and_turn_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list[float]
 ) -> Tensor:
     """Return the gradient of the projection."""
-    grads = [_readable(grad) for grad in (dq, dk, dv)]
+    grads = [last_dim_contiguous(grad) for grad in (dq, dk, dv)]
     counts = [grad.shape[2] for grad in grads]
     made = dq.new_empty(*dq.shape[:2], sum(counts) * dq.shape[3])
     parts = _parts(made, counts)
@@ -117,11 +119,6 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | No
 
 
 split_and_turn.register_autograd(_backward, setup_context=_keep)
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor whose features lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _parts(joined: Tensor, counts: list[int]) -> tuple[Tensor, ...]:

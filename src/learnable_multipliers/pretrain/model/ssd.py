@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
+from learnable_multipliers.pretrain.model.triton_support import DTYPES
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import ssd_launch as launch
 else:
     launch = None
 
-KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 KERNEL_STATES = (16, 32, 64, 128, 256)
 KERNEL_CHUNKS = (16, 32, 64, 128)
@@ -163,7 +163,7 @@ def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
 
 def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
     """Return why the kernels cannot serve these tensors, or None if they can."""
-    if x.dtype not in KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
+    if x.dtype not in DTYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
             "x, B and C must share one of bfloat16, float16 and float32; "
             f"they are {x.dtype}, {B.dtype} and {C.dtype}"

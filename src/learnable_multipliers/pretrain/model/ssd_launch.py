@@ -26,6 +26,7 @@ from learnable_multipliers.pretrain.model.ssd_kernels import (
     states_kernel,
     sums_kernel,
 )
+from learnable_multipliers.pretrain.model.triton_support import last_dim_contiguous
 
 _STATES = {
     2: {"BLOCK_DIM": 64, "BLOCK_STATE": 128, "num_warps": 4, "num_stages": 2},
@@ -80,7 +81,7 @@ def ssd_scan(
 
     dt, A and D are float32; x, B and C share a dtype and may be strided views.
     """
-    x, B, C = (_readable(tensor) for tensor in (x, B, C))
+    x, B, C = (last_dim_contiguous(tensor) for tensor in (x, B, C))
     scan = Scan(x, dt, A, B, chunk_size)
     states = scan.states("states", x, B)
     return scan.rows("outputs", x, C, B, states, D), states
@@ -108,7 +109,7 @@ def ssd_scan_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, dt, A, B, C and D."""
-    dy, x, B, C = (_readable(tensor) for tensor in (dy, x, B, C))
+    dy, x, B, C = (last_dim_contiguous(tensor) for tensor in (dy, x, B, C))
     scan = Scan(x, dt, A, B, chunk_size)
     state_grads = scan.states("state_grads", dy, C)
     dx = scan.rows("inputs", dy, B, C, state_grads, D)
@@ -270,11 +271,6 @@ def add_parts(within: Tensor, through: Tensor, dtype: torch.dtype) -> Tensor:
         within, through, sums, size, BLOCK=_BLOCK_SUM, **parts
     )
     return sums
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis is contiguous; strides of the others are the kernels' own."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
