@@ -81,5 +81,5 @@ def test_a_model_that_transformers_does_not_know_is_one_line(ask, described):
     Path("odd/config.json").write_text(json.dumps(described))
     code, _, complaints = ask("plan", "odd")
     assert code == 1
-    assert complaints.startswith("lrm plan: odd/config.json gives no model: ")
+    assert complaints.startswith("lrm plan: odd/config.json cannot be loaded: ")
     assert len(complaints.splitlines()) == 1

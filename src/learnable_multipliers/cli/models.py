@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
-from learnable_multipliers._formats import size
+from learnable_multipliers._formats import one_line, size
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import render
 from learnable_multipliers.cli.arguments import closest, command, terminal_columns
@@ -153,8 +153,7 @@ def _errors_of(file: Path) -> Iterator[None]:
                 f"{file.parent} is a model with code of its own, which lrm does not run: load it "
                 "in Python and give it to learnable_multipliers.plan or find_symmetries"
             ) from error
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{file} gives no model: {why}") from error
+        raise ValueError(f"{file} cannot be loaded: {one_line(error)}") from error
     finally:
         logging.set_verbosity(before)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from learnable_multipliers._formats import one_line
 from learnable_multipliers.evaluate.generation import Reader, Rereader
 from learnable_multipliers.evaluate.pieces import pieces_of
 from learnable_multipliers.evaluate.requests import Encoder
@@ -250,5 +251,4 @@ def _errors_of(folder: Path) -> Iterator[None]:
         raise
     # Any other error, by what the files say and which kind of model it is.
     except Exception as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{folder} gives no model and tokenizer: {why}") from error
+        raise ValueError(f"{folder} cannot be loaded: {one_line(error)}") from error
