@@ -113,7 +113,9 @@ def predicted(preset: str, axes: Axes, optimizer: str, placement: Any, rank: int
         work = muon_work(weights, axes)
         for exchange in (work.there, work.back):
             number["all-to-all"] += 1
-            size["all-to-all"] += _FLOAT * (exchange.sent(rank) + exchange.received(rank))
+            # Of both buffers, so a rank's own numbers count twice.
+            both = sum(n * pair.count(rank) for pair, n in exchange.numbers.items())
+            size["all-to-all"] += _FLOAT * both
     return {kind: (n, size[kind]) for kind, n in number.items()}
 
 

@@ -24,7 +24,7 @@ from learnable_multipliers.report.comparison import (
     differing_settings,
     pool_quantiles,
 )
-from learnable_multipliers.report.page import TEMPLATES
+from learnable_multipliers.report.page import TEMPLATES, render
 from learnable_multipliers.report.plots import (
     MAX_POINTS,
     drift_over_steps,
@@ -722,8 +722,8 @@ class Reader(HTMLParser):
 @pytest.fixture
 def page(tmp_path, runs):
     path = tmp_path / "out" / "page.html"
-    assert write_page(path, runs, title="Two runs", note="One < two.") == path
-    return path.read_text()
+    assert write_page(path, runs, title="Two runs") == path
+    return render(runs, title="Two runs", note="One < two.").decode()
 
 
 def test_page_has_the_exact_final_numbers(page, runs):
@@ -781,8 +781,7 @@ def test_hostile_names_and_samples_are_text(tmp_path):
 
     run = edit_metrics(folder, attack)
     runs = [run, run, Run.load(write_run(tmp_path / "y", name="\u6f22\u5b57\n\x07", seed=2))]
-    path = write_page(tmp_path / "page.html", runs, title=HOSTILE, note=HOSTILE)
-    text = path.read_text()
+    text = render(runs, title=HOSTILE, note=HOSTILE).decode()
     reader = Reader(text)
     assert "script" not in reader.tags
     # As text it is everywhere: titles, table, labels, notes, samples, settings, commands.

@@ -114,7 +114,7 @@ def predicted(model, axes, optimizer, placement, rank, width):
         work = muon_work(weights, axes)
         # Newton-Schulz, and so the exchange, is in float32 on a CPU.
         step += [
-            ("all-to-all", 4 * (one.sent(rank) + one.received(rank)))
+            ("all-to-all", 4 * sum(n * pair.count(rank) for pair, n in one.numbers.items()))
             for one in (work.there, work.back)
         ]
     return [buffers(forward, axes), buffers(backward, axes), sorted(step)]
