@@ -1,4 +1,4 @@
-"""Checksums that our JSON files carry of themselves: a changed byte is noticed on reading.
+"""SHA-256 of files, and checksums that our JSON files carry of themselves.
 
 They detect accidents, not an attacker who writes a new checksum too.
 """
@@ -15,6 +15,12 @@ from typing import Any
 KEY = "sha256"
 _LINE_END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?')
 _LINE_END_BYTES = len(', "crc32": "00000000"}')
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:

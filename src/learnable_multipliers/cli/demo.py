@@ -21,7 +21,7 @@ from rich.console import Console
 
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers.cli.arguments import command
-from learnable_multipliers.pretrain.checkpoint.atomic import new_folder, remove
+from learnable_multipliers.pretrain.atomic_folder import new_folder, remove
 from learnable_multipliers.pretrain.config import Placement, TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display

@@ -13,13 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers._formats import one_line
 from learnable_multipliers.evaluate.generation import Reader, Rereader
 from learnable_multipliers.evaluate.pieces import pieces_of
 from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, file_sha256
+from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 from learnable_multipliers.pretrain.export import load_model, tokenizer_of

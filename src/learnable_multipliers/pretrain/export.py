@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers._multiplier import multiplier
 from learnable_multipliers.optim._packed_multipliers import NAMES
+from learnable_multipliers.pretrain.atomic_folder import new_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer

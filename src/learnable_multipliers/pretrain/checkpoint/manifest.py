@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX
 from learnable_multipliers.pretrain.serialization import parse_object, read_bytes, regular_size
 
@@ -28,12 +29,6 @@ def manifest_json(files: Files) -> bytes:
     """Return a manifest with a checksum of itself, so that damage to it blames no other file."""
     content = {"format": FORMAT, "files": files}
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from learnable_multipliers.pretrain.checkpoint import atomic, manifest, tensor_files
+from learnable_multipliers._atomic import hidden, sync
+from learnable_multipliers.pretrain import atomic_folder
+from learnable_multipliers.pretrain.checkpoint import manifest, tensor_files
 from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.distributed import ALONE, World
@@ -50,7 +52,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
     is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    partial = world.broadcast(atomic.hidden(target))
+    partial = world.broadcast(hidden(target))
     try:
         exists = world.run_on_all(lambda: world.is_first and _prepare(folder, target, partial))
         if world.broadcast(exists):
@@ -81,11 +83,11 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
 
 def _prepare(folder: Path, target: Path, partial: Path) -> bool:
     """Make the folder to write to; return whether the checkpoint exists already."""
-    atomic.make_folder(folder)
+    atomic_folder.make_folder(folder)
     if target.exists():
         if manifest.problem(target) is None:
             # The process that renamed it may have been killed before the name was on disk.
-            atomic.sync(folder)
+            sync(folder)
             return True
         set_aside(target)
     _clear_leftovers(folder)
@@ -98,7 +100,7 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
     files = {}
     for group, named in tensors.items():
         path = tensor_files.write(partial, group, named, world)
-        atomic.sync(path)
+        sync(path)
         files[path.name] = manifest.fingerprint(path)
     return files
 
@@ -110,7 +112,7 @@ def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) 
     )
     files = {**files, STATE: manifest.fingerprint(state)}
     listing.write_bytes(manifest.manifest_json(dict(sorted(files.items()))))
-    atomic.publish(partial, target, (state, listing))
+    atomic_folder.publish(partial, target, (state, listing))
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def tidy(folder: Path, newest: int, keep: int) -> None:
 
 def _prune(folder: Path, newest: int, keep: int) -> None:
     for step in [step for step in steps(folder) if step <= newest][:-keep]:
-        atomic.remove(folder / _name(step))
+        atomic_folder.remove(folder / _name(step))
 
 
 def _clear_leftovers(folder: Path) -> None:

@@ -122,14 +122,14 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
     pieces: dict[str, list[_Piece]] = {}
     with ExitStack() as stack:
         for path in files:
-            with _naming(path):
+            with _errors_naming(path):
                 _check_header(path)
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name, piece in _pieces(opened):
                     pieces.setdefault(name, []).append(piece)
         found = {}
         for name, parts in pieces.items():
-            with _naming(*files):
+            with _errors_naming(*files):
                 found[name] = _assembled(name, parts, like.get(name))
     return found
 
@@ -220,7 +220,7 @@ def _volume(box: Box) -> int:
 
 
 @contextmanager
-def _naming(*paths: Path) -> Iterator[None]:
+def _errors_naming(*paths: Path) -> Iterator[None]:
     """Add the names of the files to errors.
 
     Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.

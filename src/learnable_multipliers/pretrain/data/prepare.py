@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers._checksum import file_sha256
+from learnable_multipliers.pretrain.atomic_folder import new_folder
 from learnable_multipliers.pretrain.cores import check_threads
 from learnable_multipliers.pretrain.data.documents import Corpus, Document
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.shards import (
+    DATASET_MANIFEST,
     TOKENIZER_FILE,
     TRAIN,
     VALID,
@@ -111,6 +112,16 @@ class PrepareConfig:
                 "vocab_size is that of a tokenizer trained here; a given one brings its own"
             )
 
+    def check_replaceable(self, folder: Path) -> None:
+        """Raise a FileExistsError unless an existing folder may be replaced by the dataset."""
+        if not self.overwrite:
+            raise FileExistsError(f"{folder} exists; choose another folder or give --overwrite")
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if folder.is_symlink() or not (is_empty or (folder / DATASET_MANIFEST).is_file()):
+            raise FileExistsError(
+                f"{folder} is not a token dataset, so it is not overwritten; choose another folder"
+            )
+
 
 def named_sources(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the sources of each name, from NAME=SOURCE."""
@@ -142,7 +153,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called for each document, read or encoded."""
     report = report or (lambda progress: None)
     with (
-        new_folder(config.out, overwrite=config.overwrite) as folder,
+        new_folder(config.out, check_replaceable=config.check_replaceable) as folder,
         Threads(config.num_threads) as threads,
     ):
         splitter = _Splitter(config, threads)

@@ -18,9 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learnable_multipliers._checksum import sealed, unsealed
-from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers._checksum import file_sha256, sealed, unsealed
 from learnable_multipliers.pretrain.data.documents import first_text
 from learnable_multipliers.pretrain.serialization import (
     from_dict,
@@ -32,6 +30,7 @@ from learnable_multipliers.pretrain.serialization import (
 TRAIN, VALID = "train", "valid"
 FORMAT = "lrm-tokens-2"
 TOKENIZER_FILE = "tokenizer.json"
+DATASET_MANIFEST = "manifest.json"
 _MOST = 1 << 63
 """No count is as large; sums of some such counts can still be floats."""
 
@@ -98,21 +97,23 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Write the manifest of a folder."""
         text = json.dumps(sealed(to_dict(self)), indent=1) + "\n"
-        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8", newline="\n")
+        (folder / DATASET_MANIFEST).write_text(text, encoding="utf-8", newline="\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest of a folder."""
-        path = folder / MANIFEST_FILE
+        path = folder / DATASET_MANIFEST
         if not path.is_file():
             raise FileNotFoundError(f"no token dataset at {folder}: {_why_none(folder)}")
         try:
             # Data may be linked: what counts is where the links lead.
-            fields = parse_object(read_bytes(path.resolve()), MANIFEST_FILE)
+            fields = parse_object(read_bytes(path.resolve()), DATASET_MANIFEST)
             found = fields.get("format")
             if found != FORMAT:
                 raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
-            manifest: Manifest = from_dict(cls, unsealed(fields, MANIFEST_FILE), MANIFEST_FILE)
+            manifest: Manifest = from_dict(
+                cls, unsealed(fields, DATASET_MANIFEST), DATASET_MANIFEST
+            )
             manifest.check()
             return manifest
         # Content can be parsed that is nested too deeply to be hashed.
@@ -156,13 +157,16 @@ def _why_none(folder: Path) -> str:
             f"it holds text ({text.relative_to(folder)}), not tokens; make them with `lrm data "
             f"prepare --sources {shlex.quote(str(folder))} --out DATA`, and give DATA"
         )
-    return f"{MANIFEST_FILE} is missing; make one with `lrm data prepare`"
+    return f"{DATASET_MANIFEST} is missing; make one with `lrm data prepare`"
 
 
 def is_dataset(folder: Path) -> bool:
     """Return whether a folder has the manifest of a dataset, and not that of a checkpoint."""
     try:
-        return parse_object(read_bytes(folder / MANIFEST_FILE), MANIFEST_FILE)["format"] == FORMAT
+        return (
+            parse_object(read_bytes(folder / DATASET_MANIFEST), DATASET_MANIFEST)["format"]
+            == FORMAT
+        )
     except (OSError, ValueError, KeyError, RecursionError):
         return False
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.check import DataCheck
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import (
+    DATASET_MANIFEST,
     FORMAT,
     TRAIN,
     VALID,
@@ -58,9 +58,9 @@ class TrainingData:
         found = self._tokenizer.vocab_size, self._tokenizer.eos_id
         if found != (manifest.vocab_size, manifest.eos_id):
             raise ValueError(
-                f"{folder / MANIFEST_FILE} cannot be used (vocab_size and eos_id of its tokenizer "
-                f"are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare the dataset "
-                "again"
+                f"{folder / DATASET_MANIFEST} cannot be used (vocab_size and eos_id of its "
+                f"tokenizer are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare "
+                "the dataset again"
             )
         self._token_bytes = self._tokenizer.token_bytes()
         self.eos = manifest.eos_id

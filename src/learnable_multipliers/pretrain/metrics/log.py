@@ -22,7 +22,7 @@ from typing import Any
 
 from learnable_multipliers._atomic import replace_file, sync
 from learnable_multipliers._checksum import sealed_line, unsealed_line
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
+from learnable_multipliers.pretrain.atomic_folder import make_folder
 from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
 FILE_NAME = "metrics.jsonl"

@@ -17,8 +17,8 @@ import torch
 from learnable_multipliers._atomic import replace_file
 from learnable_multipliers._checksum import read_sealed, sealed
 from learnable_multipliers._plan import Plan
+from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
