@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.rules import parse_rules
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
-from learnable_multipliers.roles import check_role
 
-_LARGEST = 1e15
-"""Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
 MultiplierSchedule = Literal["same", "no-warmup", "no-decay"]
-Placement = Literal["none", "full", "symmetry-aware", "scalar"]
-Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
-_ONLY: dict[Variant, str] = {"adamc": "adamw", "normuon": "muon", "muown": "muon"}
-"""Variants of one kind of optimizer; the others are of either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,73 +28,6 @@ class DataConfig:
     """Sequences in a step, over all micro-batches (paper: about 1M tokens)."""
     micro_batch_sequences: int = 0
     """Sequences in one forward and backward pass; 0 is the whole batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """How weights and multipliers are trained."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
-    variant: Variant = "none"
-    """Another paper's change to the optimizer, to compare with (docs/rivals.md): cautious,
-    hyperball, sphere of either, adamc of AdamW, normuon and muown of Muon."""
-    placement: Placement = "full"
-    """Which multipliers matrices carry: none, row and column (full), those free of symmetries
-    (symmetry-aware), or one number each (scalar)."""
-    rules: tuple[str, ...] = ()
-    """Exceptions from the placement, each in quotes: a pattern for names (. is all) and settings of
-    lrm.Rule, '. only=head kind=scalar' or 'up_proj kind=none'; the first that matches decides.
-    @FILE reads them from a file, one a line."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices (paper: 0.1); norms, biases and other vectors have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
-    eps: float = 1e-8
-    """What AdamW adds to the root of the second moment."""
-    lr_factors: dict[str, float] = field(default_factory=dict)
-    """Factors on the learning rate of matrices, by role: head 2 gate 0.5."""
-    weight_decay_factors: dict[str, float] = field(default_factory=dict)
-    """Factors on the weight decay of matrices, by role."""
-    norm_scale: dict[str, float] = field(default_factory=dict)
-    """Factors S on the equilibrium norm of matrices, by role: learning rate times S, decay over S
-    (as in the paper's projector and MLP runs)."""
-    max_grad_norm: float = 1.0
-    """Clip norm of the raw gradients, multipliers left out (paper: 1); 0 does not clip."""
-    clip_multipliers: bool = False
-    """Count the multipliers' gradients in the clip norm too (paper: they are better left out)."""
-    multiplier_lr_scale: float = 1.0
-    """Learning rate of the multipliers over that of the matrices."""
-    multiplier_lr: float = 0.0
-    """Peak learning rate of the multipliers, in place of lr times multiplier_lr_scale; 0 keeps that
-    product."""
-    multiplier_weight_decay: float = 2e-3
-    """Weight decay of multipliers (paper: 2e-3)."""
-    multiplier_scale: Literal["linear", "log"] = "linear"
-    """What is learned: the multiplier, or its logarithm, whose decay pulls to 1."""
-    multiplier_init: Literal["one", "fold"] = "fold"
-    """Multipliers take over the model's fixed mup_* factors, where it has any (fold), or start at
-    1 beside them."""
-    momentum: float = 0.95
-    """Momentum of Muon."""
-    split: Literal["blocks", "heads"] = "blocks"
-    """What Muon orthogonalizes by itself: whole projections, or each head of queries, keys and
-    values."""
-    adamw_lr_scale: float = 1.0
-    """With Muon or a variant: learning rate of the rest over that of the hidden matrices."""
-
-    @property
-    def rest_lr_scale(self) -> float:
-        """Learning rate of what is not a hidden matrix, over that of those."""
-        apart = self.kind == "muon" or self.variant != "none"
-        return self.adamw_lr_scale if apart else 1.0
-
-    @property
-    def multiplier_ratio(self) -> float:
-        """Learning rate of the multipliers over that of the matrices, however it was given."""
-        return self.multiplier_lr / self.lr if self.multiplier_lr else self.multiplier_lr_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +259,8 @@ class TrainConfig:
                 f"data.sequence_length is {self.data.sequence_length}, but model.max_length, which "
                 f"goes into exported models, is {self.model.max_length}: raise it as well"
             )
-        self._check_optimizer()
+        self.optimizer.check()
+        self._check_variant()
         if not self.log.drift_bound > 1:
             raise ValueError(
                 f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
@@ -369,19 +294,8 @@ class TrainConfig:
             _check_at_least(0, f"{section}.", config, *sorted(numbers - {"drift_bound"}))
 
     def _check_variant(self) -> None:
-        variant, kind = self.optimizer.variant, self.optimizer.kind
-        if variant == "none":
+        if self.optimizer.variant == "none":
             return
-        if variant in _ONLY and kind != _ONLY[variant]:
-            raise ValueError(
-                f"optimizer.variant={variant} changes {_ONLY[variant]}, not {kind}: set "
-                f"optimizer.kind={_ONLY[variant]}"
-            )
-        if variant == "muown" and (self.optimizer.placement != "none" or self.optimizer.rules):
-            raise ValueError(
-                "optimizer.variant=muown learns magnitudes of rows itself: set "
-                "optimizer.placement=none and leave optimizer.rules out"
-            )
         if self.runtime.param_dtype != "float32":
             raise ValueError(
                 "optimizer.variant trains the model's own weights: set runtime.param_dtype=float32"
@@ -390,79 +304,6 @@ class TrainConfig:
             raise ValueError(
                 "optimizer.variant trains whole matrices, which sharded runs do not have: set "
                 "parallel.shard=1 and parallel.tensor=1"
-            )
-
-    def _check_optimizer(self) -> None:
-        optimizer = self.optimizer
-        for name, value in vars(optimizer).items():
-            if isinstance(value, int | float) and value > _LARGEST:
-                raise ValueError(
-                    f"optimizer.{name} must be a number up to {_LARGEST:g}, got {value:g}"
-                )
-        if not 0 < optimizer.lr < math.inf:
-            raise ValueError(f"optimizer.lr must be a positive number, got {optimizer.lr:g}")
-        for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
-        if not optimizer.eps >= SMALLEST_EPS:
-            raise ValueError(
-                f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {optimizer.eps:g}: below, "
-                "it is 0 in float32, and what never had a gradient becomes 0 / 0, which is NaN"
-            )
-        if not 0 <= optimizer.momentum < 1:
-            raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
-        self._check_variant()
-        if optimizer.split != "blocks" and (optimizer.kind, optimizer.variant) != ("muon", "none"):
-            raise ValueError(
-                f"optimizer.split={optimizer.split} is for Muon: set optimizer.kind=muon, without "
-                "a variant"
-            )
-        if optimizer.adamw_lr_scale != optimizer.rest_lr_scale:
-            raise ValueError(
-                f"optimizer.adamw_lr_scale={optimizer.adamw_lr_scale:g} is for Muon and variants: "
-                "AdamW trains everything at one rate; set optimizer.kind=muon, or factors by role "
-                "with optimizer.lr_factors"
-            )
-        decay = optimizer.lr * max(1.0, optimizer.rest_lr_scale) * optimizer.weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
-                "weight to nothing or beyond; lower one of them"
-            )
-        if optimizer.multiplier_lr and optimizer.multiplier_lr_scale != 1:
-            raise ValueError(
-                f"optimizer.multiplier_lr is {optimizer.multiplier_lr:g} and "
-                f"optimizer.multiplier_lr_scale {optimizer.multiplier_lr_scale:g}: give the "
-                "learning rate of the multipliers itself or over that of the matrices, not both"
-            )
-        rate = "multiplier_lr" if optimizer.multiplier_lr else "lr times multiplier_lr_scale"
-        decay = optimizer.lr * optimizer.multiplier_ratio * optimizer.multiplier_weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: a step would decay "
-                "a multiplier to nothing or beyond; lower one of them"
-            )
-        try:
-            parse_rules(optimizer.rules)
-        except ValueError as error:
-            raise ValueError(f"optimizer.rules: {error}") from error
-        # A decay of 0 is none; the others would leave a matrix as it was drawn.
-        _check_factors("weight_decay_factors", optimizer.weight_decay_factors, 0.0)
-        for name in ("lr_factors", "norm_scale"):
-            _check_factors(name, getattr(optimizer, name), 1 / _LARGEST)
-
-
-def _check_factors(name: str, factors: Mapping[str, float], least: float) -> None:
-    """Raise a ValueError for factors that no role of a matrix can have."""
-    for role, factor in factors.items():
-        try:
-            check_role(role)
-        except ValueError as error:
-            raise ValueError(f"optimizer.{name}: {error}") from error
-        if not least <= factor <= _LARGEST:
-            raise ValueError(
-                f"optimizer.{name}: {role} must have a number from {least:g} to {_LARGEST:g}, got "
-                f"{factor:g}"
             )
 
 

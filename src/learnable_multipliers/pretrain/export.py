@@ -17,12 +17,12 @@ from learnable_multipliers.optim._packed_multipliers import NAMES
 from learnable_multipliers.pretrain.atomic_folder import new_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.tensor_files import save
-from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.data.tokenizer import load_tokenizer
 from learnable_multipliers.pretrain.gguf import file as gguf_file
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint

@@ -13,7 +13,7 @@ from learnable_multipliers._planner import plan
 from learnable_multipliers.optim import AdamW, Muon, param_groups
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._muon import is_hidden
-from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
 from learnable_multipliers.pretrain.rivals.catalogue import make_rival
 from learnable_multipliers.pretrain.rules import parse_rules
 
