@@ -37,11 +37,11 @@ from learnable_multipliers.pretrain.trainer.device import Device, choose_device,
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
-from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 _SETTINGS = "change the setting it names; lrm train RECIPE --help explains every setting"
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
@@ -164,7 +164,7 @@ class _Preflight:
         return "tokens are as the manifest says"
 
     def check_settings(self) -> str:
-        self.config = self.valid = resolved(self.config, self.data)
+        self.config = self.valid = resolve_config(self.config, self.data)
         return "valid"
 
     def check_plan(self) -> str:

@@ -16,8 +16,8 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
 from learnable_multipliers.pretrain.trainer.memory import estimate, shortage
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.schedule import Schedule, repetition
-from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 # How much of the first batch is shown.
 _TOKENS, _LINES = 48, 8
@@ -27,7 +27,7 @@ def describe(config: TrainConfig, columns: int | None = None) -> str:
     """Return the description of a run, with the plan as wide as the terminal."""
     device = choose_device(config.runtime)
     data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-    config = resolved(config, data)
+    config = resolve_config(config, data)
     with torch.device("meta"):
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)

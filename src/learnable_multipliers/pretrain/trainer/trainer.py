@@ -22,10 +22,14 @@ from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
 from learnable_multipliers.pretrain.distributed import join
 from learnable_multipliers.pretrain.metrics.log import Observer
-from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
+from learnable_multipliers.pretrain.metrics.meters import (
+    LossMeter,
+    LossReading,
+    Stopwatch,
+    describe_weights,
+)
 from learnable_multipliers.pretrain.metrics.signals import Signals
 from learnable_multipliers.pretrain.model.parallelize import parallelize
-from learnable_multipliers.pretrain.rules import read_rules
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
@@ -35,6 +39,7 @@ from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
 from learnable_multipliers.pretrain.trainer.model import build_model, check_param_dtype
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
@@ -50,8 +55,6 @@ _WRONG_DATA = 1 << 16
 """Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
 _PATIENCE = 0.5
 """Seconds between looks at the check of the data."""
-_VOCAB_MULTIPLE = 64
-"""Of the vocabulary's size, where data decide it: a GPU takes twice as long with an odd one."""
 
 
 class Trainer:
@@ -66,7 +69,7 @@ class Trainer:
         self.device = choose_device(config.runtime)
         self._cold_start = set_compile_cache(cache_folder()) if self.device.compiles else None
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        self.config = config = resolved(config, self.data)
+        self.config = config = resolve_config(config, self.data)
         self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
         self.device = self.device.of_rank(self.world.size)
         # Before there is a folder, so that a run that cannot be leaves none.
@@ -270,7 +273,7 @@ class Trainer:
 
         logged = due(log.every) or (last and bool(log.every)) or self.step == 1
         if logged:
-            self._record_training(lr)
+            self._record_training(lr, self._observe_losses())
         if (logged or due(self.config.spikes.max_skipped)) and self._rolled_back():
             return
         weights = due(log.weights_every) or last or self.step == 1
@@ -307,11 +310,15 @@ class Trainer:
     def _evaluate(self, split: str = VALID) -> dict[str, float]:
         return evaluate(self.model, self.data, self.config, self.device, split)
 
-    def _record_training(self, lr: float) -> None:
+    def _observe_losses(self) -> LossReading:
+        """Return the losses since the last record, reset their meter and update the spike state."""
         losses = self._losses.read()
         self._losses.reset()
         point = spikes.LossPoint(self.step, losses.mean)
         self._spikes = spikes.observe(self._spikes, point, self.config.spikes)
+        return losses
+
+    def _record_training(self, lr: float, losses: LossReading) -> None:
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -494,15 +501,3 @@ class Trainer:
         )
         self._restart_clock()
         return True
-
-
-def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size, name and rules of files filled in, checked."""
-    if config.model.vocab_size == 0:
-        vocab_size = math.ceil(data.manifest.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        model = replace(config.model, vocab_size=vocab_size)
-        config = replace(config, model=model)
-    config = replace(config, name=config.name or config.out.resolve().name)
-    config.check()
-    optimizer = replace(config.optimizer, rules=read_rules(config.optimizer.rules))
-    return replace(config, optimizer=optimizer)
