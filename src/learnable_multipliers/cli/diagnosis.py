@@ -24,9 +24,9 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     read_trainer_checkpoint,
 )
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.trainer.load import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.run_folder import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import (
     check_model,
     parse_state,

@@ -23,9 +23,9 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
-from learnable_multipliers.pretrain.export import load_model, tokenizer_of
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder, load_checkpoint
+from learnable_multipliers.pretrain.trainer.load import load_checkpoint, load_model, tokenizer_of
+from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -14,7 +14,7 @@ _VOCAB_MULTIPLE = 64
 
 
 def resolve_config(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size, name and the rules from files filled in, after checking it."""
+    """Return a checked config with vocabulary size, name and the rules from files filled in."""
     if config.model.vocab_size == 0:
         vocab_size = math.ceil(data.manifest.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         model = replace(config.model, vocab_size=vocab_size)

@@ -19,7 +19,6 @@ from learnable_multipliers._checksum import read_sealed, sealed
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
 from learnable_multipliers.pretrain.distributed import World
@@ -223,26 +222,6 @@ def check_unused(path: Path) -> None:
             f"{path} is not a run's folder, and holds {', '.join(foreign)}, which a run would "
             "overwrite: choose another folder (--out)"
         )
-
-
-def is_run(source: Path) -> bool:
-    """Return whether a folder is that of a run, or of one checkpoint."""
-    written = any((source / name).is_file() for name in (MANIFEST, METRICS))
-    return written or checkpoint_folder(source).is_dir()
-
-
-def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
-    """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
-    if (source / MANIFEST).is_file():
-        return checkpoints.load(source), []
-    if not is_run(source):
-        raise ValueError(
-            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
-            "(--out), or one of those in its checkpoints folder"
-        )
-    if not checkpoints.steps(checkpoint_folder(source)):
-        raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
-    return checkpoints.load_newest(checkpoint_folder(source))
 
 
 def environment(device: str) -> dict[str, Any]:
