@@ -121,7 +121,7 @@ def _check(config: EvaluateConfig) -> None:
 def _check_model(source: Path) -> None:
     """Raise a ValueError for what is neither a model nor a folder of results."""
     if not results.read_results(source):
-        models.is_hugging_face(source)
+        models.check_model_folder(source)
 
 
 def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:

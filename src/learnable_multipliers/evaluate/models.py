@@ -46,17 +46,23 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def is_hugging_face(source: Path) -> bool:
-    """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
-    is_run = (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
-    is_model = (source / "config.json").is_file()
-    if not is_run and not is_model:
+def check_model_folder(source: Path) -> None:
+    """Raise a ValueError for a folder that is neither a run, a checkpoint nor Hugging Face's."""
+    if not _is_run(source) and not is_hugging_face(source):
         raise ValueError(
             f"{source} is neither a run, nor a checkpoint, nor a Hugging Face folder, nor one of "
             "results: give what lrm train (--out) or lrm export wrote, or a folder with a "
             "config.json"
         )
-    return is_model and not is_run
+
+
+def is_hugging_face(source: Path) -> bool:
+    """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
+    return (source / "config.json").is_file() and not _is_run(source)
+
+
+def _is_run(source: Path) -> bool:
+    return (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
 
 
 def results_folder(source: Path, loaded: list[int], **settings: int | str | None) -> Path:
@@ -83,6 +89,7 @@ def load_encoder(source: Path) -> tuple[Encoder, str | None]:
         path, expected = source / manifest.tokenizer_file, manifest.tokenizer_sha256
         verify_sha256(path, expected)
         return _RunEncoder(load_tokenizer(path, manifest.eos_token)), expected
+    check_model_folder(source)
     if is_hugging_face(source):
         return _HuggingFaceEncoder(source), _fingerprint(source)
     checkpoint, _ = load_checkpoint(source)
@@ -99,6 +106,7 @@ def load_models(
     source: Path, *, last: int = 1, device: torch.device, dtype: Dtype
 ) -> Iterator[Loaded]:
     """Yield the model of a folder, or those of a run's last checkpoints one after the other."""
+    check_model_folder(source)
     if is_hugging_face(source):
         if last != 1:
             raise ValueError(f"{source} is one model: only a run has checkpoints to average")
