@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.model import hugging_face
-from learnable_multipliers.pretrain.model.attention import angles
+from learnable_multipliers.pretrain.model.attention import rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -172,7 +172,7 @@ def test_the_gradient_of_joined_projections_is_joined_once():
     layer = build(HYBRID).model.layers[0]
     mamba, attention = sum(layer.mamba.input_sizes), layer.self_attn.input_size
     h = torch.randn(1, 8, HYBRID.hidden_size, requires_grad=True)
-    y = layer(h, angles(8, HYBRID.head_dim, 1e4, h.device))
+    y = layer(h, rotary_table(8, HYBRID.head_dim, 1e4, h.device))
     with Joined():
         y.sum().backward()
     assert widths.count(mamba + attention) == 1
@@ -203,7 +203,7 @@ def test_the_same_seed_gives_the_same_weights():
     ("changes", "message"),
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "4 query heads cannot share 3 key heads"),
-        ({"head_dim": 33}, "rotary embeddings turn pairs"),
+        ({"head_dim": 33}, "rotary embeddings rotate pairs"),
         ({"ssm_head_dim": 50}, "cannot be cut into heads of 50"),
         ({"ssm_groups": 4}, "cannot be shared out to 4 groups"),
         ({"num_heads": 0, "ssm_size": 0}, "needs attention or a state-space mixer"),

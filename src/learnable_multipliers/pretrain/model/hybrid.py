@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
-from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
+from learnable_multipliers.pretrain.model.attention import Attention, RotaryTable, rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.gate import gated
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
@@ -76,26 +76,26 @@ class Layer(nn.Module):
                 if norm is not None:
                     norm.requires_grad_(False)
 
-    def forward(self, h: Tensor, by: Angles) -> Tensor:
+    def forward(self, h: Tensor, rotary: RotaryTable) -> Tensor:
         """Return the residual stream behind this layer."""
-        h = h + self._mix(self.input_layernorm(h), by)
+        h = h + self._mix(self.input_layernorm(h), rotary)
         if self.feed_forward is not None and self.pre_ff_layernorm is not None:
             h = h + self.feed_forward(self.pre_ff_layernorm(h))
         return h
 
-    def _mix(self, x: Tensor, by: Angles) -> Tensor:
+    def _mix(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         mamba, attention = self.mamba, self.self_attn
         if attention is None:
             assert mamba is not None
             return mamba(x)
         if mamba is None:
-            return attention(x, by)
+            return attention(x, rotary)
         if not attention.joinable:
-            return attention(x, by) + mamba(x)
+            return attention(x, rotary) + mamba(x)
         projected = project(x, (mamba.in_proj, *attention.inputs))
         sizes = [*mamba.input_sizes, attention.input_size]
         *to_mamba, to_attention = projected.split(sizes, -1)
-        inner = mamba.mix(*to_mamba), attention.attend(to_attention, by)
+        inner = mamba.mix(*to_mamba), attention.attend(to_attention, rotary)
         return project_sum(inner, (mamba.out_proj, attention.o_proj))
 
 
@@ -116,14 +116,14 @@ class Backbone(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the features the head reads, (batch, length, hidden_size)."""
         config = self.config
-        by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
+        rotary = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
         h = scaled(self.embed_tokens(tokens), self.mup_embedding)
         for layer in self.layers:
             if self.recomputes_layers:
                 # Nothing in a layer is random.
-                h = checkpoint(layer, h, by, use_reentrant=False, preserve_rng_state=False)
+                h = checkpoint(layer, h, rotary, use_reentrant=False, preserve_rng_state=False)
             else:
-                h = layer(h, by)
+                h = layer(h, rotary)
         return self.final_layernorm(h)
 
 

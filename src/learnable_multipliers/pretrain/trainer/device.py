@@ -17,7 +17,7 @@ import torch
 from learnable_multipliers.kernels._backend import HAS_TRITON
 from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.cores import check_threads
-from learnable_multipliers.pretrain.model.attention import kernels_take
+from learnable_multipliers.pretrain.model.attention import rotary_kernels_support
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
@@ -157,19 +157,19 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
         if getattr(model, name) not in sizes:
             yield SlowPath(
                 f"model.{name} is {getattr(model, name)}, which the kernels of the scan do not "
-                "take: PyTorch scans, 2.5 to 3.3 times slower and with much more memory",
+                "support: falls back to PyTorch, 2.5 to 3.3 times slower and with much more memory",
                 f"choose one of {', '.join(map(str, sizes))} if the shape is yours to choose",
             )
     if model.has_ssm and model.ssm_conv_size != KERNEL_TAPS:
         yield SlowPath(
             f"model.ssm_conv_size is {model.ssm_conv_size}, which the kernels of the convolution "
-            "do not take: PyTorch convolves, slower and with more memory",
+            "do not support: falls back to PyTorch, slower and with more memory",
             f"choose {KERNEL_TAPS} if the shape is yours to choose",
         )
-    if model.has_attention and not kernels_take(model.head_dim):
+    if model.has_attention and not rotary_kernels_support(model.head_dim):
         yield SlowPath(
-            f"model.head_dim is {model.head_dim}, which the kernels of the rotary positions do not "
-            "take: PyTorch turns queries and keys, slower",
+            f"model.head_dim is {model.head_dim}, which the rotary kernels do not support: "
+            "falls back to PyTorch, which is slower",
             "choose a power of two of at least 16 if the shape is yours to choose",
         )
 
