@@ -133,7 +133,7 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
     out = escape(str(config.out))
     took = duration(trainer.seconds) + (" in all" if config.resume else "")
     _say(console, f"Done in {took}. Metrics and checkpoints: {out}")
-    exports = hugging_face.obstacle(trainer.config.model) is None
+    exports = hugging_face.unsupported_reason(trainer.config.model) is None
     export = f"; lrm export {out} OUT" if exports else ""
     _say(console, f"Next: lrm report {out}{export}")
 

@@ -108,8 +108,8 @@ def split_heads(
     `projected` is (batch, length, features). Chooses between PyTorch and Triton, by device and by
     the `backend` asked for.
     """
-    obstacle = _obstacle(projected, 2 * rotary.cos.shape[1])
-    if not takes_triton(backend, projected.device, obstacle) or kernels is None:
+    reason = _unsupported_reason(projected, 2 * rotary.cos.shape[1])
+    if not takes_triton(backend, projected.device, reason) or kernels is None:
         return split_heads_reference(projected, rotary, num_heads, num_kv_heads, scales)
     counts = [num_heads, num_kv_heads, num_kv_heads]
     return kernels.split_heads_rotary(projected, rotary.cos, rotary.sin, counts, list(scales))
@@ -141,8 +141,8 @@ def rotary_kernels_support(head_dim: int) -> bool:
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
-def _obstacle(projected: Tensor, head_dim: int) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
+def _unsupported_reason(projected: Tensor, head_dim: int) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
     if not rotary_kernels_support(head_dim):
         return f"head_dim is {head_dim}, not a power of two of at least 16"
     return unsupported_dtype(projected.dtype)

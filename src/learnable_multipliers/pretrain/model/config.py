@@ -188,8 +188,8 @@ class ModelConfig:
             )
         if self.has_attention and self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim is {self.head_dim}: rotary embeddings rotate pairs of features, so "
-                "it must be even"
+                f"model.head_dim is {self.head_dim}: rotary embeddings rotate pairs of features, "
+                "so it must be even"
             )
         if self.has_ssm and self.ssm_size % self.ssm_head_dim:
             raise ValueError(

@@ -67,7 +67,7 @@ _FIXED = {
 _FIXED_FALCON = {"mamba_conv_bias": True, "mamba_proj_bias": False, "projectors_bias": False}
 
 
-def obstacle(config: ModelConfig) -> str | None:
+def unsupported_reason(config: ModelConfig) -> str | None:
     """Return why Hugging Face has no class for a model of this shape, or None if it has."""
     if not config.has_attention or not config.has_mlp:
         return (
@@ -84,9 +84,9 @@ def obstacle(config: ModelConfig) -> str | None:
 
 def to_config(config: ModelConfig, *, eos_token_id: int | None = None) -> dict[str, Any]:
     """Return the contents of config.json for a model of this shape."""
-    why_not = obstacle(config)
-    if why_not is not None:
-        raise ValueError(why_not)
+    reason = unsupported_reason(config)
+    if reason is not None:
+        raise ValueError(reason)
     shared = {
         **{theirs: getattr(config, ours) for theirs, ours in _SETTINGS.items()},
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},

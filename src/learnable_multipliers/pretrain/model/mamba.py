@@ -113,7 +113,7 @@ def convolve(
     (batch, length, channels), weight (channels, taps), bias (channels,); what comes out is split
     into three, of `sizes` channels.
     """
-    if not takes_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
+    if not takes_triton(backend, x.device, _unsupported_reason(x, weight)) or kernels is None:
         parts = zip(x.split(sizes, -1), weight.split(sizes), bias.split(sizes), strict=True)
         return tuple(convolve_reference(*part) for part in parts)
     return kernels.convolve_silu(x, weight.float(), bias.float(), sizes)
@@ -132,8 +132,8 @@ def convolve_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(u).to(x.dtype)
 
 
-def _obstacle(x: Tensor, weight: Tensor) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
+def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
     if weight.shape[1] != KERNEL_TAPS:
         return f"the kernels have {KERNEL_TAPS} taps, not {weight.shape[1]}"
     return unsupported_dtype(x.dtype)

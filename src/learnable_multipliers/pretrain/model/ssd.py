@@ -29,7 +29,7 @@ else:
 KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 KERNEL_STATES = (16, 32, 64, 128, 256)
 KERNEL_CHUNKS = (16, 32, 64, 128)
-"""Steps of a chunk that the kernels have."""
+"""Chunk sizes of the kernels, in steps."""
 
 
 def ssd(
@@ -44,14 +44,14 @@ def ssd(
 ) -> Tensor:
     """Return the output of the scan, shaped like x.
 
-    `auto` takes Triton on a CUDA device where the kernels serve these dtypes and sizes, and
-    PyTorch elsewhere; `triton` raises where they do not. Chunks are a choice of the algorithm: the
-    kernels take the nearest they have, which changes the result by rounding alone.
+    `auto` uses Triton on a CUDA device if the kernels support these dtypes and sizes, else
+    PyTorch; `triton` raises if they do not. The chunk size belongs to the algorithm: the kernels
+    use the nearest one they have, which changes the result only by rounding.
     """
     _check(x, dt, A, B, C, D, chunk_size)
-    if not takes_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
+    if not takes_triton(backend, x.device, _unsupported_reason(x, dt, B, C)) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
-    chunk_size = _kernel_chunk(chunk_size, x.dtype)
+    chunk_size = _nearest_chunk_size(chunk_size, x.dtype)
     return launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]
 
 
@@ -153,16 +153,16 @@ def _check(
         raise ValueError(f"{heads} heads cannot be divided evenly over {B.shape[2]} groups")
 
 
-def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
-    """Return the longest chunk that the kernels have and was asked for, or their shortest."""
+def _nearest_chunk_size(chunk_size: int, dtype: torch.dtype) -> int:
+    """Return the largest chunk size of the kernels up to the given one, or their smallest."""
     # Off the tensor cores, longer chunks than this overflow the registers.
     longest = 64 if dtype == torch.float32 else KERNEL_CHUNKS[-1]
     sizes = [size for size in KERNEL_CHUNKS if size <= min(chunk_size, longest)]
     return max(sizes, default=KERNEL_CHUNKS[0])
 
 
-def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
+def _unsupported_reason(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
     if x.dtype not in DTYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
             "x, B and C must share one of bfloat16, float16 and float32; "
