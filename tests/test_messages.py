@@ -10,7 +10,10 @@ import pytest
 import learnable_multipliers
 from learnable_multipliers.cli import COMMANDS
 from learnable_multipliers.pretrain.config import SpikeConfig
-from learnable_multipliers.pretrain.trainer.spikes import continue_message, divergence_message
+from learnable_multipliers.pretrain.trainer.spikes import (
+    skipped_steps_message,
+    spike_ignored_message,
+)
 
 SOURCE = Path(learnable_multipliers.__file__).parent
 # Options of git, torchrun, containers and torchtitan, in commands that we use or write about.
@@ -50,10 +53,10 @@ def test_messages_name_only_options_that_exist(ask):
 
 @pytest.mark.parametrize(("saved", "resumes"), [([], False), ([100], True)])
 def test_a_diverged_run_is_told_to_resume_only_from_a_checkpoint(saved, resumes):
-    ended = divergence_message(120, 20, saved)
+    ended = skipped_steps_message(120, 20, saved)
     assert ("--resume" in ended) == resumes
     assert ("there is no checkpoint" in ended) != resumes
-    assert ("resume with" in continue_message(SpikeConfig(), saved)) == resumes
+    assert ("resume with" in spike_ignored_message(SpikeConfig(), saved)) == resumes
     assert "a lower optimizer.lr" in ended
 
 

@@ -88,14 +88,14 @@ def _run(given: list[str]) -> None:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         sys.exit(f"lrm {command}{rank}: {_one_line(str(error))}")
     except (MemoryError, RuntimeError, OverflowError) as error:
-        text = _limit_in_words(error)
+        text = _resource_error_message(error)
         if text is None or os.environ.get("LRM_TRACEBACK"):
             raise
         sys.exit(f"lrm {command}: {_one_line(text)}")
 
 
-def _limit_in_words(error: Exception) -> str | None:
-    """Return what to say of an error about the limits of the machine; None for another one."""
+def _resource_error_message(error: Exception) -> str | None:
+    """Return a message if an error is about the limits of the machine, else None."""
     if isinstance(error, RecursionError):
         return "a file it reads is nested too deeply: repair or remove it"
     if isinstance(error, OverflowError):

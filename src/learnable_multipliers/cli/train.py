@@ -30,7 +30,7 @@ from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
-from learnable_multipliers.pretrain.trainer.memory import LESS_MEMORY
+from learnable_multipliers.pretrain.trainer.memory import MEMORY_ADVICE
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
@@ -163,7 +163,7 @@ def _memory_advice(out: Path) -> Iterator[None]:
             raise
         resume = ", also with --resume" if checkpoints.steps(checkpoint_folder(out)) else ""
         raise ValueError(
-            f"{text} {LESS_MEMORY.capitalize()}{resume}; --dry-run shows what takes how much"
+            f"{text} {MEMORY_ADVICE.capitalize()}{resume}; --dry-run shows what takes how much"
         ) from error
 
 

@@ -33,7 +33,11 @@ from learnable_multipliers.pretrain.preflight.checks import (
 )
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
-from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.device import (
+    Device,
+    choose_device,
+    performance_warnings,
+)
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
@@ -76,10 +80,10 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
         ("settings", run.check_settings, _SETTINGS),
         ("plan", run.check_plan, "lrm plan MODEL shows the plan; optimizer.rules can change it"),
         ("fast paths", run.check_fast_paths, _SETTINGS),
-        ("memory", run.check_memory, checks.LESS_MEMORY),
+        ("memory", run.check_memory, checks.MEMORY_ADVICE),
         ("disk", run.check_disk, "free some space, or choose another disk: --out"),
-        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.LESS_MEMORY),
-        ("speed", lambda: check_speed(run.short_run), checks.LESS_MEMORY),
+        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.MEMORY_ADVICE),
+        ("speed", lambda: check_speed(run.short_run), checks.MEMORY_ADVICE),
         (
             "save and load",
             lambda: check_save_and_load(run.short_run),
@@ -178,7 +182,7 @@ class _Preflight:
         config = self.valid
         if self.device.device.type != "cuda":
             return "only CUDA devices have kernels and CUDA graphs"
-        if slow := slow_paths(config, self.device.of_rank(math.prod(self.axes))):
+        if slow := performance_warnings(config, self.device.of_rank(math.prod(self.axes))):
             text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
             raise CheckError(text, advice, "warning")
         return "every kernel and CUDA graphs serve this run"
@@ -186,7 +190,7 @@ class _Preflight:
     def check_memory(self) -> str:
         # Without a plan there is nothing to estimate.
         _ = self.planned
-        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.LESS_MEMORY)
+        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.MEMORY_ADVICE)
         self._fits = result.verdict != "failed"
         if result.verdict != "ok":
             raise CheckError(result.text, result.advice, result.verdict)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain.trainer.device import SlowPath
+from learnable_multipliers.pretrain.trainer.device import PerformanceWarning
 
 _CPUINFO = Path("/proc/cpuinfo")
 _ROOM = 4 << 20
 """Bytes that must fit, as much as a small model compiles to."""
 
 
-def set_compile_cache(base: Path) -> SlowPath | None:
+def set_compile_cache(base: Path) -> PerformanceWarning | None:
     """Compile into a folder of the user, unless the environment names another.
 
     Call it before anything is compiled. Returns why a later start may have to compile again.
@@ -32,7 +32,7 @@ def set_compile_cache(base: Path) -> SlowPath | None:
     try:
         folder = _prepared(base / "compiled")
     except OSError as error:
-        return SlowPath(
+        return PerformanceWarning(
             f"{base / 'compiled'} cannot keep compiled code ({error.strerror or error}): torch "
             "keeps it among temporary files, and a later start may have to compile again",
             "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to",

@@ -123,7 +123,7 @@ def choose_device(config: RuntimeConfig) -> Device:
 # -- slow paths --------------------------------------------------------------------------------
 
 
-class SlowPath(NamedTuple):
+class PerformanceWarning(NamedTuple):
     """A part of a run that is slower than it could be."""
 
     text: str
@@ -132,21 +132,21 @@ class SlowPath(NamedTuple):
     """What to do."""
 
     @property
-    def in_words(self) -> str:
+    def message(self) -> str:
         """Cause and advice in one sentence."""
         return f"{self.text}; {self.advice}"
 
 
-def slow_paths(config: TrainConfig, device: Device) -> list[SlowPath]:
+def performance_warnings(config: TrainConfig, device: Device) -> list[PerformanceWarning]:
     """Return all slow paths of a run; other devices than CUDA's have only one path."""
     if device.device.type != "cuda":
         return []
     return [*_without_kernels(config.model), *_without_graphs(config, device)]
 
 
-def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
+def _without_kernels(model: ModelConfig) -> Iterator[PerformanceWarning]:
     if not HAS_TRITON:
-        yield SlowPath(
+        yield PerformanceWarning(
             "the package triton is not installed: PyTorch computes the optimizer's step, the scan, "
             "the convolution and the rotary positions, several times slower",
             "pip install triton",
@@ -155,29 +155,29 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
     served = {"ssm_head_dim": KERNEL_HEAD_DIMS, "ssm_state_size": KERNEL_STATES}
     for name, sizes in served.items() if model.has_ssm else ():
         if getattr(model, name) not in sizes:
-            yield SlowPath(
+            yield PerformanceWarning(
                 f"model.{name} is {getattr(model, name)}, which the kernels of the scan do not "
                 "support: falls back to PyTorch, 2.5 to 3.3 times slower and with much more memory",
                 f"choose one of {', '.join(map(str, sizes))} if the shape is yours to choose",
             )
     if model.has_ssm and model.ssm_conv_size != KERNEL_TAPS:
-        yield SlowPath(
+        yield PerformanceWarning(
             f"model.ssm_conv_size is {model.ssm_conv_size}, which the kernels of the convolution "
             "do not support: falls back to PyTorch, slower and with more memory",
             f"choose {KERNEL_TAPS} if the shape is yours to choose",
         )
     if model.has_attention and not rotary_kernels_support(model.head_dim):
-        yield SlowPath(
+        yield PerformanceWarning(
             f"model.head_dim is {model.head_dim}, which the rotary kernels do not support: "
             "falls back to PyTorch, which is slower",
             "choose a power of two of at least 16 if the shape is yours to choose",
         )
 
 
-def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
+def _without_graphs(config: TrainConfig, device: Device) -> Iterator[PerformanceWarning]:
     if not device.captured:
         if config.runtime.cuda_graph == "on":
-            yield SlowPath(
+            yield PerformanceWarning(
                 "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
                 "pass, and it is not captured as a CUDA graph",
                 "set it to auto",
@@ -186,7 +186,7 @@ def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
     micro = config.data.micro_batch_sequences
     uneven = [n for n in Schedule.of_run(config).batch_sizes if micro and n % min(micro, n)]
     if uneven:
-        yield SlowPath(
+        yield PerformanceWarning(
             f"data.micro_batch_sequences={micro} does not divide batches of "
             f"{', '.join(map(str, uneven))} sequences: their passes are not captured as CUDA "
             "graphs, and the GPU waits for Python",

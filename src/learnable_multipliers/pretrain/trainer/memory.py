@@ -40,7 +40,9 @@ _ACTIVATIONS = "activations of a micro-batch"
 _ERROR = 0.25
 """How far above the memory of a device an estimate must lie to be believed."""
 _MEMINFO = Path("/proc/meminfo")
-LESS_MEMORY = "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
+MEMORY_ADVICE = (
+    "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
+)
 """What to do where memory is short."""
 
 
@@ -103,19 +105,19 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
 
 def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None:
     """Raise a ValueError for a run that the device cannot hold, before anything is built."""
-    short = shortage(estimate(config, device, axes), device)
+    short = memory_warning(estimate(config, device, axes), device)
     if short is not None:
         raise ValueError(f"{short}; --dry-run shows what takes how much")
 
 
-def shortage(estimated: MemoryEstimate, device: Device) -> str | None:
-    """Return what to say of a run that the device cannot hold; None of others."""
+def memory_warning(estimated: MemoryEstimate, device: Device) -> str | None:
+    """Return a warning if the device cannot hold a run, else None."""
     total = total_memory(device.device)
     if total is None or estimated.peak <= total * (1 + _ERROR):
         return None
     return (
         f"this run needs about {size(estimated.peak)} of memory (estimated from shapes), and "
-        f"{device.name} has {size(total)}: {LESS_MEMORY}, or choose a smaller model"
+        f"{device.name} has {size(total)}: {MEMORY_ADVICE}, or choose a smaller model"
     )
 
 
@@ -177,9 +179,9 @@ def activation_bytes(
     Args:
         in_chunks: Kernels compute the loss, and keep no logits.
     """
-    kept = _Kept(model, device, in_chunks)
-    per_token = model.num_layers * kept.layer() + kept.head()
-    weights = model.num_layers * kept.layer_weights() + kept.head_weight()
+    saved = _SavedActivations(model, device, in_chunks)
+    per_token = model.num_layers * saved.layer() + saved.head()
+    weights = model.num_layers * saved.layer_weights() + saved.head_weight()
     return num_tokens * per_token + weights
 
 
@@ -195,15 +197,15 @@ def recomputed_bytes(
         loss: Bytes that the loss takes beside what the head keeps.
         in_chunks: Kernels compute the loss, and keep no logits.
     """
-    kept = _Kept(model, device, in_chunks)
+    saved = _SavedActivations(model, device, in_chunks)
     inputs = num_tokens * _FLOAT * model.num_layers * model.hidden_size
-    layer = num_tokens * kept.layer() + kept.layer_weights()
-    head = num_tokens * kept.head() + kept.head_weight() + loss
+    layer = num_tokens * saved.layer() + saved.layer_weights()
+    head = num_tokens * saved.head() + saved.head_weight() + loss
     return inputs + max(layer + layer // 5, head)
 
 
-class _Kept:
-    """What autograd keeps, in bytes per token; compiled layers compute cheap tensors again."""
+class _SavedActivations:
+    """Activations that autograd saves, in bytes per token; compiled layers recompute cheap ones."""
 
     def __init__(self, model: ModelConfig, device: Device, in_chunks: bool):
         self.model, self.eager = model, not device.compiled

@@ -181,8 +181,8 @@ def check_divisible(plan: Schedule, dp_degree: int) -> None:
             )
 
 
-def repetition(config: ScheduleConfig, num_tokens: int) -> str | None:
-    """Return what to say of a run that reads data of so many tokens too often; None of others."""
+def repeated_data_warning(config: ScheduleConfig, num_tokens: int) -> str | None:
+    """Return a warning if a run repeats data of so many tokens too often, else None."""
     most = MOST_EPOCHS * num_tokens
     if config.tokens <= most:
         return None

@@ -69,7 +69,7 @@ def is_spike(state: SpikeState, config: SpikeConfig) -> bool:
     return len(state.high) >= config.patience
 
 
-def accepted(state: SpikeState) -> SpikeState:
+def reset_after_spike(state: SpikeState) -> SpikeState:
     """Return the state of a run that continues after a spike: the usual loss is estimated anew.
 
     Otherwise every point from here on would be a spike again.
@@ -94,10 +94,10 @@ def divergence(
     if evaluation is not None and not math.isfinite(evaluation):
         return f"the loss on held-out text is {evaluation}"
     if skipped_in_a_row and (skipped_in_a_row >= config.patience or not state.usual):
-        return in_words(replace(state, high=[]), skipped_in_a_row)
+        return describe_spike(replace(state, high=[]), skipped_in_a_row)
     high = [point.loss for point in state.high if point.loss is not None]
     if high and evaluation is not None and evaluation > limit(state.usual, config):
-        return f"{in_words(state, 0)}, and {evaluation:.3f} on held-out text"
+        return f"{describe_spike(state, 0)}, and {evaluation:.3f} on held-out text"
     last = (high or state.usual)[-1:]
     # A run of a few steps may still be where a large initialization put it.
     risen = state.good_step >= config.window or any(last[0] > old + _FAR for old in state.usual)
@@ -116,7 +116,7 @@ def rollback_steps(saved: Sequence[int], state: SpikeState, every: int) -> list[
     return [step for step in saved if step < state.good_step and step % every == 0]
 
 
-def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
+def describe_spike(spike: SpikeState, skipped_in_a_row: int) -> str:
     """Return what has happened."""
     if not spike.high or spike.high[-1].loss is None:
         return f"the last {skipped_in_a_row:,} steps had no finite gradients and were skipped"
@@ -127,7 +127,7 @@ def in_words(spike: SpikeState, skipped_in_a_row: int) -> str:
     )
 
 
-def continue_message(config: SpikeConfig, saved: Sequence[int]) -> str:
+def spike_ignored_message(config: SpikeConfig, saved: Sequence[int]) -> str:
     """Return what follows for a run that does not go back; `saved` are its checkpoints."""
     resume = "resume with --spikes.max-rollbacks set higher, which skips the data of the spike, or "
     return (
@@ -136,7 +136,7 @@ def continue_message(config: SpikeConfig, saved: Sequence[int]) -> str:
     )
 
 
-def end_message(reason: str, saved: Sequence[int]) -> str:
+def diverged_message(reason: str, saved: Sequence[int]) -> str:
     """Return what a run has come to that diverged at its end, and what to try."""
     newest = (
         f"Checkpoints of before are untouched: --resume repeats the end from step {saved[-1]:,}, "
@@ -150,7 +150,7 @@ def end_message(reason: str, saved: Sequence[int]) -> str:
     )
 
 
-def divergence_message(step: int, skipped_in_a_row: int, saved: Sequence[int]) -> str:
+def skipped_steps_message(step: int, skipped_in_a_row: int, saved: Sequence[int]) -> str:
     """Return why a run ends at a step, and what to try; `saved` are its checkpoints."""
     resume = (
         "no checkpoint was written meanwhile. Resume from the newest one with --resume and "

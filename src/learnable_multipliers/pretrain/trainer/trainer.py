@@ -33,7 +33,7 @@ from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
-from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.device import choose_device, performance_warnings
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
@@ -53,7 +53,7 @@ from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 _WRONG_DATA = 1 << 16
 """Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
-_PATIENCE = 0.5
+_POLL_SECONDS = 0.5
 """Seconds between looks at the check of the data."""
 
 
@@ -121,12 +121,13 @@ class Trainer:
             ended=self._ended,
         )
         if not self._ended:
-            if (text := schedule.repetition(config.schedule, self.data.num_tokens)) is not None:
-                self._warn(text)
-            for path in slow_paths(config, self.device):
-                self._warn(path.in_words)
+            repeated = schedule.repeated_data_warning(config.schedule, self.data.num_tokens)
+            if repeated is not None:
+                self._warn(repeated)
+            for warning in performance_warnings(config, self.device):
+                self._warn(warning.message)
             if self._cold_start is not None:
-                self._warn(self._cold_start.in_words)
+                self._warn(self._cold_start.message)
         if self.device.compiled:
             self.model.compile_layers_()
         if config.runtime.recompute == "layers":
@@ -158,7 +159,7 @@ class Trainer:
                 # Not before, so that no first step waits for it.
                 self._data_check.start()
             yield self.step
-            number = self._agreed(interrupt.received or 0 if interrupt is not None else 0)
+            number = self._agree_on_stop(interrupt.received or 0 if interrupt is not None else 0)
             self.stopped_by = signal.Signals(number) if number else None
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
@@ -198,9 +199,9 @@ class Trainer:
         """Raise a DivergenceError if the run has ended, and diverged."""
         if self.diverged is not None:
             saved = checkpoints.steps(self._folder.checkpoints)
-            raise spikes.DivergenceError(spikes.end_message(self.diverged, saved))
+            raise spikes.DivergenceError(spikes.diverged_message(self.diverged, saved))
 
-    def _agreed(self, number: int) -> int:
+    def _agree_on_stop(self, number: int) -> int:
         """Return the largest number of all ranks; raise on all if one of them has wrong data."""
         found = self.world.all_reduce_max(_WRONG_DATA if self._data_check.failed else number)
         if found == _WRONG_DATA:
@@ -395,9 +396,9 @@ class Trainer:
         Ranks ask each other again and again: one that waits in silence would be taken for dead.
         """
         check, began = self._data_check, time.monotonic()
-        while self._agreed(int(not check.has_ended())):
-            check.wait(_PATIENCE)
-            if time.monotonic() - began > _PATIENCE:
+        while self._agree_on_stop(int(not check.has_ended())):
+            check.wait(_POLL_SECONDS)
+            if time.monotonic() - began > _POLL_SECONDS:
                 text = "no checkpoint is published before all data are checked: waiting for that"
                 self._folder.warn(self.step, text, topic="data check")
 
@@ -451,14 +452,14 @@ class Trainer:
         endless = 0 < config.max_skipped <= skipped
         if not endless and not spikes.is_spike(self._spikes, config):
             return False
-        reason = spikes.in_words(self._spikes, skipped)
+        reason = spikes.describe_spike(self._spikes, skipped)
         if self._roll_back(reason):
             return True
         saved = checkpoints.steps(self._folder.checkpoints)
         if endless:
-            raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped, saved))
-        self._warn(f"{reason}; {spikes.continue_message(config, saved)}")
-        self._spikes = spikes.accepted(self._spikes)
+            raise spikes.DivergenceError(spikes.skipped_steps_message(self.step, skipped, saved))
+        self._warn(f"{reason}; {spikes.spike_ignored_message(config, saved)}")
+        self._spikes = spikes.reset_after_spike(self._spikes)
         return False
 
     def _roll_back(self, reason: str) -> bool:
