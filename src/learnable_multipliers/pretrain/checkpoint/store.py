@@ -22,7 +22,7 @@ from learnable_multipliers.pretrain import atomic_folder
 from learnable_multipliers.pretrain.checkpoint import manifest, tensor_files
 from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
-from learnable_multipliers.pretrain.distributed import ALONE, World
+from learnable_multipliers.pretrain.distributed import SINGLE_PROCESS, World
 from learnable_multipliers.pretrain.serialization import read_object
 
 _NAME = re.compile(r"step-([0-9]{8,18})")
@@ -45,7 +45,7 @@ class Checkpoint:
 # -- saving ------------------------------------------------------------------------------------
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = SINGLE_PROCESS) -> Path:
     """Write a checkpoint and return its folder; then remove all but the newest `keep`.
 
     All ranks of one run call this together. An existing good checkpoint of the step is left as it
@@ -141,7 +141,7 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
 
 
 def load_newest(
-    folder: Path, like: Tensors | None = None, world: World = ALONE
+    folder: Path, like: Tensors | None = None, world: World = SINGLE_PROCESS
 ) -> tuple[Checkpoint, list[str]]:
     """Return the newest good checkpoint, and what is wrong with newer ones."""
     found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)

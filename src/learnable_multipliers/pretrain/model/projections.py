@@ -30,7 +30,7 @@ def weight_of(module: nn.Linear | nn.Embedding) -> Tensor:
     weight = module.weight
     if not isinstance(weight, DTensor):
         return weight
-    if not getattr(module, "used_by_shard", False):
+    if not getattr(module, "computes_on_local_shard", False):
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} is a DTensor with the placements "
             f"{weight.placements}, but the block it belongs to computes on whole weights: "

@@ -22,7 +22,7 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
-from learnable_multipliers.pretrain.distributed import Axes, planned_axes
+from learnable_multipliers.pretrain.distributed import Axes, resolve_axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import checks
 from learnable_multipliers.pretrain.preflight.checks import (
@@ -122,7 +122,7 @@ class _Preflight:
     @property
     def axes(self) -> Axes:
         parallel = self.config.parallel
-        return planned_axes(parallel.data, parallel.shard, parallel.tensor)
+        return resolve_axes(parallel.data, parallel.shard, parallel.tensor)
 
     @cached_property
     def short_run(self) -> ShortRun:
@@ -136,7 +136,7 @@ class _Preflight:
                 raise skipped("only a model sharded over ranks fits into memory; not one process")
         # Only one attempt: what fails now would fail again.
         self._fits = False
-        device = self.device.of_rank(math.prod(axes))
+        device = self.device.for_world_size(math.prod(axes))
         return ShortRun(self.config, device, self.data, axes.dp_degree)
 
     def check_device(self) -> str:
@@ -182,7 +182,7 @@ class _Preflight:
         config = self.valid
         if self.device.device.type != "cuda":
             return "only CUDA devices have kernels and CUDA graphs"
-        if slow := performance_warnings(config, self.device.of_rank(math.prod(self.axes))):
+        if slow := performance_warnings(config, self.device.for_world_size(math.prod(self.axes))):
             text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
             raise CheckError(text, advice, "warning")
         return "every kernel and CUDA graphs serve this run"

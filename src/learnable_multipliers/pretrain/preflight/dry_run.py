@@ -10,7 +10,7 @@ from learnable_multipliers._formats import count, size
 from learnable_multipliers._plan import render
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.distributed import Axes, planned_axes
+from learnable_multipliers.pretrain.distributed import Axes, resolve_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.trainer.device import (
@@ -38,9 +38,9 @@ def describe(config: TrainConfig, columns: int | None = None) -> str:
     taken = Schedule.of_run(config)
     lines = [render(planned, columns), ""]
     lines += _run(config, data, taken) + [""]
-    axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
+    axes = resolve_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
     lines += _memory(config, device, axes) + [""]
-    slow = performance_warnings(config, device.of_rank(math.prod(axes)))
+    slow = performance_warnings(config, device.for_world_size(math.prod(axes)))
     if slow:
         lines += ["Slower than it could be:", *(f"  {path.message}" for path in slow), ""]
     lines += _first_batch(data, taken[0].sequences)

@@ -59,7 +59,7 @@ class Device:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def of_rank(self, size: int) -> Device:
+    def for_world_size(self, size: int) -> Device:
         """Return how one of `size` ranks uses the device.
 
         Several ranks reduce gradients during backward, which is then not captured.

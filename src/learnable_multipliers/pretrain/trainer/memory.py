@@ -33,7 +33,7 @@ from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4
-_ALONE = Axes()
+_SINGLE_PROCESS = Axes()
 _LIBRARIES = 64 * 2**20
 """What cuBLAS allocates for itself on a CUDA device."""
 _ACTIVATIONS = "activations of a micro-batch"
@@ -66,7 +66,7 @@ class MemoryEstimate:
         return sum(self.rows.values()) - overlap
 
 
-def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> MemoryEstimate:
+def estimate(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) -> MemoryEstimate:
     """Return the estimate of a run's memory on each rank."""
     length = config.data.sequence_length
     # A chunk is no longer than the sequence.
@@ -103,7 +103,7 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
 
 
-def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None:
+def check_fits(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) -> None:
     """Raise a ValueError for a run that the device cannot hold, before anything is built."""
     short = memory_warning(estimate(config, device, axes), device)
     if short is not None:

@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
-from learnable_multipliers.pretrain.distributed import join
+from learnable_multipliers.pretrain.distributed import init_world
 from learnable_multipliers.pretrain.metrics.log import Observer
 from learnable_multipliers.pretrain.metrics.meters import (
     LossMeter,
@@ -70,8 +70,8 @@ class Trainer:
         self._cold_start = set_compile_cache(cache_folder()) if self.device.compiles else None
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
         self.config = config = resolve_config(config, self.data)
-        self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
-        self.device = self.device.of_rank(self.world.size)
+        self.world = init_world(**to_dict(config.parallel), device_type=self.device.device.type)
+        self.device = self.device.for_world_size(self.world.size)
         # Before there is a folder, so that a run that cannot be leaves none.
         self.schedule = schedule.Schedule.of_run(config)
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
@@ -185,7 +185,7 @@ class Trainer:
                 path = checkpoints.set_aside(path, "diverged")
                 self._warn(f"the model as it diverged, to be looked at or removed: {path}")
         self.close()
-        self.world.leave()
+        self.world.destroy()
 
     def divergence(self) -> str | None:
         """Return why a run that ended here would have diverged, the same on all ranks."""
