@@ -105,11 +105,8 @@ def _check(config: EvaluateConfig) -> None:
             "lrm evaluate: --limit, --max-length, --max-new-tokens and --num-fewshot are at least "
             "0, --last and --batch-tokens at least 1"
         )
-    if config.max_new_tokens and not any(t.writing for t in named(config.tasks or ("quick",))):
-        usage_error(
-            "lrm evaluate: --max-new-tokens is for tasks that are answered in writing: name some "
-            "with --tasks"
-        )
+    if config.max_new_tokens and not any(t.generation for t in named(config.tasks or ("quick",))):
+        usage_error("lrm evaluate: --max-new-tokens needs a generation task: name one with --tasks")
     built = config.eval_data or config.limit or config.requests_only or config.max_new_tokens
     if config.requests is not None and (built or config.num_fewshot is not None):
         usage_error(
@@ -153,7 +150,7 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
         dtype=None if config.dtype == "float32" else config.dtype,
     )
     averages = {
-        name: results.averaged([each.results[name] for each in found]) for name in asked.items
+        name: results.averaged([each.results[name] for each in found]) for name in asked.checksums
     }
     for name, result in averages.items():
         results.write_result(folder, result)
@@ -221,14 +218,14 @@ def _read(config: EvaluateConfig) -> requests.RequestSet:
     """Return the requests of a file, for the tasks asked for."""
     assert config.requests is not None
     found = requests.read_requests(config.requests)
-    named(tuple(found.items))
-    names = [task.name for task in named(config.tasks or tuple(found.items))]
-    missing = [name for name in names if name not in found.items]
+    named(tuple(found.checksums))
+    names = [task.name for task in named(config.tasks or tuple(found.checksums))]
+    missing = [name for name in names if name not in found.checksums]
     if missing:
         raise ValueError(f"{config.requests} holds no requests of {', '.join(missing)}")
     return replace(
         found,
-        items={name: found.items[name] for name in names},
+        checksums={name: found.checksums[name] for name in names},
         requests=tuple(r for r in found.requests if r.task in names),
         prompts=tuple(p for p in found.prompts if p.task in names),
     )
