@@ -11,7 +11,7 @@ from paths import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-KERNELS = ("decays", "states", "rows", "scores", "keys", "rates", "sums")
+KERNELS = ("decays", "states", "rows", "scores", "bc_grad", "dt_grad", "reduce_parts")
 # heads, head_dim, groups, state
 SHAPES = {
     "0.5b": (24, 64, 1, 128),

@@ -1,4 +1,4 @@
-"""Gates: what is between the two projections of an MLP, and behind the scan of a mixer."""
+"""Gates: between the two projections of an MLP, and after the scan of a mixer."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ def gated_reference(joined: Tensor, mup_gate: float) -> Tensor:
     return up * F.silu(scaled(gate, mup_gate))
 
 
-def gated_by(y: Tensor, z: Tensor, factor: float) -> Tensor:
-    """Return y * silu(factor * z) in the dtype of y; y and z alone are kept for the backward pass.
+def silu_gate(y: Tensor, z: Tensor, factor: float) -> Tensor:
+    """Return y * silu(factor * z) in the dtype of y, saving only y and z for the backward pass.
 
-    Automatic differentiation would keep `factor * z` and its silu as well, and the compiler the
-    former.
+    Autograd would also save `factor * z` and its silu, and the compiler `factor * z`.
     """
-    return _GatedBy.apply(y, z, factor)
+    return _SiluGate.apply(y, z, factor)
 
 
-class _GatedBy(torch.autograd.Function):
+class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(y, z)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, takes_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.gate import gated_by
+from learnable_multipliers.pretrain.model.gate import silu_gate
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
 from learnable_multipliers.pretrain.model.ssd import ssd
 from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
@@ -91,7 +91,7 @@ class Mamba(nn.Module):
             self.D,
             self.chunk_size,
         ).flatten(-2)
-        gated = gated_by(y, z, self.mup_ssm_in * self.mup_z)
+        gated = silu_gate(y, z, self.mup_ssm_in * self.mup_z)
         return scaled(self.norm(gated), self.mup_ssm_out).to(z.dtype)
 
     def _taps(self) -> Tensor:

@@ -111,7 +111,7 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scales: list
     return dq.new_empty(dq.shape[0], dq.shape[1], features)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, cos, sin, _, ctx.scales = inputs
     ctx.save_for_backward(cos, sin)
 
@@ -121,7 +121,7 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | No
     return grad, None, None, None, None
 
 
-split_heads_rotary.register_autograd(_backward, setup_context=_keep)
+split_heads_rotary.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _parts(joined: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
