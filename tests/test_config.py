@@ -98,7 +98,7 @@ def test_what_a_file_leaves_out_is_not_guessed():
         (
             "optimizer",
             {"multiplier_lr": 1000.0},
-            "multiplier_lr times multiplier_weight_decay is 2: a step would decay a multiplier",
+            "multiplier_lr times multiplier_weight_decay is 2: one step would decay a multiplier",
         ),
         (
             "optimizer",

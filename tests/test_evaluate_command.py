@@ -223,7 +223,7 @@ def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
             "no is neither a run, nor a checkpoint",
         ),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
-        ("run --requests a --eval-data sets", 2, "--requests are complete"),
+        ("run --requests a --eval-data sets", 2, "--requests cannot be combined"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),
         ("run/checkpoints/step-00000012 --eval-data sets --last 2", 1, "is one checkpoint: give"),
     ],

@@ -147,7 +147,7 @@ def test_memory_that_runs_out_is_one_line_in_every_command(ask, monkeypatch, kin
 
     monkeypatch.setattr("learnable_multipliers.cli.simulate.simulate_brownian", full)
     said = one_line(ask, ["simulate"])
-    assert said.startswith("lrm simulate: this does not fit into memory (DefaultCPUAllocator")
+    assert said.startswith("lrm simulate: out of memory (DefaultCPUAllocator")
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

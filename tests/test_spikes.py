@@ -284,7 +284,7 @@ def test_without_a_budget_a_spike_is_told_and_changes_nothing(data, tmp_path, po
 def test_a_spike_before_any_checkpoint_is_told(data, tmp_path, poisoned):
     late = CheckpointConfig(every=20)
     trainer, told = observed(watched(data, tmp_path / "run", checkpoint=late))
-    assert "no checkpoint is from before the loss spike" in told[0]
+    assert "there is no checkpoint from before the loss spike" in told[0]
     assert "the run continues" in told[1]
     assert trainer.step == 26
 

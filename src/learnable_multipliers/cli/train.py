@@ -140,14 +140,14 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
 
 @contextmanager
 def _resume_advice(out: Path) -> Iterator[None]:
-    """Add to an error that ends a run how to continue; what it is about may be a full disk."""
+    """Add to an OSError how to continue once its cause, such as a full disk, is fixed."""
     try:
         yield
     except OSError as error:
-        advice = "start anew in an empty folder, there is no checkpoint yet"
+        advice = "there is no checkpoint yet: start again in an empty folder"
         if saved := checkpoints.steps(checkpoint_folder(out)):
             advice = f"--resume continues from the checkpoint of step {saved[-1]:,}"
-        raise OSError(f"{error}. When that is solved: {advice}") from error
+        raise OSError(f"{error}. Then: {advice}") from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ class DataConfig:
     """Training data and batches."""
 
     path: Path | None = None
-    """Folder that `lrm data prepare` wrote; none is the Python standard library's own sources,
+    """Output folder of `lrm data prepare`. Default: the Python standard library's source code,
     prepared on first use."""
     sequence_length: int = 2048
     """Tokens in a sequence."""
@@ -32,7 +32,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The length of a run and what its learning rate and batch size do on the way."""
+    """Length of the run, learning-rate schedule and batch ramp-up."""
 
     tokens: int = 30_000_000_000
     """Length of the whole run, in tokens. Paper: 30e9 (25e9 before the decay); long run 240e9."""
@@ -44,26 +44,27 @@ class ScheduleConfig:
     """Length of the decay, in tokens; 0 is no decay. Paper: 5e9; long run 40e9."""
 
     decay_factor: float = 8.0
-    """What the learning rate is divided by at the end of the decay. Paper: 8; long run 32."""
+    """Peak learning rate over final learning rate. Paper: 8; long run 32."""
 
     decay_shape: DecayShape = "exponential"
-    """How the rate falls during the decay. Paper: exponential."""
+    """Shape of the decay. Paper: exponential."""
 
     minimum_tokens: int = 0
-    """Tokens after the decay, at the rate it ended with. Paper: 0; long run 40e9."""
+    """Tokens after the decay, at the final learning rate. Paper: 0; long run 40e9."""
 
     multipliers: MultiplierSchedule = "same"
     """Schedule of the multipliers' learning rate: the same as the matrices', or without its warmup
     or its decay. Paper: same."""
 
     rampup_tokens: int = 0
-    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: has a ramp, length not given."""
+    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: uses a ramp, length not
+    given."""
 
     rampup_start_sequences: int = 64
     """Batch at the start of the ramp, in sequences. Paper: not given."""
 
     rampup_increment_sequences: int = 64
-    """What the batch grows by at each step of the ramp, in sequences. Paper: not given."""
+    """Batch increment of the ramp, in sequences. Paper: not given."""
 
     def __post_init__(self) -> None:
         counts = ("tokens", "rampup_start_sequences", "rampup_increment_sequences")
@@ -111,19 +112,19 @@ class SpikeConfig:
     """Loss spikes, and steps that are skipped."""
 
     max_rollbacks: int = 0
-    """How often a run may go back to the checkpoint before a spike and continue with other data; 0
-    only warns."""
+    """Maximum number of rollbacks to the checkpoint before a loss spike, skipping its data; 0 only
+    warns."""
     window: int = 50
-    """Logged losses (log.every steps each) that define the usual loss; none is judged before."""
+    """Logged losses (one per log.every steps) in the median that defines a normal loss; no spike is
+    detected before."""
     deviations: float = 6.0
-    """How far above their median a loss is high, in robust standard deviations."""
+    """A loss is high if it exceeds the median by this many robust standard deviations ..."""
     min_rise: float = 0.2
-    """How far above the median it must be at least, in nats: a smooth curve has next to no
-    deviation."""
+    """... and by at least this many nats (a smooth curve has almost no deviation)."""
     patience: int = 3
-    """High logged losses in a row that make a spike; one that is not finite is high."""
+    """Consecutive high losses that count as a spike; a non-finite loss is high."""
     max_skipped: int = 50
-    """Steps in a row without finite gradients after which a run ends with an error; 0 never."""
+    """Consecutive steps with non-finite gradients after which the run fails; 0 disables this."""
 
     def __post_init__(self) -> None:
         _check_at_least(0, "spikes.", self, "max_rollbacks", "max_skipped")
@@ -142,27 +143,27 @@ class LogConfig:
     """What is logged, and how often (in steps)."""
 
     every: int = 10
-    """Steps between lines of loss, rate and speed; 0 logs only the first step."""
+    """Steps between records of loss, learning rate and speed; 0 logs only the first step."""
     weights_every: int = 100
-    """Steps between statistics of norms and multipliers; there is always one at either end."""
+    """Steps between statistics of norms and multipliers; always at the first and last step."""
     drift: bool = True
     """Scale symmetries of the model, found at the start in seconds to half a minute the first time,
     and how far multipliers drift along them."""
     drift_bound: float = 10.0
     """Factor of drift that raises an alarm."""
     signals_every: int = 0
-    """Steps between records of the sizes of activations and of rows, layer by layer, with one at
-    either end; 0 is never."""
+    """Steps between records of the sizes of activations and of rows, layer by layer; always at the
+    first and last step; 0 is never."""
     evaluate_every: int = 250
-    """Steps between evaluations on held-out text; there is always one at the end."""
+    """Steps between evaluations on held-out text; always at the last step."""
     evaluate_tokens: int = 500_000
-    """Most held-out tokens an evaluation reads; 0 is all of them."""
+    """Maximum number of held-out tokens per evaluation; 0 is all."""
     sample_every: int = 0
-    """Steps between samples; there is always one at the end."""
+    """Steps between samples; always at the last step."""
     sample_tokens: int = 120
     """Length of a sample; 0 samples nothing."""
     prompt: str = "The"
-    """Prompt for samples."""
+    """Prompt of samples."""
     tensorboard: bool = True
     """Scalars for TensorBoard, where it is installed."""
     wandb: str = ""
@@ -183,17 +184,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the processes that torchrun starts share the work; one process needs nothing of it."""
+    """Parallelism over the ranks of torchrun; not needed for one process."""
 
     data: int = 0
-    """Replicas of the model (DDP), each trained on its part of a batch; 0 is world size / (shard x
+    """Replicas of the model (DDP), each on its part of a batch; 0 is world size / (shard x
     tensor)."""
     shard: int = 1
     """Ranks that a replica is sharded over (FSDP2)."""
     tensor: int = 1
     """Tensor-parallel ranks: heads, MLP features and vocabulary are sharded over them."""
     timeout: float = 600.0
-    """Seconds a rank waits for the others before the run ends with an error."""
+    """Collective timeout, in seconds; the run then fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,25 +202,25 @@ class RuntimeConfig:
     """Device, precision and compilation."""
 
     device: str = "auto"
-    """cuda, mps or cpu; auto takes the first there is."""
+    """cuda, mps or cpu; auto is the first available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the matrix products; auto is bfloat16 on a GPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision that the matrices of the layers are stored in; the optimizer keeps float32 raw
-    weights. bfloat16 needs no casts and less memory, and trains as float32 does, from a start that
-    is rounded; for one process."""
+    """Storage dtype of the layers' matrices; the optimizer keeps float32 raw weights. bfloat16
+    needs no casts and less memory, and trains as float32 does, from a rounded start. One process
+    only."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, layer by layer; auto is on for CUDA."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture forward and backward as a CUDA graph and replay it, so that the GPU never waits for
     Python; auto is on for CUDA. Turn it off to debug."""
     recompute: Literal["none", "layers"] = "none"
-    """What backward computes again instead of keeping it (activation checkpointing): with layers,
-    all of a layer but its input. Saves memory for up to a third more computation."""
+    """Activation checkpointing: layers keeps only each layer's input and recomputes the layer in
+    the backward pass. Saves memory for up to a third more computation."""
     num_threads: int = 0
-    """CPU threads; 0 leaves torch's choice."""
+    """CPU threads; 0 is torch's default."""
     peak_tflops: float = 0.0
-    """Peak TFLOP/s of the device in that precision, for MFU; 0 looks the device up."""
+    """Peak TFLOP/s of the device at this dtype, for MFU; 0 uses the known value of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +228,9 @@ class TrainConfig:
     """One training run."""
 
     out: Path = Path("runs/run")
-    """Folder of the run: config, metrics, checkpoints."""
+    """Output folder: config, metrics, checkpoints."""
     name: str = ""
-    """What the run is called in reports; the folder's name where empty."""
+    """Name in reports; the folder's name if empty."""
     seed: int = 0
     """Seed of weights and sample order."""
     z_loss: float = 1e-4
@@ -237,7 +238,7 @@ class TrainConfig:
     resume: bool = False
     """Resume from the newest valid checkpoint in the folder."""
     dry_run: bool = False
-    """Show plan, sizes, memory and the first batch, and train nothing."""
+    """Show plan, sizes, memory and the first batch without training."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -277,7 +278,8 @@ class TrainConfig:
             )
         if self.checkpoint.keep < 2:
             raise ValueError(
-                "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
+                "checkpoint.keep must be at least 2: with one, a damaged checkpoint leaves nothing "
+                "to resume from"
             )
         if self.spikes.max_rollbacks and not (self.log.every and self.checkpoint.every):
             raise ValueError(
@@ -302,8 +304,8 @@ class TrainConfig:
             )
         if max(self.parallel.shard, self.parallel.tensor) > 1:
             raise ValueError(
-                "optimizer.variant trains whole matrices, which sharded runs do not have: set "
-                "parallel.shard=1 and parallel.tensor=1"
+                "optimizer.variant does not support sharded matrices: set parallel.shard=1 and "
+                "parallel.tensor=1"
             )
 
 

@@ -24,17 +24,17 @@ class OptimizerConfig:
     """How weights and multipliers are trained."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
+    """Optimizer of the hidden matrices. All other parameters and the multipliers use AdamW."""
     variant: Variant = "none"
-    """Another paper's change to the optimizer, to compare with (docs/rivals.md): cautious,
-    hyperball, sphere of either, adamc of AdamW, normuon and muown of Muon."""
+    """Rival optimizer variant, for comparison (docs/rivals.md): cautious, hyperball, sphere (AdamW
+    or Muon), adamc (AdamW only), normuon, muown (Muon only)."""
     placement: Placement = "full"
-    """Which multipliers matrices carry: none, row and column (full), those free of symmetries
-    (symmetry-aware), or one number each (scalar)."""
+    """Multipliers of each matrix: none; row and column (full); row and column without redundant
+    ones (symmetry-aware); one per matrix (scalar)."""
     rules: tuple[str, ...] = ()
-    """Exceptions from the placement, each in quotes: a pattern for names (. is all) and settings of
-    lrm.Rule, '. only=head kind=scalar' or 'up_proj kind=none'; the first that matches decides.
-    @FILE reads them from a file, one a line."""
+    """Exceptions to the placement, each quoted: a regular expression for parameter names (. matches
+    all) and fields of lrm.Rule, '. only=head kind=scalar' or 'up_proj kind=none'; the first match
+    wins. @FILE reads rules from a file, one per line."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -42,7 +42,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     eps: float = 1e-8
-    """What AdamW adds to the root of the second moment."""
+    """Added to the square root of AdamW's second moment."""
     lr_factors: dict[str, float] = field(default_factory=dict)
     """Factors on the learning rate of matrices, by role: head 2 gate 0.5."""
     weight_decay_factors: dict[str, float] = field(default_factory=dict)
@@ -51,38 +51,40 @@ class OptimizerConfig:
     """Factors S on the equilibrium norm of matrices, by role: learning rate times S, decay over S
     (as in the paper's projector and MLP runs)."""
     max_grad_norm: float = 1.0
-    """Clip norm of the raw gradients, multipliers left out (paper: 1); 0 does not clip."""
+    """Maximum norm of the raw gradients, without those of the multipliers (paper: 1); 0 disables
+    clipping."""
     clip_multipliers: bool = False
-    """Count the multipliers' gradients in the clip norm too (paper: they are better left out)."""
+    """Include the multipliers' gradients in the clip norm (paper: better without)."""
     multiplier_lr_scale: float = 1.0
-    """Learning rate of the multipliers over that of the matrices."""
+    """Learning rate of the multipliers, relative to that of the matrices."""
     multiplier_lr: float = 0.0
-    """Peak learning rate of the multipliers, in place of lr times multiplier_lr_scale; 0 keeps that
-    product."""
+    """Peak learning rate of the multipliers; 0 uses lr times multiplier_lr_scale."""
     multiplier_weight_decay: float = 2e-3
     """Weight decay of multipliers (paper: 2e-3)."""
     multiplier_scale: Literal["linear", "log"] = "linear"
-    """What is learned: the multiplier, or its logarithm, whose decay pulls to 1."""
+    """Parametrization: the multiplier itself (linear), or its logarithm (log), for which decay
+    pulls towards 1."""
     multiplier_init: Literal["one", "fold"] = "fold"
-    """Multipliers take over the model's fixed mup_* factors, where it has any (fold), or start at
-    1 beside them."""
+    """Initial multipliers: fold replaces the model's fixed mup_* factors, one starts at 1 and keeps
+    them."""
     momentum: float = 0.95
     """Momentum of Muon."""
     split: Literal["blocks", "heads"] = "blocks"
-    """What Muon orthogonalizes by itself: whole projections, or each head of queries, keys and
-    values."""
+    """Unit of Muon's orthogonalization: each projection (blocks), or each head of queries, keys and
+    values (heads)."""
     adamw_lr_scale: float = 1.0
-    """With Muon or a variant: learning rate of the rest over that of the hidden matrices."""
+    """Learning rate of the other parameters, relative to that of the hidden matrices, with Muon or
+    a variant."""
 
     @property
     def rest_lr_scale(self) -> float:
-        """Learning rate of what is not a hidden matrix, over that of those."""
+        """Learning rate of the other parameters, relative to that of the hidden matrices."""
         apart = self.kind == "muon" or self.variant != "none"
         return self.adamw_lr_scale if apart else 1.0
 
     @property
     def multiplier_ratio(self) -> float:
-        """Learning rate of the multipliers over that of the matrices, however it was given."""
+        """Learning rate of the multipliers, relative to that of the matrices."""
         return self.multiplier_lr / self.lr if self.multiplier_lr else self.multiplier_lr_scale
 
     def check(self) -> None:
@@ -100,7 +102,7 @@ class OptimizerConfig:
         if not self.eps >= SMALLEST_EPS:
             raise ValueError(
                 f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {self.eps:g}: below, "
-                "it is 0 in float32, and what never had a gradient becomes 0 / 0, which is NaN"
+                "it is 0 in float32, and a weight without gradients becomes 0 / 0, which is NaN"
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must lie in [0, 1), got {self.momentum:g}")
@@ -119,21 +121,21 @@ class OptimizerConfig:
         decay = self.lr * max(1.0, self.rest_lr_scale) * self.weight_decay
         if decay >= 1:
             raise ValueError(
-                f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
-                "weight to nothing or beyond; lower one of them"
+                f"optimizer.lr times optimizer.weight_decay is {decay:g}: one step would decay "
+                "a weight to zero or flip its sign; lower one of them"
             )
         if self.multiplier_lr and self.multiplier_lr_scale != 1:
             raise ValueError(
                 f"optimizer.multiplier_lr is {self.multiplier_lr:g} and "
-                f"optimizer.multiplier_lr_scale {self.multiplier_lr_scale:g}: give the "
-                "learning rate of the multipliers itself or over that of the matrices, not both"
+                f"optimizer.multiplier_lr_scale {self.multiplier_lr_scale:g}: set the "
+                "absolute or the relative learning rate of the multipliers, not both"
             )
         rate = "multiplier_lr" if self.multiplier_lr else "lr times multiplier_lr_scale"
         decay = self.lr * self.multiplier_ratio * self.multiplier_weight_decay
         if decay >= 1:
             raise ValueError(
-                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: a step would decay "
-                "a multiplier to nothing or beyond; lower one of them"
+                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: one step would "
+                "decay a multiplier to zero or flip its sign; lower one of them"
             )
         try:
             parse_rules(self.rules)

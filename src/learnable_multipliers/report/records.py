@@ -132,7 +132,7 @@ def _record(line: bytes, where: str) -> Record:
     try:
         record = unsealed_line(line)
     except (ValueError, RecursionError) as error:
-        reason = error if type(error) is ValueError else "it is no JSON"
+        reason = error if type(error) is ValueError else "it is not JSON"
         raise ValueError(
             f"{where}: not a record that a run wrote ({reason}); remove the line"
         ) from None

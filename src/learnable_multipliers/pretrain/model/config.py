@@ -49,7 +49,7 @@ class ModelConfig:
     ssm_conv_size: int = 4
     """Taps of the causal convolution over x, B and C."""
     ssm_chunk_size: int = 128
-    """Tokens in a chunk of the scan: speed alone, the result does not depend on it."""
+    """Tokens in a chunk of the scan. Affects speed only."""
     ssm_norm: bool = False
     """Put the gated RMSNorm on the mixer's output, before its projection."""
     norm_eps: float = 1e-5
