@@ -514,7 +514,7 @@ def test_a_preparation_says_what_it_left_out(ask):
     assert "Train on it: lrm train tiny --data.path some --model.vocab-size 257" in out
     code, out, _ = ask(*line[:-1], "0", "--out", "none")
     assert code == 0
-    assert "Nothing is held out, and lrm train needs text to evaluate on" in out
+    assert "Nothing is held out, but lrm train needs text to evaluate on" in out
     assert "Train on it" not in out
 
 
