@@ -126,9 +126,9 @@ def test_without_settings_a_recipe_is_what_it_says(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("head", "'head' stands alone: write names and numbers in turn"),
+        ("head", "'head' has no number: alternate names and numbers"),
         ("head large", "'large', for 'head', is not a number"),
-        ("head 2 gate 1 head 4", "'head' is there twice"),
+        ("head 2 gate 1 head 4", "'head' is given twice"),
     ],
 )
 def test_factors_by_role_that_cannot_be_read_are_usage_errors(ask, words, message):

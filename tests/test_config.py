@@ -63,7 +63,7 @@ def changed(where: str, value: object) -> dict:
         ("model.ssm_norm", 1, r"config.model.ssm_norm is 1, not true or false"),
         ("model", [], r"config.model is \[\], not a mapping"),
         ("out", None, r"config.out is None, not a path"),
-        ("name", 3, r"config.name is 3, not a text"),
+        ("name", 3, r"config.name is 3, not a string"),
     ],
 )
 def test_data_that_are_no_config_are_refused(where, value, message):

@@ -70,7 +70,7 @@ def test_a_model_with_code_of_its_own_is_told_in_our_words(ask, command, monkeyp
     code, _, complaints = ask(command, "own")
     assert code == 1
     assert complaints == (
-        f"lrm {command}: own is a model with code of its own, which lrm does not run: load it in "
+        f"lrm {command}: own contains code, which lrm does not run: load it in "
         "Python and give it to learnable_multipliers.plan or find_symmetries"
     )
 

@@ -181,7 +181,7 @@ def test_a_log_that_was_removed_is_missed(data, tmp_path):
     (config.out / "metrics.jsonl").unlink()
     seen = []
     Trainer(replace(config, resume=True), seen.append).close()
-    assert "metrics.jsonl has nothing from before step 5" in seen[0]["text"]
+    assert "metrics.jsonl has no records before step 5" in seen[0]["text"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])

@@ -267,8 +267,8 @@ def test_parts_longer_than_the_run_come_with_options_that_work(change, options):
 def test_a_run_that_repeats_its_data_often_is_told():
     config = ScheduleConfig(tokens=1_024_000, warmup_tokens=0, decay_tokens=0)
     assert repeated_data_warning(config, 34_758) == (
-        "the run reads its 34.8k tokens of data 29.5 times, and text repeated more than about 4 "
-        "times teaches little: shorten the run (--schedule.tokens 139032) or give it more text"
+        "the run reads its 34.8k tokens of data 29.5 times, but repeating text more than about "
+        "4 times helps little: shorten the run (--schedule.tokens 139032) or use more text"
     )
     assert repeated_data_warning(replace(config, tokens=139_033), 34_758) is not None
     assert repeated_data_warning(replace(config, tokens=139_032), 34_758) is None

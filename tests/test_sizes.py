@@ -264,7 +264,7 @@ def test_what_is_no_regular_file_is_no_source(tmp_path, place):
         os.mkfifo(source / "a.txt")
     elif not place.startswith("/"):
         os.mkfifo(source)
-    with pytest.raises(DocumentError, match="is no regular file, and a corpus is read twice"):
+    with pytest.raises(DocumentError, match="is not a regular file, but a corpus is read twice"):
         Corpus([str(source)])
 
 

@@ -215,7 +215,7 @@ def _with_files(missing: dict[str, str]) -> str:
 
 
 def _read(config: EvaluateConfig) -> requests.RequestSet:
-    """Return the requests of a file, for the tasks asked for."""
+    """Return the requests of a file for the chosen tasks."""
     assert config.requests is not None
     found = requests.read_requests(config.requests)
     named(tuple(found.checksums))

@@ -61,7 +61,7 @@ def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder. It is hidden first, so that a crash never leaves half of it visible."""
+    """Remove a folder; it is hidden first, so a crash never leaves half of it visible."""
     gone = hidden(folder)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -73,7 +73,7 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield a folder to write to; it becomes `target` at the end, or is removed on any error.
 
-    Entered before any work is done, it fails at once where it cannot be made.
+    Enter it before any work, so it fails early if the folder cannot be created.
 
     Args:
         check_replaceable: Raises a FileExistsError unless an existing `target` may be replaced;
@@ -107,7 +107,7 @@ def new_folder(
 
 @contextmanager
 def _errors_naming(target: Path, partial: Path) -> Iterator[None]:
-    """Let a failed write name the folder that was asked for, and say what became of it."""
+    """Make a failed write name the target folder and say that nothing was kept."""
     try:
         yield
     except OSError as error:
@@ -122,10 +122,10 @@ def _errors_naming(target: Path, partial: Path) -> Iterator[None]:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Remove what killed processes left beside `target`.
+    """Remove leftovers of killed processes next to `target`.
 
-    A process may have died after it moved the old folder away and before it published the new one:
-    then the old one is put back.
+    If a process died between moving the old folder away and publishing the new one, the old one is
+    restored.
     """
     for partial in target.parent.glob(f".{escape(target.name)}.*.partial"):
         with suppress(BlockingIOError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What a run left behind: `config.json`, `environment.json` and `metrics.jsonl`, read as one value.
+"""The records of a run: `config.json`, `environment.json` and `metrics.jsonl`.
 
 Reading is strict about what a folder is (a foreign one is refused with a reason) and patient with
 how a run ended: a last line cut off by a kill is set aside and counted, and where a resumed run

@@ -127,7 +127,7 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
     wrong = None if verified else manifest.problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
-    # The files match the manifest, but the manifest may have been written by anyone.
+    # The files match the manifest, but the manifest itself is untrusted.
     try:
         state = read_object(path / STATE)
         manifest.check_format(STATE, state.pop("format", None))
@@ -143,7 +143,7 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
 def load_newest(
     folder: Path, like: Tensors | None = None, world: World = SINGLE_PROCESS
 ) -> tuple[Checkpoint, list[str]]:
-    """Return the newest good checkpoint, and what is wrong with newer ones."""
+    """Return the newest valid checkpoint, and what is wrong with newer ones."""
     found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
     if found is not None:
         return found, wrong
@@ -193,10 +193,10 @@ def _newest_good(
 
 
 def load_last(folder: Path, count: int) -> Iterator[Checkpoint]:
-    """Yield the last `count` checkpoints, oldest first; all of them must be there and be good."""
+    """Yield the last `count` checkpoints, oldest first; all of them must exist and be valid."""
     saved = steps(folder)
     if not 1 <= count <= len(saved):
-        raise ValueError(f"{folder} holds {len(saved)} checkpoints, and {count} were asked for")
+        raise ValueError(f"{count} checkpoints were requested, but {folder} holds {len(saved)}")
     return (load(folder / _name(step)) for step in saved[-count:])
 
 
@@ -208,20 +208,20 @@ def steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    # Each step has one name; a folder with another spelling is not ours.
+    # Ignore folders that spell the step in another way.
     return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
 def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:
-    """Return how many of the newest checkpoints include `keep` at multiples of `every`."""
+    """Return how many of the newest checkpoints to keep, so `keep` are at multiples of `every`."""
     scheduled = [place for place, step in enumerate(reversed(saved), 1) if step % every == 0]
     return scheduled[keep - 1] if len(scheduled) >= keep else max(len(saved), keep)
 
 
 def set_aside(path: Path, why: str = "damaged") -> Path:
-    """Rename a checkpoint that is not to be used, so that it no longer counts as one.
+    """Rename a checkpoint so that it no longer counts as one.
 
-    It would otherwise be kept as one of the newest, and a good one removed in its place.
+    Otherwise it would be kept as one of the newest, and a valid one removed instead.
     """
     return path.rename(path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:8]}"))
 

@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of a dataset but the tokens."""
+    """Everything about a dataset except the tokens."""
 
     format: str = FORMAT
     dtype: str
@@ -147,7 +147,7 @@ class Manifest:
 
 
 def _why_none(folder: Path) -> str:
-    """Return why a path without a manifest is no dataset, and what to do."""
+    """Return why a path without a manifest is not a dataset, and what to do."""
     if folder.is_file():
         return "it is a file; give the folder that `lrm data prepare` wrote"
     if not folder.is_dir():
@@ -177,7 +177,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class FileIdentity(NamedTuple):
-    """What tells that a file is still the one it was; its content decides what it is.
+    """Identifies an unchanged file by its metadata, not its content.
 
     The time of the last change (ctime) cannot be set: an edit that restores size and mtime shows.
     """

@@ -105,8 +105,8 @@ def split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries and keys, and values, each (batch, length, heads, head_dim), scaled.
 
-    `projected` is (batch, length, features). Chooses between PyTorch and Triton, by device and by
-    the `backend` asked for.
+    `projected` is (batch, length, features). Uses PyTorch or Triton, by device and
+    `backend`.
     """
     reason = _unsupported_reason(projected, 2 * rotary.cos.shape[1])
     if not takes_triton(backend, projected.device, reason) or kernels is None:
@@ -122,7 +122,7 @@ def split_heads_reference(
     num_kv_heads: int,
     scales: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     heads = projected.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     parts = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
     q, k, v = (scaled(part, scale) for part, scale in zip(parts, scales, strict=True))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 MAX_LAYERS = 1000
-"""Of a model: the plan looks at every layer by itself."""
+"""Maximum layers of a model, since the plan treats each layer separately."""
 _MAX_PARAMETERS = 10**15
 _TINY = 2.0**-126
 """Smallest normal number of float32."""

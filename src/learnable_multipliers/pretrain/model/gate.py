@@ -21,7 +21,7 @@ else:
 def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
     """Return up * silu(mup_gate * gate) of gate and up side by side.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for.
+    Uses PyTorch or Triton, by device and `backend`.
     """
     if not takes_triton(backend, joined.device, unsupported_dtype(joined.dtype)) or kernels is None:
         return gated_reference(joined, mup_gate)
@@ -29,7 +29,7 @@ def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
 
 
 def gated_reference(joined: Tensor, mup_gate: float) -> Tensor:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     gate, up = joined.chunk(2, -1)
     return up * F.silu(scaled(gate, mup_gate))
 

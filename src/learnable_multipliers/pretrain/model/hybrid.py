@@ -59,7 +59,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Mixers side by side, then the MLP, each behind a norm."""
+    """Parallel mixers, then the MLP, each after a norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -77,7 +77,7 @@ class Layer(nn.Module):
                     norm.requires_grad_(False)
 
     def forward(self, h: Tensor, rotary: RotaryTable) -> Tensor:
-        """Return the residual stream behind this layer."""
+        """Return the residual stream after this layer."""
         h = h + self._mix(self.input_layernorm(h), rotary)
         if self.feed_forward is not None and self.pre_ff_layernorm is not None:
             h = h + self.feed_forward(self.pre_ff_layernorm(h))
@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything but the head."""
+    """Everything except the head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -156,7 +156,7 @@ class HybridLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def compile_layers_(self) -> None:
-        """Compile layer by layer: one compilation serves all layers, whatever the depth."""
+        """Compile layer by layer: one compilation serves all layers."""
         for layer in self.model.layers:
             layer.compile()
         self.head_loss = torch.compile(self.head_loss)
@@ -198,7 +198,7 @@ class HybridLM(nn.Module):
                 field,
                 value,
                 self.factor_targets(field),
-                # Nothing here has a bias; conv1d and dt_bias lie behind the factors.
+                # Nothing here has a bias; conv1d and dt_bias come after the factors.
                 scales_bias=False,
                 reset=partial(self.set_factor_, field, 1.0),
             )
@@ -242,7 +242,7 @@ def empty_model(config: ModelConfig) -> HybridLM:
 
 @torch.no_grad()
 def initialize_weights_(model: HybridLM, generator: torch.Generator) -> None:
-    """Draw fresh weights: matrices from normal distributions, the rest as Mamba-2 does."""
+    """Initialize the weights: normal distributions for matrices, else as in Mamba-2."""
     std = model.config.init_std
     embedding = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():

@@ -40,7 +40,7 @@ def head_loss(
 ) -> Losses:
     """Return cross-entropy + z_loss * (log sum exp of the logits)^2, both averaged.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for.
+    Uses PyTorch or Triton, by device and `backend`.
     """
     device = features.device.type
     dtype = torch.promote_types(features.dtype, head.dtype)
@@ -65,7 +65,7 @@ def head_loss(
 def head_loss_reference(
     features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
 ) -> Losses:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     logits = head_logits(features, head, mup_head)
     return losses_of(logits.logsumexp(-1), target_logits(logits, targets), z_loss)
 

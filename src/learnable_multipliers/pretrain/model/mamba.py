@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: gated state-space heads behind a short causal convolution."""
+"""The Mamba-2 mixer: gated state-space heads after a short causal convolution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
     kernels = None
 
 KERNEL_TAPS = 4
-"""The taps that the kernels are written out for; it is what every Mamba-2 has."""
+"""Number of taps that the kernels support, which every Mamba-2 has."""
 
 
 class GatedRMSNorm(nn.Module):
@@ -33,7 +33,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize each group of features by itself."""
+        """Normalize each group of features separately."""
         grouped = x.unflatten(-1, (self.groups, -1))
         size = grouped.shape[-1]
         return F.rms_norm(grouped, (size,), None, self.eps).flatten(-2) * self.weight
@@ -109,7 +109,7 @@ def convolve(
 ) -> tuple[Tensor, ...]:
     """Return silu(bias + weight * x), a causal convolution over time, in the dtype of x.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for. x is
+    Uses PyTorch or Triton, by device and `backend`. x is
     (batch, length, channels), weight (channels, taps), bias (channels,); what comes out is split
     into three, of `sizes` channels.
     """

@@ -50,7 +50,7 @@ def rotary_kernel(
     time = tl.program_id(0) * BLOCK_TIME + tl.arange(0, BLOCK_TIME)
     pair = tl.arange(0, HALF)
     inside = (time < length)[:, None]
-    # Starts and strides are multiples of ALIGN, which a product does not show by itself.
+    # Starts and strides are multiples of ALIGN, which Triton cannot infer from products.
     x_row = tl.multiple_of(batch * x_batch + head * x_head + time.to(tl.int64) * x_time, ALIGN)
     y_row = tl.multiple_of(batch * y_batch + head * y_head + time.to(tl.int64) * y_time, ALIGN)
     from_ = x + x_row[:, None] + pair[None, :]

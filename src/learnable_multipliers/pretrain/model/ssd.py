@@ -1,8 +1,7 @@
 """The scan of Mamba2: a linear recurrence over time with one decay per head and step.
 
-"Transformers are SSMs" (Dao and Gu, 2024), section 6. `ssd` chooses between PyTorch and
-Triton, by device and by the `backend` asked for. No state goes in and none comes out: this is for
-training.
+"Transformers are SSMs" (Dao and Gu, 2024), section 6. `ssd` uses PyTorch or Triton, by device and
+`backend`. It takes and returns no state: it is for training.
 
 Shapes throughout: x (batch, length, heads, head_dim); dt (batch, length, heads), positive; A
 (heads,), negative; B and C (batch, length, groups, state); D (heads,). Head h reads the B and C

@@ -1,7 +1,7 @@
 """The forward pass with every activation named, for measurements.
 
-`Layer.forward` joins projections and is compiled; here each step is taken by itself and eagerly,
-with the same modules. Training does not come through here, so what is measured costs it nothing.
+`Layer.forward` joins projections and is compiled; here each step runs separately and eagerly, with
+the same modules. Training does not use this path, so measurements cost it nothing.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def check_compiler(device: Device) -> str:
 
 
 def check_folder(out: Path) -> str:
-    """Check that a run can write to its folder; leaves nothing behind."""
+    """Check that a run can write to its folder; removes what it writes."""
     found = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not found.is_dir():
         raise CheckError(f"{found} is a file")

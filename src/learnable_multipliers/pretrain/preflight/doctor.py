@@ -1,6 +1,6 @@
 """Checks before a run: machine, data, settings, memory, a few steps, a checkpoint, the speed.
 
-Each check stands by itself: one that fails is reported, and the others still run.
+The checks are independent: a failure is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
             lambda: check_save_and_load(run.short_run),
             f"check the disk of {config.out}",
         ),
-        ("checkpoints", run.check_checkpoints, "restore one, or start the run anew"),
+        ("checkpoints", run.check_checkpoints, "restore one, or start a new run"),
     ):
         yield run_check(name, check, advice)
 

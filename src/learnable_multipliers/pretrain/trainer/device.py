@@ -1,7 +1,7 @@
-"""Where a run computes, in which precision, and which settings make that slow.
+"""Device and precision of a run, and warnings about settings that make it slow.
 
-Kernels and CUDA graphs do not serve every shape; PyTorch then does the work, slower. Runs warn
-about that before they start.
+Kernels and CUDA graphs do not support every shape; a run then falls back to PyTorch and warns
+before it starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Device:
     """Whether forward and backward are captured as a CUDA graph."""
     name: str
     peak_tflops: float | None
-    """None where it is not known: no MFU then."""
+    """None if unknown; MFU is then not logged."""
 
     @property
     def precision(self) -> str:
@@ -72,7 +72,7 @@ class Device:
             torch.accelerator.synchronize(self.device)
 
     def peak_memory(self) -> int | None:
-        """Return the most bytes ever allocated on the device; None unless it is a CUDA device."""
+        """Return the peak bytes allocated on a CUDA device, else None."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
@@ -89,7 +89,7 @@ def choose_device(config: RuntimeConfig) -> Device:
     try:
         device = torch.device(kind)
         if kind == "cuda" and "LOCAL_RANK" in os.environ:
-            # Each process of a node has its own GPU; a launcher may let it see no other.
+            # One GPU per process of a node; a launcher may show a process only its own.
             count = max(1, torch.cuda.device_count())
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % count)
         torch.empty(1, device=device)
@@ -127,7 +127,7 @@ class PerformanceWarning(NamedTuple):
     """A part of a run that is slower than it could be."""
 
     text: str
-    """Which setting is the cause, and what it costs."""
+    """The setting that causes it, and its cost."""
     advice: str
     """What to do."""
 
@@ -138,7 +138,7 @@ class PerformanceWarning(NamedTuple):
 
 
 def performance_warnings(config: TrainConfig, device: Device) -> list[PerformanceWarning]:
-    """Return all slow paths of a run; other devices than CUDA's have only one path."""
+    """Return the warnings for a run; only CUDA devices have faster paths."""
     if device.device.type != "cuda":
         return []
     return [*_without_kernels(config.model), *_without_graphs(config, device)]
@@ -178,8 +178,8 @@ def _without_graphs(config: TrainConfig, device: Device) -> Iterator[Performance
     if not device.captured:
         if config.runtime.cuda_graph == "on":
             yield PerformanceWarning(
-                "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
-                "pass, and it is not captured as a CUDA graph",
+                "runtime.cuda_graph=on has no effect: ranks exchange gradients during the backward "
+                "pass, which is then not captured as a CUDA graph",
                 "set it to auto",
             )
         return

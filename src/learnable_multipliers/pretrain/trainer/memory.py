@@ -38,12 +38,12 @@ _LIBRARIES = 64 * 2**20
 """What cuBLAS allocates for itself on a CUDA device."""
 _ACTIVATIONS = "activations of a micro-batch"
 _ERROR = 0.25
-"""How far above the memory of a device an estimate must lie to be believed."""
+"""Relative error of estimates: a run is rejected only if it exceeds the memory by more."""
 _MEMINFO = Path("/proc/meminfo")
 MEMORY_ADVICE = (
     "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
 )
-"""What to do where memory is short."""
+"""Advice for a run that needs too much memory."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) 
     shape = replace(config.model, ssm_chunk_size=min(config.model.ssm_chunk_size, length))
     with torch.device("meta"):
         plan = make_plan(HybridLM(shape), config.optimizer)
-        # Factors that multipliers take over are in no forward pass.
+        # Factors folded into multipliers are not in the forward pass.
         shape = replace(shape, **{name: 1.0 for name, _ in plan.folds})
         sharded = replace(config, model=rank_shape(shape, axes.tensor))
         model = HybridLM(sharded.model)
@@ -122,14 +122,14 @@ def memory_warning(estimated: MemoryEstimate, device: Device) -> str | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device, those of a CPU with its swap; None where they are not known."""
+    """Return the bytes of a device, for a CPU with swap; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return system_memory("MemTotal", "SwapTotal") if device.type == "cpu" else None
 
 
 def system_memory(*names: str) -> int | None:
-    """Return the bytes of what Linux counts under some names; None on another system."""
+    """Return the sum of some fields of /proc/meminfo in bytes; None on other systems."""
     if not _MEMINFO.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -163,10 +163,10 @@ def state_bytes(
         if parameter.dtype != torch.float32 or (matrix is not None and matrix.carries):
             sizes["raw weights"] += each
         if matrix is not None and matrix.carries:
-            # Their shapes alone: the machine may have no room for them.
+            # Shapes only: the machine may not have the memory.
             with torch.device("meta"):
                 carried = sum(value.numel() for value in initial_values(matrix).values())
-            # As if every rank held all of them: column multipliers are whole, and they are small.
+            # Counted as replicated: column multipliers are, and all of them are small.
             sizes["multipliers and their moments"] += 3 * _FLOAT * carried
     return sizes
 
