@@ -75,7 +75,7 @@ def test_odd_names_are_no_checkpoints(tmp_path, name):
 def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
     saved(tmp_path, 5)
     monkeypatch.setattr(
-        checkpoints.atomic, "sync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        checkpoints.atomic, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, 10)
