@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.distributed import Axes, join
+from learnable_multipliers.pretrain.distributed import Axes, init_world
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -73,7 +73,7 @@ class Counting(TorchDispatchMode):
 
 def counted(preset: str, axes: Axes, optimizer: str, placement: Any) -> Totals:
     """Take two steps; return the collectives of the second."""
-    world = join(**axes._asdict(), timeout=120, device_type="cpu")
+    world = init_world(**axes._asdict(), timeout=120, device_type="cpu")
     model = build(PRESETS[preset])
     shared = parallelize(model, world)
     made = OPTIMIZERS[optimizer].from_model(model, placement, lr=1e-3, max_grad_norm=1.0)
@@ -85,7 +85,7 @@ def counted(preset: str, axes: Axes, optimizer: str, placement: Any) -> Totals:
             shared.loss(tokens, 0.0).total.backward()
             made.step()
         made.zero_grad()
-    world.leave()
+    world.destroy()
     return {kind: (n, counting.bytes[kind]) for kind, n in counting.number.items()}
 
 
@@ -113,7 +113,9 @@ def predicted(preset: str, axes: Axes, optimizer: str, placement: Any, rank: int
         work = muon_work(weights, axes)
         for exchange in (work.there, work.back):
             number["all-to-all"] += 1
-            size["all-to-all"] += _FLOAT * (exchange.sent(rank) + exchange.received(rank))
+            # Of both buffers, so a rank's own numbers count twice.
+            both = sum(n * pair.count(rank) for pair, n in exchange.numbers.items())
+            size["all-to-all"] += _FLOAT * both
     return {kind: (n, size[kind]) for kind, n in number.items()}
 
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers.pretrain.config import (
     CheckpointConfig,
     DataConfig,

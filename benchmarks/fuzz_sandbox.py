@@ -96,7 +96,7 @@ def run(
         path.write_bytes(b"")
     start = time.perf_counter()
     child, pipe = forked.start_one(
-        list(words), outputs[0], lambda tell: _confine(here, outputs[1], as_nobody), {}
+        list(words), outputs[0], lambda send: _confine(here, outputs[1], as_nobody), {}
     )
     os.close(pipe)
     code = hung = None

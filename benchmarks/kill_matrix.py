@@ -30,7 +30,7 @@ from typing import Any
 
 import kill_ranks
 import torch
-from forked import Ended
+from forked import ProcessResult
 from kill_moments import Moment, Operation, moments, torn_files
 from kill_ranks import RANKS, TIMEOUT, VICTIMS, Kill, Launcher, Victim
 
@@ -256,7 +256,7 @@ class Untouched:
         self._process(launcher, self._part, kill=at_third_save)
         resumed = self._process(launcher, self._part, "--resume", recorded=recorded)
         found = [
-            [[Operation(**one) for one in json.loads(line)] for line in done.told.splitlines()]
+            [[Operation(**one) for one in json.loads(line)] for line in done.message.splitlines()]
             for done in (straight, resumed)
         ]
         return [
@@ -269,7 +269,7 @@ class Untouched:
 
     def _process(
         self, launcher: Launcher, out: Path, *more: str, kill: Kill | None = None, **options: Any
-    ) -> Ended:
+    ) -> ProcessResult:
         line = arguments(launcher, self.data, out, *more)
         done = kill_ranks.run(launcher, line, self._output, kill, **options)
         assert (done.code < 0) if kill else (done.code == 0), self._output.read_text()
@@ -338,7 +338,7 @@ class Trials:
         victim = self._draw.choice(VICTIMS[self._launcher])
         return Kill(victim, after=self._draw.uniform(0, self._left() * self._seconds))
 
-    def _count(self, kill: Kill, done: Ended) -> None:
+    def _count(self, kill: Kill, done: ProcessResult) -> None:
         moment = kill.moment
         place = "time" if moment is None else "torn" if moment.limit else moment.phase
         who = {
@@ -348,7 +348,7 @@ class Trials:
         }[self._launcher]
         self.tally.kills[f"{who}{place}"] += 1
         if moment is not None:
-            self.tally.places[f"{who}{moment.phase}: {done.told}"] += 1
+            self.tally.places[f"{who}{moment.phase}: {done.message}"] += 1
         if kill.after is not None and kill.victim.ranks:
             waited = round(done.seconds - kill.after, 1)
             self.tally.longest_wait = max(self.tally.longest_wait, waited)
@@ -357,7 +357,7 @@ class Trials:
         """Return the part of a run that is still to be done."""
         return 1 - (self._published[-1] / STEPS if self._published else 0)
 
-    def _process(self, kill: Kill | None = None) -> Ended:
+    def _process(self, kill: Kill | None = None) -> ProcessResult:
         more = ["--resume"] if self._published else []
         line = arguments(self._launcher, self._data, self._part, *more)
         return kill_ranks.run(self._launcher, line, self._output, kill)
@@ -403,7 +403,7 @@ class Trials:
             checkpoints.load(run / "checkpoints" / names[-1]) for run in (self._whole, self._part)
         ]
         parts = [*compare_checkpoints(*kept), compare_metrics(self._whole, self._part)]
-        wrong = [f"{part.what}: {told}" for part in parts for told in part.differences]
+        wrong = [f"{part.what}: {difference}" for part in parts for difference in part.differences]
         if wrong:
             self._fail(wrong[0])
         else:

@@ -1,6 +1,6 @@
 """Where a process can be killed: before, after and in the midst of each thing it asks of files.
 
-The trainer knows nothing of this. Python tells a profiler of every call into C, those to the
+The trainer is unchanged: Python informs a profiler of every call into C, those to the
 operating system among them; we count them within one method of the trainer, and at the given one
 the process kills itself. Torn files come from the system: it ends a process whose file grows
 beyond a limit, in the middle of the write.
@@ -60,18 +60,18 @@ class Operation:
     """Bytes of each file being written, before the operation."""
 
 
-def kill_at(moment: Moment, tell: Callable[[str], object]) -> None:
-    """Let this process die at a moment; `tell` hears where, just before."""
+def kill_at(moment: Moment, send: Callable[[str], object]) -> None:
+    """Kill this process at a moment; `send` gets the place just before."""
 
     def on_operation(number: int, call: str, side: str) -> None:
         if number != moment.operation:
             return
         if side == moment.side:
-            tell(f"{side} {call}")
+            send(f"{side} {call}")
             os.kill(os.getpid(), signal.SIGKILL)
         if moment.side == "torn" and side == "before":
-            tell(f"within {moment.file}")
-            # Python asks not to be told; now the system ends the process that writes on.
+            send(f"within {moment.file}")
+            # Python ignores SIGXFSZ; now the system ends the process that writes on.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (moment.limit, resource.RLIM_INFINITY))

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from forked import CRASHED, Ended, Tell, processes
+from forked import CRASHED, ProcessResult, Send, processes
 from kill_moments import Moment, Operation, kill_at, record
 
 from learnable_multipliers._atomic import replace_file
@@ -79,11 +79,11 @@ def run(
     output: Path,
     kill: Kill | None = None,
     recorded: Path | None = None,
-) -> Ended:
+) -> ProcessResult:
     """Run `lrm` until all of its processes have ended; the code is less than 0 if one was killed.
 
     Args:
-        recorded: A folder of checkpoints; each rank tells its file operations there, in a line.
+        recorded: A folder of checkpoints; each rank sends its file operations, in a line.
     """
     output.write_text("")
     if launcher == "torchrun":
@@ -93,9 +93,9 @@ def run(
     codes = [one.code for one in each]
     # A rank that lost another ends with a message and code 1.
     wrong = max(codes) if max(codes) > 1 else 0
-    return Ended(
+    return ProcessResult(
         code=wrong or min(codes) or max(codes),
-        told="\n".join(one.told for one in each if one.told),
+        message="\n".join(one.message for one in each if one.message),
         seconds=max(one.seconds for one in each),
         hung=orphans.hung or any(one.hung for one in each),
     )
@@ -113,15 +113,15 @@ def adopt_orphans() -> None:
 
 def _forked(
     ranks: int, arguments: list[str], output: Path, kill: Kill | None, recorded: Path | None
-) -> list[Ended]:
-    def prepared(tell: Tell) -> Callable[[], None]:
+) -> list[ProcessResult]:
+    def prepared(send: Send) -> Callable[[], None]:
         found: list[Operation] = []
         rank = int(os.environ.get("RANK", 0))
         if kill is not None and kill.moment is not None and rank in kill.victim.ranks:
-            kill_at(kill.moment, tell)
+            kill_at(kill.moment, send)
         if recorded is not None:
             record(found, recorded, own=lambda name: _rank_of(name) == rank)
-        return lambda: tell(json.dumps([asdict(one) for one in found]))
+        return lambda: send(json.dumps([asdict(one) for one in found]))
 
     environments = [{}] if ranks == 1 else _environments(ranks)
     victims = kill.victim.ranks if kill is not None else ()
@@ -154,7 +154,7 @@ def _rank_of(file: str) -> int:
 # -- torchrun ----------------------------------------------------------------------------------
 
 
-def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> Ended:
+def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> ProcessResult:
     folder = output.parent / "torchrun"
     folder.mkdir(exist_ok=True)
     for left in folder.iterdir():
@@ -184,12 +184,12 @@ def _torchrun(arguments: list[str], output: Path, kill: Kill | None) -> Ended:
     patience = TORCHRUN_PATIENCE if kill and kill.after is not None and kill.victim.ranks else COLD
     rest, end = _reap(patience), time.time()
     code = rest.codes[launcher]
-    deaths = [*folder.glob("told-*")]
+    deaths = [*folder.glob("message-*")]
     # torchrun has ended with 1 if a rank was killed.
     killed = code < 0 or (code == 1 and (deaths or (kill and kill.after is not None)))
-    return Ended(
+    return ProcessResult(
         code=CRASHED if [*folder.glob("crashed-*")] else -signal.SIGKILL if killed else code,
-        told="".join(file.read_text() for file in deaths),
+        message="".join(file.read_text() for file in deaths),
         seconds=time.perf_counter() - start,
         hung=rest.hung or any(end - file.stat().st_mtime > TORCHRUN_PATIENCE for file in deaths),
     )
@@ -200,7 +200,7 @@ def _be_a_rank() -> None:
     folder, rank = Path(os.environ[_FOLDER]), int(os.environ["RANK"])
     at = json.loads(os.environ[_KILL])
     if at is not None and at[0] == rank:
-        kill_at(Moment(**at[1]), (folder / f"told-{rank}").write_text)
+        kill_at(Moment(**at[1]), (folder / f"message-{rank}").write_text)
     replace_file(folder / f"pid-{rank}", f"{os.getpid()}".encode())
     try:
         lrm(sys.argv[1:])

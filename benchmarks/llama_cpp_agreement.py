@@ -41,12 +41,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from learnable_multipliers.pretrain.data.encoding import LLAMA3_SPLIT
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
-from learnable_multipliers.pretrain.export import export, load_model
+from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.gguf import file as gguf_file
 from learnable_multipliers.pretrain.gguf.vocabulary import vocabulary
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
-from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.load import load_checkpoint, load_model
 
 # Runs of blanks, ends of lines, digits, contractions, other scripts, marks, control characters, and
 # a special token written out.

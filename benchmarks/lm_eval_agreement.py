@@ -8,7 +8,7 @@ its dependencies, `math` too, in an environment of its own. SciQ gets an empty p
 HellaSwag's context is given whole: lm-eval changes the case of a part that the file does not mark.
 Examples are the first of their file on both sides, those of MATH ours.
 
-Tasks that are answered in writing are compared twice: on what the model writes, and on made-up
+Generation tasks are compared twice: on what the model writes, and on made-up
 texts of which half are right, since a small model is never right.
 """
 
@@ -36,7 +36,7 @@ from learnable_multipliers.evaluate.items import evenly
 from learnable_multipliers.evaluate.models import load_encoder, load_models
 from learnable_multipliers.evaluate.prompts import MATH_EXAMPLES
 from learnable_multipliers.evaluate.requests import RequestSet, build_set
-from learnable_multipliers.evaluate.results import Answer, Result, summarize_written
+from learnable_multipliers.evaluate.results import Answer, Result, summarize_generated
 from learnable_multipliers.evaluate.scoring import score
 from learnable_multipliers.evaluate.tasks import TASKS
 
@@ -342,7 +342,7 @@ def agreement(name: str, options: argparse.Namespace, lm: Any) -> Line:
             values, found = theirs(lm, settings)
             rows.append((len(asked), values))
             samples += found
-            if task.writing is not None:
+            if task.generation is not None:
                 # Right, or as right as the answer to the next question is.
                 answers = [asked[(n + n % 2) % len(asked)].answer for n, _ in enumerate(asked)]
                 texts = [SAYS[name].format(answer) for answer in answers]
@@ -353,7 +353,7 @@ def agreement(name: str, options: argparse.Namespace, lm: Any) -> Line:
     longest = options.max_length or loaded.max_length
     record: Line = {"task": name, "items": len(items), "shots": their.shots}
     found = evaluate(loaded, built, max_length=longest)
-    if task.writing is None:
+    if task.generation is None:
         pairs = [(c.context, c.continuation) for item in items for c in item.choices]
         record |= likelihoods(name, loaded.model, built, samples, longest, pairs)
         return record | compared(found.results[task.name], rows)
@@ -368,7 +368,7 @@ def agreement(name: str, options: argparse.Namespace, lm: Any) -> Line:
         ),
         "equal_texts": sum(t == s["resps"][0][0] for t, s in zip(texts, samples, strict=True)),
         **compared(found.results[task.name], rows),
-        "made_up": compared(summarize_written(built.prompts, made_up, items=""), marks),
+        "made_up": compared(summarize_generated(built.prompts, made_up, items=""), marks),
     }
 
 

@@ -54,7 +54,7 @@ CANDIDATES: dict[str, list[dict[str, tuple[int, ...]]]] = {
         {"num_stages": (1, 2, 3)},
         {"maxnreg": (0, 128, 168)},
     ],
-    "queries": [
+    "c_grads": [
         {"BLOCK_STATE": (32, 64, 128), "num_warps": (4, 8)},
         {"NUM_HEADS": (6, 8, 12, 24)},
         {"num_stages": (1, 2, 3, 4)},
@@ -63,7 +63,7 @@ CANDIDATES: dict[str, list[dict[str, tuple[int, ...]]]] = {
 }
 CANDIDATES["state_grads"] = CANDIDATES["states"]
 CANDIDATES["inputs"] = CANDIDATES["outputs"]
-CANDIDATES["keys"] = CANDIDATES["queries"]
+CANDIDATES["b_grads"] = CANDIDATES["c_grads"]
 
 
 def main() -> None:
@@ -254,7 +254,7 @@ def resources(options: argparse.Namespace) -> dict[str, Any]:
         lambda *t: ssd(*t, options.chunk, backend="triton"), tensors, torch.randn_like(tensors[0])
     )
     found: dict[str, Any] = {}
-    for name in ("states", "rows", "scores", "keys", "rates", "decays", "sums"):
+    for name in ("states", "rows", "scores", "bc_grad", "dt_grad", "decays", "reduce_parts"):
         function = getattr(launch, f"{name}_kernel")
 
         def read(function: Any = function, name: str = name) -> None:
@@ -343,8 +343,8 @@ def launchers(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         "outputs": lambda: scan.rows("outputs", x, queries, keys, states, skip),
         "inputs": lambda: scan.rows("inputs", dy, keys, queries, grads, skip),
         "scores": with_sums(lambda: scan.scores(x, dy, keys, queries)),
-        "queries": with_sums(lambda: scan.keys("queries", dy, queries, states, grads)),
-        "keys": with_sums(lambda: scan.keys("keys", x, keys, states, grads)),
+        "c_grads": with_sums(lambda: scan.bc_grads("c_grads", dy, queries, states, grads)),
+        "b_grads": with_sums(lambda: scan.bc_grads("b_grads", x, keys, states, grads)),
     }
 
 

@@ -90,7 +90,7 @@ def write_files(folder: Path, count: int = 40, seed: int = 0) -> Path:
 
 
 def _write_written(folder: Path, write, draw, text, choices, count: int) -> None:
-    """Write the tasks that are answered in writing, and their examples."""
+    """Write the generation tasks and their examples."""
 
     def example(category: str) -> dict[str, object]:
         right = draw.randrange(10)

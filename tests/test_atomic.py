@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learnable_multipliers._atomic import fsync, replace_file
+from learnable_multipliers.pretrain.atomic_folder import make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint
 from learnable_multipliers.pretrain.metrics.log import MetricLog
 

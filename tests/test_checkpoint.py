@@ -74,9 +74,7 @@ def test_odd_names_are_no_checkpoints(tmp_path, name):
 
 def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch):
     saved(tmp_path, 5)
-    monkeypatch.setattr(
-        checkpoints.atomic, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(checkpoints, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]

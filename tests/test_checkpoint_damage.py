@@ -191,7 +191,9 @@ def test_a_pickle_under_another_name_is_not_run(kept, tmp_path, name, writer):
 def test_a_file_of_another_kind_is_refused_though_the_manifest_names_it(kept, tmp_path):
     mark = tmp_path / "was here"
     rewritten(newest(kept), "optimizer.pt", pickle.dumps(Payload(mark)))
-    assert passed_over(kept) == f"{MANIFEST} names 'optimizer.pt', which is no file of a checkpoint"
+    assert (
+        passed_over(kept) == f"{MANIFEST} names 'optimizer.pt', which is not a file of a checkpoint"
+    )
     assert not mark.exists()
 
 

@@ -126,9 +126,9 @@ def test_without_settings_a_recipe_is_what_it_says(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("head", "'head' stands alone: write names and numbers in turn"),
+        ("head", "'head' has no number: alternate names and numbers"),
         ("head large", "'large', for 'head', is not a number"),
-        ("head 2 gate 1 head 4", "'head' is there twice"),
+        ("head 2 gate 1 head 4", "'head' is given twice"),
     ],
 )
 def test_factors_by_role_that_cannot_be_read_are_usage_errors(ask, words, message):
@@ -369,7 +369,7 @@ def test_ctrl_c_outside_of_training_is_no_traceback(ask, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "compare", interrupted)
-    told = "lrm demo: stopped: no report was written; lrm demo starts afresh\n"
+    told = "lrm demo: stopped: no report was written; run lrm demo again to start over\n"
     assert ask("demo") == (130, "", told)
     monkeypatch.setattr("learnable_multipliers.cli.runs.write_page", interrupted)
     monkeypatch.setattr("learnable_multipliers.cli.runs.Run.load", lambda folder: folder)
@@ -509,12 +509,12 @@ def test_a_preparation_says_what_it_left_out(ask):
     line = ["data", "prepare", "texts", "--vocab-size", "257", "--valid-fraction", "0.2"]
     code, out, complaints = ask(*line, "--out", "some")
     assert (code, complaints) == (0, "")
-    assert "files of other kinds in the folders: 2 .json, 1 no suffix. To have one read" in out
+    assert "files of other kinds in the folders: 2 .json, 1 no suffix. To read one" in out
     assert "left out, documents without text: 1" in out
     assert "Train on it: lrm train tiny --data.path some --model.vocab-size 257" in out
     code, out, _ = ask(*line[:-1], "0", "--out", "none")
     assert code == 0
-    assert "Nothing is held out, and lrm train needs text to evaluate on" in out
+    assert "Nothing is held out, but lrm train needs text to evaluate on" in out
     assert "Train on it" not in out
 
 

@@ -212,7 +212,9 @@ def test_skipped_steps_are_left_out_and_told(ask, data, monkeypatch):
     Trainer(small_run(data, Path("run"), steps=12)).train()
     code, text, complaints = ask("diagnose", "run", "--json")
     assert code == 0
-    assert complaints.startswith("lrm diagnose: 2 of 12 steps were skipped for bad gradients")
+    assert complaints.startswith(
+        "lrm diagnose: 2 of 12 steps were skipped for non-finite gradients"
+    )
     assert {reading["steps"] for reading in json.loads(text)["readings"]} == {10}
 
 
@@ -253,9 +255,9 @@ def test_for_an_exported_model_its_run_is_asked_for(ask, data):
     trained(data)
     assert ask("export", "run", "exported")[0] == 0
     expected = (
-        "lrm diagnose: exported has a model but no optimizer state, as an export: give the folder "
-        "of the run, such as runs/tiny, or a checkpoint with optimizer state, such as the Hugging "
-        "Face Trainer's checkpoint-1000 with optimizer.pt"
+        "lrm diagnose: exported has a model but no optimizer state, like an export: give the "
+        "folder of the run, such as runs/tiny, or a checkpoint with optimizer state, such as the "
+        "Hugging Face Trainer's checkpoint-1000 with optimizer.pt"
     )
     assert ask("diagnose", "exported") == (1, "", expected)
     # Large models lie in several files.
@@ -274,7 +276,7 @@ def test_a_checkpoint_of_other_settings_is_refused(ask, data):
     assert problem(path) is None
     code, out, complaints = ask("diagnose", path)
     assert (code, out) == (1, "")
-    assert "step 12 is not one that this release reads: config.schedule has no: tok" in complaints
+    assert "step 12 cannot be read by this release: config.schedule has no: tok" in complaints
     state["config"]["schedule"]["tokens"] = 12 * 128
     state["config"]["optimizer"]["placement"] = "scalar"
     rewritten(path, "state.json", json.dumps(state).encode())

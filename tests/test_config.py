@@ -63,7 +63,7 @@ def changed(where: str, value: object) -> dict:
         ("model.ssm_norm", 1, r"config.model.ssm_norm is 1, not true or false"),
         ("model", [], r"config.model is \[\], not a mapping"),
         ("out", None, r"config.out is None, not a path"),
-        ("name", 3, r"config.name is 3, not a text"),
+        ("name", 3, r"config.name is 3, not a string"),
     ],
 )
 def test_data_that_are_no_config_are_refused(where, value, message):
@@ -98,7 +98,7 @@ def test_what_a_file_leaves_out_is_not_guessed():
         (
             "optimizer",
             {"multiplier_lr": 1000.0},
-            "multiplier_lr times multiplier_weight_decay is 2: a step would decay a multiplier",
+            "multiplier_lr times multiplier_weight_decay is 2: one step would decay a multiplier",
         ),
         (
             "optimizer",

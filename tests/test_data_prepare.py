@@ -531,7 +531,7 @@ def test_folder_that_is_no_dataset_is_an_error(dataset_folder, tmp_path):
     text = manifest.read_text()
     for bad, message in [
         ("{", "Expecting"),
-        ("[]", "holds no object"),
+        ("[]", "is not a JSON object"),
         (text.replace("lrm-tokens-2", "lrm-tokens-9"), "'lrm-tokens-9'"),
         (text.replace('"eos_id"', '"eos"'), "was changed after it was written"),
     ]:

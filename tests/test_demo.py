@@ -217,16 +217,16 @@ def test_what_the_demo_did_not_write_stays_and_is_named_before_any_work(
     # Neither data nor models are touched.
     monkeypatch.setattr(demo, "TrainingData", None)
     monkeypatch.setattr(demo, "Trainer", None)
-    with pytest.raises(ValueError, match="is not from an earlier demo, so it stays: ") as error:
+    with pytest.raises(ValueError, match="was not written by lrm demo and is kept: ") as error:
         demo.compare(config, out)
-    assert str(error.value).startswith(f"{out / name} is not from")
+    assert str(error.value).startswith(f"{out / name} was not written by lrm demo")
     assert content(out) == before
 
 
 def test_runs_of_lrm_train_are_not_replaced(config, tmp_path):
     Trainer(replace(config, out=tmp_path / "runs" / "plain")).train()
     before = content(tmp_path)
-    with pytest.raises(ValueError, match="is not from an earlier demo, so it stays"):
+    with pytest.raises(ValueError, match="was not written by lrm demo and is kept"):
         demo.compare(config, tmp_path / "runs")
     assert content(tmp_path) == before
 
@@ -239,6 +239,6 @@ def test_a_page_written_by_somebody_else_during_the_demo_stays(config, tmp_path,
         (out / "report.html").write_text("mine")
 
     monkeypatch.setattr(demo, "_train", train)
-    with pytest.raises(ValueError, match="so it stays: lrm report .*plain .*multipliers --out"):
+    with pytest.raises(ValueError, match="is kept: lrm report .*plain .*multipliers --out"):
         demo.compare(config, out)
     assert (out / "report.html").read_text() == "mine"

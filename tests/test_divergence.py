@@ -91,7 +91,7 @@ def test_sampling_from_a_diverged_model_does_not_stand_in_the_way_of_a_rollback(
         if count == 12:
             ruin(trainer)
     told = [record["text"] for record in seen if record["kind"] == "warning"]
-    assert told[0] == "step 13: no sample, the model's logits are not finite"
+    assert told[0] == "step 13: no sample: the model's logits are not finite"
     assert "rolled back to the checkpoint of step 10" in told[-1]
     assert trainer.diverged is None
     records = read_metrics(config.out)
@@ -144,7 +144,9 @@ def test_the_end_of_a_diverged_run_says_so_and_displaces_no_checkpoint(data, tmp
     assert str(aside) in seen[-1]["text"]
     with pytest.raises(DivergenceError) as refused:
         trainer.raise_if_diverged()
-    assert str(refused.value).startswith(f"the run has diverged: {trainer.diverged}. Checkpoints")
+    assert str(refused.value).startswith(
+        f"the run has diverged: {trainer.diverged}. Earlier checkpoints"
+    )
     assert "--resume repeats the end from step 6" in str(refused.value)
     # It goes on from before, and that run is a good one.
     again = Trainer(replace(config, resume=True))
@@ -186,8 +188,8 @@ def test_training_too_fast_ends_with_one_line_and_an_exit_code(data, ask, tmp_pa
     assert code == 1
     assert "Done" not in out
     assert complaints.startswith("lrm train: the run has diverged: the loss on held-out text is")
-    assert complaints.endswith("anew with a lower optimizer.lr or a longer warmup")
-    assert "There is no checkpoint from before" in complaints
+    assert complaints.endswith("again with a lower optimizer.lr or a longer warmup")
+    assert "There is no earlier checkpoint" in complaints
     assert complaints.count("\n") == 0
     # Its report says so, too.
     text = write_page(tmp_path / "page.html", [Run.load(config.out)], title="t").read_text()

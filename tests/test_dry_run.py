@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.trainer.memory import (
     state_bytes,
 )
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.schedule import repetition
+from learnable_multipliers.pretrain.trainer.schedule import repeated_data_warning
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
 
@@ -113,7 +113,8 @@ def test_a_run_is_warned_of_and_refused_as_when_it_starts(data, tmp_path, monkey
     assert not re.search("Warning|Does not fit", describe(config))
     num_tokens = TrainingData.open(config.data, config.model.vocab_size, config.seed).num_tokens
     config = replace(config, schedule=replace(config.schedule, tokens=10 * num_tokens))
-    assert f"\n  Warning: {repetition(config.schedule, num_tokens)}\n" in describe(config)
+    warning = repeated_data_warning(config.schedule, num_tokens)
+    assert f"\n  Warning: {warning}\n" in describe(config)
     monkeypatch.setattr(memory, "total_memory", lambda _: 2**20)
     with pytest.raises(ValueError, match="--dry-run shows what takes how much$") as refused:
         Trainer(config)

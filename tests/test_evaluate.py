@@ -12,17 +12,23 @@ from torch import nn
 from evaluation_files import write_files
 from learnable_multipliers.evaluate import prompts, requests, results, scoring
 from learnable_multipliers.evaluate.evaluation import check
-from learnable_multipliers.evaluate.generation import Rereader
+from learnable_multipliers.evaluate.generation import UncachedDecoder
 from learnable_multipliers.evaluate.items import Choice, Item, checksum, evenly
 from learnable_multipliers.evaluate.models import Loaded
 from learnable_multipliers.evaluate.requests import Request, build, encode_pair
-from learnable_multipliers.evaluate.results import credit, difference, mean, ratio, summarize
+from learnable_multipliers.evaluate.results import (
+    difference,
+    mean,
+    ratio,
+    summarize,
+    tie_aware_accuracy,
+)
 from learnable_multipliers.evaluate.scoring import Score, score
 from learnable_multipliers.evaluate.tasks import TASKS, named
 from learnable_multipliers.pretrain.data.tokenizer import train_tokenizer
 
 VOCAB = 300
-CHOSEN = [task.name for task in TASKS.values() if task.writing is None]
+CHOSEN = [task.name for task in TASKS.values() if task.generation is None]
 """Tasks that are scored by log-likelihood."""
 
 
@@ -32,7 +38,7 @@ class Bytes:
     prefix_id: int | None = 0
     end_ids = (0,)
 
-    def pieces(self):
+    def token_bytes(self):
         return (b"", *(bytes([byte]) for byte in range(256)))
 
     def encode(self, text, *, bare=False):
@@ -110,8 +116,8 @@ def test_equal_likelihoods_share_the_credit(folder):
     result = result_of(found, [Score(-1.0, False)] * len(found), "blimp")
     # The right sentence always stands first: the first of equals would score 1.
     assert result.metrics["accuracy"].value == 0.5
-    assert credit([-1.0, -1.0, -2.0], 1) == 0.5
-    assert credit([-1.0, -1.0, -2.0], 2) == 0.0
+    assert tie_aware_accuracy([-1.0, -1.0, -2.0], 1) == 0.5
+    assert tie_aware_accuracy([-1.0, -1.0, -2.0], 2) == 0.0
 
 
 # -- log-likelihoods --------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def test_a_prefix_that_the_tokenizer_writes_is_not_doubled():
 @pytest.mark.parametrize(
     ("encoder", "context", "why"),
     [
-        (type("E", (Bytes,), {"prefix_id": None})(), "", "names neither a first nor a last token"),
+        (type("E", (Bytes,), {"prefix_id": None})(), "", "has neither a BOS nor an EOS token"),
         (
             type("E", (Bytes,), {"encode": lambda self, text, bare=False: [1][: len(text) - 2]})(),
             "ab",
@@ -289,14 +295,14 @@ def test_requests_survive_their_file(folder, tmp_path):
     path = tmp_path / "requests.jsonl"
     requests.write_requests(path, built)
     assert requests.read_requests(path) == built
-    loaded = Loaded(Recurrent(), lambda: Rereader(Recurrent()), 256, None, "abc")
+    loaded = Loaded(Recurrent(), lambda: UncachedDecoder(Recurrent()), 256, None, "abc")
     check(built, loaded, "model")
-    with pytest.raises(ValueError, match="hold token 1[0-9]+, and the model knows 90 tokens"):
+    with pytest.raises(ValueError, match="hold token 1[0-9]+, but the model's vocabulary has 90"):
         check(built, replace(loaded, vocab_size=90), "model")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
     with pytest.raises(
-        ValueError, match="is not whole: it holds 319 requests, and should hold 320"
+        ValueError, match="is incomplete: it holds 319 requests, and should hold 320"
     ):
         requests.read_requests(path)
     path.write_text("".join((*lines[:2], lines[2].replace('"context":[', '"context":["a",'))))
@@ -382,7 +388,7 @@ def test_paired_differences_are_smaller_than_unpaired_ones(folder):
         one, two = first.metrics[metric], second.metrics[metric]
         assert paired[metric].value == pytest.approx(one.value - two.value, abs=1e-12)
         assert paired[metric].error < 0.6 * math.hypot(one.error, two.error)
-    with pytest.raises(ValueError, match="were evaluated on other items of piqa"):
+    with pytest.raises(ValueError, match="were evaluated on different items of piqa"):
         difference(first, replace(second, items="other"))
 
 
@@ -454,7 +460,7 @@ def test_files_that_are_missing_are_named(tmp_path):
     for task in TASKS.values():
         with pytest.raises(ValueError, match=r"--eval-data|leave the task out with --tasks"):
             task.items(tmp_path)
-    with pytest.raises(ValueError, match="nowhere is no folder"):
+    with pytest.raises(ValueError, match="nowhere is not a folder"):
         TASKS["piqa"].items(tmp_path / "nowhere")
     labels = write_files(tmp_path, 3) / "piqa/valid-labels.lst"
     labels.write_text("0\n1\n")

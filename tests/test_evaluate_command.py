@@ -212,18 +212,18 @@ def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
     [
         ("run", 2, "name the folder of the evaluation sets: --eval-data DIR"),
         ("nowhere", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
-        ("run --eval-data nowhere", 1, "nowhere is no folder"),
+        ("run --eval-data nowhere", 1, "nowhere is not a folder"),
         ("run --eval-data sets --tasks pika", 1, "no task 'pika'; did you mean piqa?"),
         ("nowhere --eval-data sets", 1, "nowhere is neither a run, nor a checkpoint, nor a Hugg"),
         ("run --eval-data sets --limit -1", 2, "--num-fewshot are at least 0, --last and"),
-        ("run --eval-data sets --max-new-tokens 9", 2, "is for tasks that are answered in writing"),
+        ("run --eval-data sets --max-new-tokens 9", 2, "needs a generation task: name one with"),
         (
             "run --eval-data sets --tasks piqa --against no",
             1,
             "no is neither a run, nor a checkpoint",
         ),
         ("run --requests no.jsonl", 1, "there is no file of requests no.jsonl: write one with"),
-        ("run --requests a --eval-data sets", 2, "--requests are complete"),
+        ("run --requests a --eval-data sets", 2, "--requests cannot be combined"),
         ("run --eval-data sets --device abacus", 1, "abacus cannot be used"),
         ("run/checkpoints/step-00000012 --eval-data sets --last 2", 1, "is one checkpoint: give"),
     ],
@@ -247,10 +247,10 @@ def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
     path.write_text(path.read_text().replace(expected["tokenizer"], "0" * 64))
     code, _, told = ask("evaluate", "run", "--requests", "r.jsonl")
     assert code == 1
-    assert "was trained with another tokenizer than made the requests" in told
+    assert "uses a different tokenizer from the one that built the requests" in told
 
 
-# -- answers in writing -----------------------------------------------------------------------
+# -- generated answers ------------------------------------------------------------------------
 
 
 SHORT = ("--max-new-tokens", 6, "--num-fewshot", 1, "--limit", 4, "--max-length", 2000)
@@ -329,7 +329,7 @@ def test_answers_of_checkpoints_are_averaged_in_score(ask, copied, sets):
             "--tasks bbh --max-length 1000",
             "bbh: an answer may have 1,024 tokens, and the model reads",
         ),
-        ("--tasks gsm8k --num-fewshot 99", "gsm8k: there are 8 examples, and 99 were asked for"),
+        ("--tasks gsm8k --num-fewshot 99", "gsm8k: 99 examples were requested, but there are 8"),
     ],
 )
 def test_what_cannot_be_written_is_said_in_one_line(ask, copied, sets, line, says):

@@ -22,7 +22,7 @@ from learnable_multipliers.experiments.progress import Display
 from learnable_multipliers.experiments.record import Record, append, read_file, read_records
 from learnable_multipliers.experiments.run import Run
 from learnable_multipliers.experiments.worker import Failure, Job, train
-from learnable_multipliers.pretrain.data.threads import num_cores
+from learnable_multipliers.pretrain.cores import num_cores
 from processes import start
 from runs import damage
 

@@ -14,7 +14,7 @@ import learnable_multipliers as lrm
 from learnable_multipliers.pretrain import export as exporting
 from learnable_multipliers.pretrain.checkpoint.store import CheckpointError
 from learnable_multipliers.pretrain.export import export
-from learnable_multipliers.pretrain.trainer.run_folder import load_checkpoint
+from learnable_multipliers.pretrain.trainer.load import load_checkpoint, multipliers_of
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LENGTH, LLAMA, small_run
 
@@ -127,11 +127,11 @@ def test_multipliers_lie_beside_the_weights(trained, tmp_path, placement, scale)
 def test_multipliers_of_a_run_that_an_earlier_release_began_are_exported(trained, tmp_path):
     trainer = trained("hybrid/full log", placement="full", multiplier_scale="log")
     checkpoint, _ = load_checkpoint(trainer.config.out)
-    expected = exporting.multipliers_of(checkpoint)
+    expected = multipliers_of(checkpoint)
     # Before there were such settings.
     del checkpoint.state["config"]["optimizer"]["split"]
     del checkpoint.state["config"]["log"]
-    found = exporting.multipliers_of(checkpoint)
+    found = multipliers_of(checkpoint)
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 

@@ -197,7 +197,7 @@ def test_a_dcp_folder_gives_the_readings_of_the_live_optimizer(tmp_path, flat, a
         assert found[reading.name] == reading
     code, text, complaints = ask("diagnose", str(tmp_path), "--json")
     assert code == 0
-    assert "without --model nothing tells what each matrix does" in complaints
+    assert "without --model the role of each matrix is unknown" in complaints
     bare = {reading["name"]: reading for reading in json.loads(text)["readings"]}
     for reading in expected.readings:
         for key in ("measured", "predicted", "indicator", "verdict", "settling"):

@@ -281,7 +281,7 @@ def test_an_event_file_that_cannot_grow_is_told_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fails", "advice"),
     [
-        (1, "start anew in an empty folder, there is no checkpoint yet"),
+        (1, "there is no checkpoint yet: start again in an empty folder"),
         (4, "--resume continues from the checkpoint of step 2"),
     ],
 )
@@ -299,7 +299,7 @@ def test_resume_is_advised_where_there_is_a_checkpoint(ask, data, monkeypatch, f
     assert code == 1
     (line,) = complaints.splitlines()
     assert "[Errno 28] No space left on device" in line
-    assert line.endswith(f". When that is solved: {advice}")
+    assert line.endswith(f". Then: {advice}")
 
 
 SMALL = [

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from learnable_multipliers.pretrain.model.gate import gated, gated_by, gated_reference
+from learnable_multipliers.pretrain.model.gate import gated, gated_reference, silu_gate
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SHAPES = [(2, 5, 96), (1, 3, 2), (3, 1, 2600)]
@@ -54,9 +54,9 @@ def test_kernels_equal_the_reference_on_a_gpu(shape, dtype, limit):
 def test_the_gate_of_the_mixer_is_differentiated_as_by_autograd(factor):
     generator = torch.Generator().manual_seed(0)
     y, z = torch.randn(2, 3, 7, 5, generator=generator, dtype=torch.float64).requires_grad_()
-    assert torch.equal(gated_by(y, z, factor), y * torch.nn.functional.silu(factor * z))
-    assert torch.autograd.gradcheck(gated_by, (y, z, factor))
-    low = gated_by(y.bfloat16(), z.bfloat16(), factor)
+    assert torch.equal(silu_gate(y, z, factor), y * torch.nn.functional.silu(factor * z))
+    assert torch.autograd.gradcheck(silu_gate, (y, z, factor))
+    low = silu_gate(y.bfloat16(), z.bfloat16(), factor)
     assert low.dtype == torch.bfloat16
-    truth = gated_by(y.bfloat16().double(), z.bfloat16().double(), factor)
+    truth = silu_gate(y.bfloat16().double(), z.bfloat16().double(), factor)
     assert torch.equal(low, truth.bfloat16())

@@ -1,4 +1,4 @@
-"""Answers in writing: what is generated, where it ends, and what is read in it."""
+"""Generated answers: what is generated, where it ends, and what is read in it."""
 
 import json
 import random
@@ -12,10 +12,9 @@ from torch import nn
 from evaluation_files import write_files
 from learnable_multipliers.evaluate import results
 from learnable_multipliers.evaluate.evaluation import evaluate
-from learnable_multipliers.evaluate.generation import Rereader, generate, num_truncated
+from learnable_multipliers.evaluate.generation import UncachedDecoder, generate, num_truncated
 from learnable_multipliers.evaluate.items import evenly, with_examples
 from learnable_multipliers.evaluate.models import Loaded
-from learnable_multipliers.evaluate.pieces import pieces_of
 from learnable_multipliers.evaluate.requests import (
     Prompt,
     Vocabulary,
@@ -25,10 +24,11 @@ from learnable_multipliers.evaluate.requests import (
     write_requests,
 )
 from learnable_multipliers.evaluate.tasks import SETS, TASKS
+from learnable_multipliers.evaluate.token_bytes import token_bytes
 from learnable_multipliers.pretrain.data.tokenizer import train_tokenizer
 from test_evaluate import VOCAB, Bytes, Recurrent
 
-WRITTEN = [task.name for task in TASKS.values() if task.writing is not None]
+WRITTEN = [task.name for task in TASKS.values() if task.generation is not None]
 PIECES = (b"", *(bytes([byte]) for byte in range(256)))
 
 
@@ -46,12 +46,12 @@ def asked(folder, name, **settings):
 
 
 class Scribe:
-    """A reader that knows what to write behind each prompt."""
+    """A decoder that knows what to generate for each prompt."""
 
     def __init__(self, texts):
         self.texts, self.rows = texts, None
 
-    def read(self, tokens):
+    def forward(self, tokens):
         new = tokens.tolist()
         self.rows = (
             new if self.rows is None else [a + b for a, b in zip(self.rows, new, strict=True)]
@@ -64,7 +64,7 @@ class Scribe:
                     logit[written[len(row)]] = 9.0
         return logits
 
-    def keep(self, rows):
+    def select_rows(self, rows):
         self.rows = [self.rows[row] for row in rows.tolist()]
 
 
@@ -91,7 +91,7 @@ SAYS = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_model_that_knows_every_answer_scores_one(folder, name):
     built = asked(folder, name)
-    stop = TASKS[name].writing.stops[0]
+    stop = TASKS[name].generation.stops[0]
     # It goes on after its answer, as models do, with a wrong one.
     texts = [SAYS[name].format(p.answer) + f" {stop} {SAYS[name].format(7)}" for p in built.prompts]
     result = result_of(built, texts)
@@ -159,7 +159,10 @@ def test_batches_of_mixed_lengths_write_what_one_by_one_writes():
     for batch_tokens in (1, 100, 200, 100_000):
         for order in (1, -1):
             found = generate(
-                lambda: Rereader(model), prompts[::order], vocabulary, batch_tokens=batch_tokens
+                lambda: UncachedDecoder(model),
+                prompts[::order],
+                vocabulary,
+                batch_tokens=batch_tokens,
             )
             assert found == expected[::order]
 
@@ -171,7 +174,7 @@ def test_a_gpu_writes_what_the_cpu_writes():
     prompts, vocabulary = made_up()
     expected = [letters(by_hand(model, p.prompt, p.max_new_tokens)) for p in prompts]
     model.cuda()
-    found = generate(lambda: Rereader(model), prompts, vocabulary, device="cuda")
+    found = generate(lambda: UncachedDecoder(model), prompts, vocabulary, device="cuda")
     assert found == expected
 
 
@@ -186,7 +189,7 @@ def test_rows_that_are_done_are_dropped_and_the_others_go_on():
         sizes.append(len(tokens))
         return model(tokens)
 
-    found = generate(lambda: Rereader(watched), prompts, vocabulary, batch_tokens=100_000)
+    found = generate(lambda: UncachedDecoder(watched), prompts, vocabulary, batch_tokens=100_000)
     assert found == [letters(by_hand(model, p.prompt, p.max_new_tokens)) for p in prompts]
     assert sizes[0] == len(prompts)
     assert sizes[-1] == 1
@@ -198,20 +201,20 @@ def test_a_long_prompt_loses_its_first_tokens():
     prompt = replace(prompt, prompt=tuple(range(1, 40)))
     short = replace(prompt, prompt=prompt.prompt[-6:])
     most = prompt.max_new_tokens
-    reader = lambda: Rereader(model)  # noqa: E731
-    assert generate(reader, [prompt], vocabulary, max_length=most + 6) == generate(
-        reader, [short], vocabulary
+    make_decoder = lambda: UncachedDecoder(model)  # noqa: E731
+    assert generate(make_decoder, [prompt], vocabulary, max_length=most + 6) == generate(
+        make_decoder, [short], vocabulary
     )
     assert num_truncated([prompt, short], most + 6) == 1
     with pytest.raises(ValueError, match=r"gsm8k: an answer may have 24 tokens.*--max-new-tokens"):
-        generate(reader, [prompt], vocabulary, max_length=most)
+        generate(make_decoder, [prompt], vocabulary, max_length=most)
 
 
 def test_a_diverged_model_is_named():
     prompts, vocabulary = made_up(2)
     with pytest.raises(ValueError, match="gsm8k, item [01]: the model's logits are not finite"):
         generate(
-            lambda: Rereader(lambda tokens: torch.full((*tokens.shape, 5), torch.nan)),
+            lambda: UncachedDecoder(lambda tokens: torch.full((*tokens.shape, 5), torch.nan)),
             prompts,
             vocabulary,
         )
@@ -224,16 +227,16 @@ def written(pieces, stops, most=100, end=99):
     """Return what is read of a model that writes these pieces one after the other."""
     vocabulary = Vocabulary((b"?", *pieces), (end,))
 
-    class Reader:
+    class Decoder:
         place = 0
 
-        def read(self, tokens):
+        def forward(self, tokens):
             self.place += 1
             # Behind its last piece, the token that ends documents.
             best = self.place if self.place <= len(pieces) else 99
             return torch.nn.functional.one_hot(torch.tensor([best]), 100).double()
 
-    (text,) = generate(Reader, [Prompt("bbh", 0, (0,), stops, most, "x")], vocabulary)
+    (text,) = generate(Decoder, [Prompt("bbh", 0, (0,), stops, most, "x")], vocabulary)
     return text
 
 
@@ -241,7 +244,7 @@ def token_by_token(pieces, stops, most=100):
     text = b""
     for piece in pieces[:most]:
         text += piece
-        # What a reader would do who looks at the whole text after every token.
+        # Search the whole text after every token.
         ends = [text.find(stop.encode()) for stop in stops if stop.encode() in text]
         if ends:
             return text[: min(ends)].decode(errors="replace")
@@ -299,9 +302,9 @@ def test_prompts_survive_their_file(folder, tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     for name, value, why in (
         ("prompt", [], "prompt is not a list of token ids"),
-        ("stops", [""], "stops is not a list of texts"),
+        ("stops", [""], "stops is not a list of strings"),
         ("max_new_tokens", 0, "max_new_tokens is not a count"),
-        ("answer", 3, "answer is no text"),
+        ("answer", 3, "answer is not a string"),
     ):
         damaged = json.dumps(json.loads(lines[-1]) | {name: value})
         path.write_text("".join((*lines[:-1], damaged)))
@@ -314,8 +317,8 @@ def test_a_tokenizer_that_changes_texts_is_refused():
         def encode(self, text, *, bare=False):
             return super().encode(text.lower())
 
-    assert vocabulary_of(Bytes(), "Two \u20ac.").pieces == PIECES
-    with pytest.raises(ValueError, match="does not give back the text that it encodes"):
+    assert vocabulary_of(Bytes(), "Two \u20ac.").token_bytes == PIECES
+    with pytest.raises(ValueError, match="does not decode to the text that it encoded"):
         vocabulary_of(Lower(), "Two.")
 
 
@@ -327,7 +330,7 @@ def test_other_lengths_and_examples_are_other_items(folder):
     first = result(shots=1)
     assert results.difference(first, result(shots=1))["accuracy"].value == 0
     for other in (result(shots=2), result(shots=1, max_new_tokens=9), result(shots=1, limit=3)):
-        with pytest.raises(ValueError, match="were evaluated on other items of gsm8k"):
+        with pytest.raises(ValueError, match="were evaluated on different items of gsm8k"):
             results.difference(first, other)
 
 
@@ -361,7 +364,7 @@ def test_examples_are_the_first_of_another_file_and_never_asked(folder, name):
     questions = {item.question.removeprefix(item.preamble) for item in bare}
     assert not questions & {example.question for example in examples}
     for before, after in zip(bare, shown, strict=True):
-        mine = [e.solved for e in examples if e.group == before.group][:2]
+        mine = [e.as_example for e in examples if e.group == before.group][:2]
         question = before.question.removeprefix(before.preamble)
         assert after.question == before.preamble + "\n\n".join((*mine, question))
 
@@ -369,7 +372,7 @@ def test_examples_are_the_first_of_another_file_and_never_asked(folder, name):
 def test_what_has_no_examples_says_so(folder):
     with pytest.raises(ValueError, match=r"hellaswag takes no examples.*arc_challenge, mmlu_cloze"):
         TASKS["hellaswag"].items(folder, shots=5)
-    with pytest.raises(ValueError, match="bbh: there are 3 examples about navigate, and 4 were"):
+    with pytest.raises(ValueError, match="bbh: 4 examples about navigate were requested"):
         TASKS["bbh"].items(folder, shots=4)
     items = TASKS["gsm8k"].items(folder, shots=0)
     with pytest.raises(ValueError, match="one of the examples is also asked"):
@@ -386,7 +389,7 @@ def test_the_papers_benchmarks_are_one_name():
         "gsm8k",
         "math500",
     )
-    assert not any(TASKS[name].shots or TASKS[name].writing for name in SETS["quick"])
+    assert not any(TASKS[name].shots or TASKS[name].generation for name in SETS["quick"])
 
 
 def test_prompts_are_those_of_lm_eval(folder):
@@ -413,7 +416,7 @@ def test_prompts_are_those_of_lm_eval(folder):
 @pytest.mark.parametrize(
     ("name", "line", "why"),
     [
-        ("gsm8k", '{"question": "q", "answer": "5"}', "answer has no number behind ####"),
+        ("gsm8k", '{"question": "q", "answer": "5"}', "answer has no number after ####"),
         ("math500", '{"question": "q", "answer": "5"}', r"answer has no \\boxed"),
         (
             "mmlu_pro",
@@ -436,7 +439,7 @@ def test_a_malformed_line_is_named(tmp_path, name, line, why):
         ("bbh/navigate.json", '{"examples": [{"input": "q"}]}', "navigate.json: no field 'target'"),
         ("bbh/navigate.json", '{"examples": [{"input": "q", "target": ""}]}', "example 1: .*empty"),
         ("cot-prompts/navigate.txt", "nothing", "navigate.txt has no examples"),
-        ("cot-prompts/navigate.txt", "-----\nd\n\nQ: a\nA: b", "is not answered step by step"),
+        ("cot-prompts/navigate.txt", "-----\nd\n\nQ: a\nA: b", "has no step-by-step answer"),
     ],
 )
 def test_a_malformed_subtask_is_named(tmp_path, file, text, why):
@@ -451,7 +454,7 @@ def test_a_malformed_subtask_is_named(tmp_path, file, text, why):
 @pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
 def test_a_model_with_a_cache_writes_what_it_writes_without(kind):
     transformers = pytest.importorskip("transformers")
-    from learnable_multipliers.evaluate.models import _CachedReader
+    from learnable_multipliers.evaluate.models import _CachedDecoder
 
     shape = {
         "vocab_size": VOCAB,
@@ -477,7 +480,7 @@ def test_a_model_with_a_cache_writes_what_it_writes_without(kind):
     assert len(set(expected)) == len(prompts)
     for batch_tokens in (1, 120, 100_000):
         found = generate(
-            lambda: _CachedReader(model), prompts, vocabulary, batch_tokens=batch_tokens
+            lambda: _CachedDecoder(model), prompts, vocabulary, batch_tokens=batch_tokens
         )
         assert found == expected
 
@@ -491,11 +494,11 @@ def test_the_model_is_not_asked_for_more_than_the_last_logits():
             logits[..., read % 10] = 1
             return type("Output", (), {"logits": logits, "past_key_values": read})
 
-    from learnable_multipliers.evaluate.models import _CachedReader
+    from learnable_multipliers.evaluate.models import _CachedDecoder
 
     vocabulary = Vocabulary(tuple(str(n).encode() for n in range(10)))
     prompts = [Prompt("bbh", n, (0,) * (n + 3), (), 4, "x") for n in range(2)]
-    found = generate(lambda: _CachedReader(Counting()), prompts, vocabulary, batch_tokens=1)
+    found = generate(lambda: _CachedDecoder(Counting()), prompts, vocabulary, batch_tokens=1)
     assert found == ["3456", "4567"]
 
 
@@ -505,7 +508,7 @@ TEXTS = ["Two \u20ac and na\u00efve \U0001f600.", "a  b\n\n c\t", "Question: 4 <
 
 
 def joined(tokenizer, text):
-    pieces = pieces_of(tokenizer)
+    pieces = token_bytes(tokenizer)
     encoded = tokenizer.encode(text, add_special_tokens=False).ids
     return b"".join(pieces[index] for index in encoded).decode()
 
@@ -516,7 +519,7 @@ def test_byte_level_pieces_give_back_any_text(size):
     for text in TEXTS:
         assert joined(tokenizer.tokenizer, text) == text
     # Special tokens are not text.
-    assert pieces_of(tokenizer.tokenizer)[tokenizer.eos_id] == b""
+    assert token_bytes(tokenizer.tokenizer)[tokenizer.eos_id] == b""
 
 
 def test_pieces_with_marked_spaces_give_back_any_text():
@@ -544,5 +547,5 @@ def test_pieces_with_marked_spaces_give_back_any_text():
 def test_an_unknown_kind_of_tokenizer_is_named():
     tokenizer = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}))
     tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(ValueError, match=r"the tokenizer's decoder \(WordPiece\) is not known"):
-        pieces_of(tokenizer)
+    with pytest.raises(ValueError, match=r"the tokenizer's decoder \(WordPiece\) is not supported"):
+        token_bytes(tokenizer)

@@ -23,7 +23,7 @@ from learnable_multipliers.pretrain.gguf.vocabulary import (
     USER_DEFINED,
     vocabulary,
 )
-from learnable_multipliers.pretrain.model.attention import angles, turn
+from learnable_multipliers.pretrain.model.attention import apply_rotary, rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from runs import HYBRID, LLAMA, small_run, trained
@@ -237,14 +237,14 @@ def test_names_are_those_of_the_package(tokenizer):
         assert found == theirs
 
 
-def test_paired_rows_turned_as_neighbours_are_ours_turned_as_halves():
+def test_paired_rows_rotated_as_neighbours_are_ours_rotated_as_halves():
     heads, head_dim, length = 3, 8, 5
     weight = torch.randn(heads * head_dim, 6, dtype=torch.float64)
     x = torch.randn(1, length, 6, dtype=torch.float64)
-    by = angles(length, head_dim, 1e4, torch.device("cpu"))
-    ours = turn((x @ weight.T).unflatten(-1, (heads, head_dim)), by)
+    rotary = rotary_table(length, head_dim, 1e4, torch.device("cpu"))
+    ours = apply_rotary((x @ weight.T).unflatten(-1, (heads, head_dim)), rotary)
     even, odd = (x @ paired(weight, head_dim).T).unflatten(-1, (heads, -1, 2)).unbind(-1)
-    cos, sin = (part[:, None].double() for part in by)
+    cos, sin = (part[:, None].double() for part in rotary)
     torch.testing.assert_close(ours[..., : head_dim // 2], even * cos - odd * sin)
     torch.testing.assert_close(ours[..., head_dim // 2 :], odd * cos + even * sin)
 

@@ -146,7 +146,7 @@ def held_here(config):
     # What FSDP gathers for a layer is let go of after it: nothing is left in its storage.
     found["activations"] = sum(s.nbytes() for at, s in kept.items() if at not in weights)
     trainer.close()
-    trainer.world.leave()
+    trainer.world.destroy()
     return found
 
 

@@ -10,7 +10,10 @@ import pytest
 import learnable_multipliers
 from learnable_multipliers.cli import COMMANDS
 from learnable_multipliers.pretrain.config import SpikeConfig
-from learnable_multipliers.pretrain.trainer.spikes import continue_message, divergence_message
+from learnable_multipliers.pretrain.trainer.spikes import (
+    skipped_steps_message,
+    spike_ignored_message,
+)
 
 SOURCE = Path(learnable_multipliers.__file__).parent
 # Options of git, torchrun, containers and torchtitan, in commands that we use or write about.
@@ -50,10 +53,10 @@ def test_messages_name_only_options_that_exist(ask):
 
 @pytest.mark.parametrize(("saved", "resumes"), [([], False), ([100], True)])
 def test_a_diverged_run_is_told_to_resume_only_from_a_checkpoint(saved, resumes):
-    ended = divergence_message(120, 20, saved)
+    ended = skipped_steps_message(120, 20, saved)
     assert ("--resume" in ended) == resumes
     assert ("there is no checkpoint" in ended) != resumes
-    assert ("resume with" in continue_message(SpikeConfig(), saved)) == resumes
+    assert ("resume with" in spike_ignored_message(SpikeConfig(), saved)) == resumes
     assert "a lower optimizer.lr" in ended
 
 
@@ -67,7 +70,7 @@ def test_a_model_with_code_of_its_own_is_told_in_our_words(ask, command, monkeyp
     code, _, complaints = ask(command, "own")
     assert code == 1
     assert complaints == (
-        f"lrm {command}: own is a model with code of its own, which lrm does not run: load it in "
+        f"lrm {command}: own contains code, which lrm does not run: load it in "
         "Python and give it to learnable_multipliers.plan or find_symmetries"
     )
 
@@ -81,5 +84,5 @@ def test_a_model_that_transformers_does_not_know_is_one_line(ask, described):
     Path("odd/config.json").write_text(json.dumps(described))
     code, _, complaints = ask("plan", "odd")
     assert code == 1
-    assert complaints.startswith("lrm plan: odd/config.json gives no model: ")
+    assert complaints.startswith("lrm plan: odd/config.json cannot be loaded: ")
     assert len(complaints.splitlines()) == 1

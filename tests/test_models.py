@@ -1,9 +1,6 @@
 """The language model against transformers' own classes, and its own laws."""
 
-import json
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import learnable_multipliers as lrm
 from learnable_multipliers.pretrain.model import hugging_face
-from learnable_multipliers.pretrain.model.attention import angles
+from learnable_multipliers.pretrain.model.attention import rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
@@ -87,45 +84,10 @@ def test_logits_equal_those_of_transformers(shape):
         )
 
 
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "llama with factors"])
-def test_weights_of_transformers_load_to_equal_logits(shape):
-    peer = theirs(SHAPES[shape])
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(10)
-    config = hugging_face.from_config(peer.config.to_dict())
-    ours = build(config)
-    hugging_face.from_state_dict(ours, peer.state_dict())
-    tokens = some_tokens(config)
-    with torch.no_grad():
-        expected = peer(tokens).logits
-        torch.testing.assert_close(
-            ours(tokens), expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item()
-        )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_config_survives_the_round_trip(shape):
-    config = SHAPES[shape]
-    back = hugging_face.from_config(hugging_face.to_config(config))
-    plain = config
-    if not config.has_ssm:
-        # A Llama has no fixed factors (they go into its weights) and no state-space sizes.
-        absent = {name: 1.0 for name in FACTORS} | {
-            name: getattr(back, name)
-            for name in ("ssm_head_dim", "ssm_state_size", "ssm_chunk_size", "ssm_size")
-        }
-        plain = replace(config, **absent)
-    assert back == plain
-
-
 @pytest.mark.parametrize("chunk", [24, 256])
 def test_a_chunk_size_is_exported_as_it_was_asked_for(chunk):
     config = replace(SHAPES["hybrid"], ssm_chunk_size=chunk)
-    exported = hugging_face.to_config(config)
-    assert exported["mamba_chunk_size"] == chunk
-    assert hugging_face.from_config(exported) == config
+    assert hugging_face.to_config(config)["mamba_chunk_size"] == chunk
 
 
 def test_presets_have_their_sizes():
@@ -210,7 +172,7 @@ def test_the_gradient_of_joined_projections_is_joined_once():
     layer = build(HYBRID).model.layers[0]
     mamba, attention = sum(layer.mamba.input_sizes), layer.self_attn.input_size
     h = torch.randn(1, 8, HYBRID.hidden_size, requires_grad=True)
-    y = layer(h, angles(8, HYBRID.head_dim, 1e4, h.device))
+    y = layer(h, rotary_table(8, HYBRID.head_dim, 1e4, h.device))
     with Joined():
         y.sum().backward()
     assert widths.count(mamba + attention) == 1
@@ -241,7 +203,7 @@ def test_the_same_seed_gives_the_same_weights():
     ("changes", "message"),
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "4 query heads cannot share 3 key heads"),
-        ({"head_dim": 33}, "rotary embeddings turn pairs"),
+        ({"head_dim": 33}, "rotary embeddings rotate pairs"),
         ({"ssm_head_dim": 50}, "cannot be cut into heads of 50"),
         ({"ssm_groups": 4}, "cannot be shared out to 4 groups"),
         ({"num_heads": 0, "ssm_size": 0}, "needs attention or a state-space mixer"),
@@ -251,96 +213,6 @@ def test_the_same_seed_gives_the_same_weights():
 def test_impossible_shapes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         build(replace(HYBRID, **changes))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model_type": "gpt2"}, "'gpt2' cannot be read"),
-        ({"hidden_act": "gelu"}, "sets hidden_act to 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' are not supported"),
-        # As it was written at first, beside the default of later releases.
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' are not supported"),
-        ({"hidden_size": None}, "config.json does not set hidden_size"),
-    ],
-)
-def test_foreign_configs_are_refused(settings, message):
-    config = hugging_face.to_config(LLAMA) | settings
-    with pytest.raises(ValueError, match=message):
-        hugging_face.from_config(config)
-
-
-def test_a_limit_on_time_steps_is_refused():
-    config = hugging_face.to_config(HYBRID)
-    for unlimited in (None, (0.0, math.inf), [0.0, {"__float__": "Infinity"}]):
-        assert hugging_face.from_config(config | {"time_step_limit": unlimited}) == HYBRID
-    with pytest.raises(ValueError, match=r"limits time steps to \[0.0, 0.1\]"):
-        hugging_face.from_config(config | {"time_step_limit": [0.0, 0.1]})
-
-
-def saved(model: transformers.PreTrainedModel, folder: Path, **changes: object) -> Path:
-    """Save a model of transformers in several files; fields changed to None are left out."""
-    model.save_pretrained(folder, max_shard_size="200kB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    path = folder / "config.json"
-    settings = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("shape", "left_out"),
-    [
-        ("llama", {"rope_parameters": None, "rope_theta": 1e4, "rms_norm_eps": None}),
-        ("llama tied", {"head_dim": None, "num_key_value_heads": None}),
-        ("hybrid", {"mamba_d_head": None, "mamba_n_groups": None, "initializer_range": None}),
-    ],
-)
-def test_a_folder_of_several_files_loads_whatever_its_config_leaves_out(tmp_path, shape, left_out):
-    # Class defaults: nothing is lost by leaving it out.
-    config = replace(SHAPES[shape], norm_eps=1e-6 if "llama" in shape else 1e-5)
-    peer = theirs(config)
-    ours = hugging_face.load(saved(peer, tmp_path, **left_out))
-    assert ours.config == hugging_face.from_config(hugging_face.to_config(config))
-    tokens = some_tokens(config, 20)
-    with torch.no_grad():
-        expected = peer(tokens).logits
-        torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_factors_that_are_null_are_one(tmp_path):
-    config = hugging_face.to_config(HYBRID)
-    nulls = dict.fromkeys(("key_multiplier", "ssm_in_multiplier", "mlp_multipliers"))
-    assert hugging_face.from_config(config | nulls) == HYBRID
-    # And a width that is null is twice the model's.
-    wide = hugging_face.from_config(config | {"mamba_d_ssm": None, "mamba_expand": 2})
-    assert wide.ssm_size == 2 * HYBRID.hidden_size
-
-
-def test_a_tied_model_takes_its_embedding_whatever_head_a_file_holds():
-    config = SHAPES["llama tied"]
-    source, ours = loud(build(config, 1)), build(config)
-    state = hugging_face.to_state_dict(source)
-    hugging_face.from_state_dict(ours, state | {"lm_head.weight": torch.zeros(1024, 128)})
-    assert torch.equal(ours.model.embed_tokens.weight, source.model.embed_tokens.weight)
-
-
-def test_weights_without_a_place_are_refused(tmp_path):
-    state = hugging_face.to_state_dict(build(LLAMA))
-    bias = "model.layers.0.self_attn.q_proj.bias"
-    with pytest.raises(ValueError, match=f"hold {bias}, which this model has no place for"):
-        hugging_face.from_state_dict(build(LLAMA), state | {bias: torch.ones(128)})
-    # Buffers of old releases are no weights.
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
-    hugging_face.from_state_dict(build(LLAMA), state | old)
-
-
-def test_a_missing_file_of_several_is_named(tmp_path):
-    folder = saved(theirs(LLAMA), tmp_path)
-    (gone, *_) = sorted(folder.glob("*.safetensors"))
-    gone.unlink()
-    with pytest.raises(ValueError, match=f"holds no {gone.name}"):
-        hugging_face.load(folder)
 
 
 def test_a_llama_that_transformers_would_refuse_is_refused_at_once():

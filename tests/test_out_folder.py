@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from learnable_multipliers.pretrain.checkpoint.atomic import (
+from learnable_multipliers.pretrain.atomic_folder import (
     clear_leftovers,
     new_folder,
 )
@@ -28,7 +28,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     (left / "train-00000.bin").write_bytes(b"1")
     others = tmp_path / ".out2.0123abcd.partial"
     others.mkdir()
-    with new_folder(tmp_path / "out", overwrite=False) as living:
+    with new_folder(tmp_path / "out") as living:
         clear_leftovers(tmp_path / "out")
         assert {path.name for path in tmp_path.iterdir()} == {living.name, others.name}
     assert {path.name for path in tmp_path.iterdir()} == {"out", others.name}

@@ -60,7 +60,7 @@ def train_here(config, stop_after=None, bad=None):
             if step == stop_after:
                 trainer.save()
                 trainer.close()
-                trainer.world.leave()
+                trainer.world.destroy()
                 break
         return found if trainer.world.is_first else None
 
@@ -283,7 +283,7 @@ def train_with_other_weights(config):
                     state.raw.mul_(1.5)
     except OSError as error:
         trainer.close()
-        trainer.world.leave()
+        trainer.world.destroy()
         return str(error)
     finally:
         _replicas.CHECK_EVERY = usual

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from learnable_multipliers.pretrain.distributed import join
+from learnable_multipliers.pretrain.distributed import init_world
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.parallelize import (
     parallelize,
@@ -145,15 +145,15 @@ def join_and_leave(times):
 
     before = num_threads()
     for _ in range(times):
-        world = join(data=2, shard=1, tensor=2, timeout=60.0, device_type="cpu")
+        world = init_world(data=2, shard=1, tensor=2, timeout=60.0, device_type="cpu")
         model = fresh(SHAPES["llama"])
         run = parallelize(model, world)
         run.loss(some_tokens(), 0.0).total.backward()
         grad = model.lm_head.weight.grad
         # Specs that torch has cached must not lead to groups of an earlier world.
         assert (grad + grad.detach()).full_tensor().shape == (257, 32)
-        world.leave()
-        world.leave()
+        world.destroy()
+        world.destroy()
         del world, model, run, grad
     return before, num_threads()
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from learnable_multipliers.pretrain.metrics.progress import Display, printable
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.trainer.schedule import Schedule, TokensAfter
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 TRAIN = {
     "kind": "train",
@@ -30,8 +30,10 @@ class Screen:
             file=io.StringIO(), width=width, force_terminal=terminal, record=terminal
         )
         self.now = 0.0
-        tokens = [1000 * step for step in range(total + 1)] if isinstance(total, int) else total
-        self.display = Display(names, tokens, self.console, lambda: self.now)
+        tokens = range(0, 1000 * total + 1, 1000) if isinstance(total, int) else total
+        self.display = Display(
+            names, len(tokens) - 1, tokens.__getitem__, self.console, lambda: self.now
+        )
 
     def table(self):
         progress = self.display._progress
@@ -123,7 +125,8 @@ def test_the_loss_of_the_first_step_is_not_shown_for_that_of_the_last():
 
 CONFIG = RECIPES["falcon-h1-0.5b"][1]
 LENGTH = CONFIG.data.sequence_length
-TOKENS = TokensAfter(Schedule(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH))
+SCHEDULE = Schedule.of_run(CONFIG)
+TOKENS = [SCHEDULE.tokens_before(step) for step in range(len(SCHEDULE) + 1)]
 SPEED = 1e5
 """Tokens per second: the run takes 83 hours."""
 
@@ -142,9 +145,8 @@ def truth_at(step):
 
 
 def test_a_schedule_says_the_tokens_after_every_step():
-    plan = Schedule(CONFIG.schedule, CONFIG.data.batch_sequences, LENGTH)
     assert TOKENS[:3] == [0, 64 * LENGTH, 128 * LENGTH]
-    assert TOKENS[:-1] == [step.tokens_before for step in plan]
+    assert TOKENS[:-1] == [step.tokens_before for step in SCHEDULE]
     assert 0 <= TOKENS[-1] - CONFIG.schedule.tokens < 512 * LENGTH
 
 

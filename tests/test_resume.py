@@ -181,7 +181,7 @@ def test_a_log_that_was_removed_is_missed(data, tmp_path):
     (config.out / "metrics.jsonl").unlink()
     seen = []
     Trainer(replace(config, resume=True), seen.append).close()
-    assert "metrics.jsonl has nothing from before step 5" in seen[0]["text"]
+    assert "metrics.jsonl has no records before step 5" in seen[0]["text"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
@@ -220,6 +220,20 @@ def test_a_state_of_another_release_is_told(data, tmp_path):
     rewritten(path, "state.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match="state.json has no: seconds"):
         Trainer(replace(config, resume=True))
+
+
+def test_settings_missing_from_an_older_checkpoint_take_their_defaults(data, tmp_path):
+    whole = trained(small_run(data, tmp_path / "whole", steps=8))
+    config = small_run(data, tmp_path / "run", steps=8)
+    killed_after(config, 6)
+    path = tmp_path / "run" / "checkpoints" / "step-00000005"
+    state = json.loads((path / "state.json").read_text())
+    del state["config"]["schedule"]["multipliers"], state["config"]["optimizer"]["split"]
+    rewritten(path, "state.json", json.dumps(state).encode())
+    other = replace(config.schedule, multipliers="no-warmup")
+    with pytest.raises(ValueError, match="schedule.multipliers: same -> no-warmup"):
+        Trainer(going_on(config, other))
+    assert_same(whole, trained(replace(config, resume=True)))
 
 
 def test_weights_of_another_optimizer_state_are_refused(data, tmp_path):

@@ -343,7 +343,7 @@ def test_the_ball_keeps_hidden_matrices_alone_at_their_norms(data, tmp_path):
         ({"variant": "normuon"}, "changes muon, not adamw"),
         ({"variant": "muown", "kind": "muon"}, "learns magnitudes of rows itself"),
         ({"variant": "cautious", "norm_scale": {"head": 2.0}}, "of its own"),
-        ({"variant": "cautious", "adamw_lr_scale": 1e4}, "decay a weight to nothing"),
+        ({"variant": "cautious", "adamw_lr_scale": 1e4}, "decay a weight to zero"),
     ],
 )
 def test_what_a_rival_cannot_train_is_refused_in_words(data, tmp_path, settings, says):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from learnable_multipliers.pretrain.model.attention import (
-    Angles,
-    angles,
+    RotaryTable,
+    apply_rotary,
+    rotary_table,
     split_heads,
     split_heads_reference,
-    turn,
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,10 +28,10 @@ def drawn(shape, dtype, device="cpu"):
     return wide.to(device, dtype)[..., 16 : 16 + features]
 
 
-def with_gradient(function, projected, shape, by):
+def with_gradient(function, projected, shape, rotary):
     _, _, heads, kv_heads, _ = shape
     projected = projected.detach().requires_grad_()
-    found = function(projected, by, heads, kv_heads, SCALES)
+    found = function(projected, rotary, heads, kv_heads, SCALES)
     generator = torch.Generator().manual_seed(1)
     total = 0.0
     for part in found:
@@ -41,39 +41,39 @@ def with_gradient(function, projected, shape, by):
     return *(part.detach() for part in found), projected.grad
 
 
-def wide(by):
-    return Angles(by.cos.double(), by.sin.double())
+def wide(rotary):
+    return RotaryTable(rotary.cos.double(), rotary.sin.double())
 
 
-def test_turning_keeps_lengths_and_depends_on_distance_alone():
-    by = angles(50, 32, 1e4, torch.device("cpu"))
-    by = wide(by)
+def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+    rotary = rotary_table(50, 32, 1e4, torch.device("cpu"))
+    rotary = wide(rotary)
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64).expand(2, 1, 50, 1, 32)
-    q_turned, k_turned = turn(q, by), turn(k, by)
-    torch.testing.assert_close(q_turned.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
-    scores = torch.einsum("bthd,bshd->ts", q_turned, k_turned)
+    q_rotated, k_rotated = apply_rotary(q, rotary), apply_rotary(k, rotary)
+    torch.testing.assert_close(q_rotated.norm(dim=-1), q.norm(dim=-1), rtol=1e-6, atol=0)
+    scores = torch.einsum("bthd,bshd->ts", q_rotated, k_rotated)
     for distance in (0, 1, 17):
         diagonal = scores.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
-def test_the_first_position_is_not_turned_and_angles_fall_by_theta():
-    by = angles(3, 8, 1e4, torch.device("cpu"))
-    assert by.cos[0].eq(1).all()
-    assert by.sin[0].eq(0).all()
-    turns = torch.atan2(by.sin, by.cos)[1]
-    torch.testing.assert_close(turns, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+def test_the_first_position_is_not_rotated_and_angles_fall_by_theta():
+    rotary = rotary_table(3, 8, 1e4, torch.device("cpu"))
+    assert rotary.cos[0].eq(1).all()
+    assert rotary.sin[0].eq(0).all()
+    angles = torch.atan2(rotary.sin, rotary.cos)[1]
+    torch.testing.assert_close(angles, torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_equal_the_reference(shape):
     projected = drawn(shape, torch.float32)
-    by = angles(shape[1], shape[4], 1e4, torch.device("cpu"))
+    rotary = rotary_table(shape[1], shape[4], 1e4, torch.device("cpu"))
     found = with_gradient(
-        lambda *given: split_heads(*given, backend="triton"), projected, shape, by
+        lambda *given: split_heads(*given, backend="triton"), projected, shape, rotary
     )
-    truth = with_gradient(split_heads_reference, projected.double(), shape, wide(by))
+    truth = with_gradient(split_heads_reference, projected.double(), shape, wide(rotary))
     for value, true in zip(found, truth, strict=True):
         torch.testing.assert_close(value.double(), true, rtol=1e-5, atol=1e-5)
 
@@ -85,17 +85,17 @@ def test_kernels_equal_the_reference(shape):
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_kernels_equal_the_reference_on_a_gpu(shape, dtype, limit):
     projected = drawn(shape, dtype, "cuda")
-    by = angles(shape[1], shape[4], 1e4, torch.device("cuda"))
+    rotary = rotary_table(shape[1], shape[4], 1e4, torch.device("cuda"))
     compiled = torch.compile(lambda *given: split_heads(*given, backend="triton"), fullgraph=True)
-    found = with_gradient(compiled, projected, shape, by)
-    truth = with_gradient(split_heads_reference, projected.double(), shape, wide(by))
+    found = with_gradient(compiled, projected, shape, rotary)
+    truth = with_gradient(split_heads_reference, projected.double(), shape, wide(rotary))
     for value, true in zip(found, truth, strict=True):
         assert (value.double() - true).norm() <= limit * true.norm()
 
 
 def test_a_wish_that_cannot_be_met_is_refused():
-    by = angles(5, 24, 1e4, torch.device("cpu"))
+    rotary = rotary_table(5, 24, 1e4, torch.device("cpu"))
     with pytest.raises(ValueError, match="head_dim is 24, not a power of two"):
-        split_heads(torch.zeros(1, 5, 72), by, 1, 1, backend="triton")
+        split_heads(torch.zeros(1, 5, 72), rotary, 1, 1, backend="triton")
     with pytest.raises(ValueError, match="unknown backend"):
-        split_heads(torch.zeros(1, 5, 72), by, 1, 1, backend="cuda")
+        split_heads(torch.zeros(1, 5, 72), rotary, 1, 1, backend="cuda")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import learnable_multipliers as lrm
-from learnable_multipliers.pretrain.distributed import Axes, join
+from learnable_multipliers.pretrain.distributed import Axes, init_world
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.scaling.exchange import muon_work
@@ -74,7 +74,7 @@ def buffers(collectives, axes):
 
 def train_step(model, axes, optimizer, placement, autocast):
     """Return the collectives of forward, backward and optimizer step, the second of a run."""
-    world = join(**axes._asdict(), timeout=60, device_type="cpu")
+    world = init_world(**axes._asdict(), timeout=60, device_type="cpu")
     model = build(MODELS[model])
     shared = parallelize(model, world)
     made = optimizer.from_model(model, placement, lr=1e-3, max_grad_norm=1.0)
@@ -82,7 +82,7 @@ def train_step(model, axes, optimizer, placement, autocast):
     # The first step also asks whether all ranks hold the weights they were made with.
     _counted_step(shared, made, tokens, autocast)
     found = _counted_step(shared, made, tokens, autocast)
-    world.leave()
+    world.destroy()
     return found
 
 
@@ -114,7 +114,7 @@ def predicted(model, axes, optimizer, placement, rank, width):
         work = muon_work(weights, axes)
         # Newton-Schulz, and so the exchange, is in float32 on a CPU.
         step += [
-            ("all-to-all", 4 * (one.sent(rank) + one.received(rank)))
+            ("all-to-all", 4 * sum(n * pair.count(rank) for pair, n in one.numbers.items()))
             for one in (work.there, work.back)
         ]
     return [buffers(forward, axes), buffers(backward, axes), sorted(step)]

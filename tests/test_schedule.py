@@ -13,10 +13,9 @@ from learnable_multipliers.pretrain.config import ScheduleConfig
 from learnable_multipliers.pretrain.trainer.schedule import (
     Schedule,
     Step,
-    TokensAfter,
     batch_sequences,
     learning_rate_factor,
-    repetition,
+    repeated_data_warning,
 )
 
 SMALL = ScheduleConfig(tokens=1000, warmup_tokens=100, decay_tokens=300)
@@ -202,7 +201,7 @@ def test_computed_steps_are_those_of_the_definition_bit_for_bit(shape, data):
     assert plan.batch_sizes == list(dict.fromkeys(step.sequences for step in expected))
     assert plan.peak_factor == max(step.lr_factor for step in expected)
     counts = [0, *(step.tokens_before + step.sequences * length for step in expected)]
-    assert list(TokensAfter(plan)) == counts
+    assert [plan.tokens_before(step) for step in range(len(plan) + 1)] == counts
 
 
 def test_a_run_of_any_length_is_planned_at_once():
@@ -211,7 +210,7 @@ def test_a_run_of_any_length_is_planned_at_once():
     assert len(plan) == 1 << 62
     assert plan[-1] == Step((1 << 62) - 1, (1 << 62) - 1, 1, 1 / 8)
     assert plan.peak_factor == plan[9].lr_factor == 1.0
-    assert TokensAfter(plan)[-1] == 1 << 62
+    assert plan.tokens_before(len(plan)) == 1 << 62
     assert plan.begins_like(Schedule(config, 1, 1), 1 << 61)
 
 
@@ -267,12 +266,12 @@ def test_parts_longer_than_the_run_come_with_options_that_work(change, options):
 
 def test_a_run_that_repeats_its_data_often_is_told():
     config = ScheduleConfig(tokens=1_024_000, warmup_tokens=0, decay_tokens=0)
-    assert repetition(config, 34_758) == (
-        "the run reads its 34.8k tokens of data 29.5 times, and text repeated more than about 4 "
-        "times teaches little: shorten the run (--schedule.tokens 139032) or give it more text"
+    assert repeated_data_warning(config, 34_758) == (
+        "the run reads its 34.8k tokens of data 29.5 times, but repeating text more than about "
+        "4 times helps little: shorten the run (--schedule.tokens 139032) or use more text"
     )
-    assert repetition(replace(config, tokens=139_033), 34_758) is not None
-    assert repetition(replace(config, tokens=139_032), 34_758) is None
+    assert repeated_data_warning(replace(config, tokens=139_033), 34_758) is not None
+    assert repeated_data_warning(replace(config, tokens=139_032), 34_758) is None
 
 
 @pytest.mark.parametrize("full", [1, 2, 7])

@@ -33,7 +33,7 @@ MODELS = {
 
 
 def told(config, device=GPU):
-    return [path.in_words for path in devices.slow_paths(config, device)]
+    return [path.message for path in devices.performance_warnings(config, device)]
 
 
 @pytest.mark.parametrize("causes", MODELS)
@@ -42,9 +42,9 @@ def test_what_is_told_is_what_the_model_meets(causes, monkeypatch, data, tmp_pat
     met = set()
     for door in (ssd, mamba, attention):
 
-        def taken(backend, device, obstacle, door=door):
-            if obstacle is not None:
-                met.add(obstacle)
+        def taken(backend, device, unsupported, door=door):
+            if unsupported is not None:
+                met.add(unsupported)
             return False
 
         monkeypatch.setattr(door, "use_triton", taken)
@@ -107,10 +107,10 @@ def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
 
 
 def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
-    path = devices.SlowPath("it is slow", "make it fast")
+    path = devices.PerformanceWarning("it is slow", "make it fast")
     config = small_run(data, tmp_path / "run", steps=6)
     for module in (train, dry_run, doctor):
-        monkeypatch.setattr(module, "slow_paths", lambda config, device: [path])
+        monkeypatch.setattr(module, "performance_warnings", lambda config, device: [path])
     records = []
     train.Trainer(config, records.append).train()
     warned = [record["text"] for record in records if record["kind"] == "warning"]

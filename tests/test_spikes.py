@@ -16,11 +16,11 @@ from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.spikes import (
     LossPoint,
     SpikeState,
-    accepted,
-    in_words,
+    describe_spike,
     is_spike,
     limit,
     observe,
+    reset_after_spike,
     rollback_steps,
 )
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
@@ -88,7 +88,7 @@ def test_high_losses_do_not_count_as_usual():
 
 
 def test_what_was_gone_on_with_is_learned_anew():
-    state = accepted(
+    state = reset_after_spike(
         SpikeState([3.0] * 5, [LossPoint(60, 9.0), LossPoint(70, None), LossPoint(80, 9.5)], 50, 1)
     )
     assert state == SpikeState([9.0, 9.5], [], 80, 1)
@@ -284,7 +284,7 @@ def test_without_a_budget_a_spike_is_told_and_changes_nothing(data, tmp_path, po
 def test_a_spike_before_any_checkpoint_is_told(data, tmp_path, poisoned):
     late = CheckpointConfig(every=20)
     trainer, told = observed(watched(data, tmp_path / "run", checkpoint=late))
-    assert "no checkpoint is from before the loss spike" in told[0]
+    assert "there is no checkpoint from before the loss spike" in told[0]
     assert "the run continues" in told[1]
     assert trainer.step == 26
 
@@ -332,8 +332,8 @@ def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):
 
 def test_a_spike_is_told_in_words():
     spike = SpikeState([3.0, 3.2, 3.1], [LossPoint(1010, 4.5), LossPoint(1020, 5.25)], 1000)
-    assert in_words(spike, 0) == (
+    assert describe_spike(spike, 0) == (
         "loss spike: 5.250 at step 1,020, high since step 1,010, 3.100 before"
     )
     lost = SpikeState([], [LossPoint(10, None)])
-    assert in_words(lost, 10) == "the last 10 steps had no finite gradients and were skipped"
+    assert describe_spike(lost, 10) == "the last 10 steps had no finite gradients and were skipped"

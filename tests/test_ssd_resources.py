@@ -6,12 +6,12 @@ import torch
 triton = pytest.importorskip("triton")
 from hopper import SHARED_BYTES, Recorder, compiled  # noqa: E402
 from learnable_multipliers.pretrain.model import ssd_launch  # noqa: E402
-from learnable_multipliers.pretrain.model.ssd import _kernel_chunk  # noqa: E402
+from learnable_multipliers.pretrain.model.ssd import _nearest_chunk_size  # noqa: E402
 from paths import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
-KERNELS = ("decays", "states", "rows", "scores", "keys", "rates", "sums")
+KERNELS = ("decays", "states", "rows", "scores", "bc_grad", "dt_grad", "reduce_parts")
 # heads, head_dim, groups, state
 SHAPES = {
     "0.5b": (24, 64, 1, 128),
@@ -34,7 +34,7 @@ def launched(monkeypatch, shape, dtype):
     keys = torch.zeros(1, 256, groups, state, dtype=dtype)
     dt, rates = torch.zeros(1, 256, heads), torch.zeros(heads)
     # Not through `ssd`, which leaves tensors on a CPU to PyTorch.
-    chunk = _kernel_chunk(128, dtype)
+    chunk = _nearest_chunk_size(128, dtype)
     ssd_launch.ssd_scan(x, dt, rates, keys, keys, rates, chunk)[0].sum().backward()
     return recorders
 

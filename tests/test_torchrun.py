@@ -163,7 +163,7 @@ CONNECTING = "could not connect to the others within 3 s"
 @pytest.mark.parametrize(
     ("number", "dying_in", "told"),
     [
-        (2, ("trainer.trainer", "join"), CONNECTING),
+        (2, ("trainer.trainer", "init_world"), CONNECTING),
         # The groups of four ranks on two axes connect one after the other.
         (4, ("distributed", "init_device_mesh"), CONNECTING),
         (2, ("trainer.trainer", "optimizer_for"), "lost a rank or waited too long (3 s"),

@@ -275,7 +275,7 @@ def test_a_run_warns_once_that_it_repeats_its_data(data, tmp_path, monkeypatch):
     assert 4 * tokens > config.schedule.tokens
     assert told(out=tmp_path / "other") == []
     monkeypatch.setattr(schedule, "MOST_EPOCHS", 0.01)
-    assert told() == [schedule.repetition(config.schedule, tokens)]
+    assert told() == [schedule.repeated_data_warning(config.schedule, tokens)]
     # A run that has come to its end reads nothing.
     assert told(resume=True) == []
 

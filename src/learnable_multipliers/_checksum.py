@@ -1,4 +1,4 @@
-"""Self-checksummed JSON: SHA-256 for files, CRC-32 for lines.
+"""SHA-256 of files, and self-checksummed JSON: SHA-256 for files, CRC-32 for lines.
 
 Checksums detect accidents, not an attacker, who can write a new checksum too.
 """
@@ -15,6 +15,12 @@ from typing import Any
 KEY = "sha256"
 _LINE_END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?')
 _LINE_END_BYTES = len(', "crc32": "00000000"}')
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def add_checksum(content: dict[str, Any]) -> dict[str, Any]:

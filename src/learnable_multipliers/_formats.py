@@ -43,3 +43,8 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[st
             cells[i] = row[i].ljust(widths[i])
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error in one line, shortened, or the error's type."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

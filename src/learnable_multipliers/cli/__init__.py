@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from learnable_multipliers import __version__
 
-# Command -> its module and what it does, in the order a newcomer meets them.
+# Command -> its module and what it does, in the order in which a new user needs them.
 COMMANDS = {
     "demo": ("demo", "compare a tiny model trained without and with multipliers"),
     "data prepare": ("data_prepare", "tokenize text into shards to train on"),
@@ -34,7 +34,7 @@ COMMANDS = {
     "report": ("runs", "write a page that compares one or several runs"),
     "experiment": ("experiment", "run the experiments of the paper, and judge its claims"),
 }
-# What torch says, in a plain RuntimeError, where memory runs out or no machine has so much.
+# Texts of the plain RuntimeErrors that torch raises when memory runs out.
 _NO_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 
@@ -88,16 +88,16 @@ def _run(given: list[str]) -> None:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         sys.exit(f"lrm {command}{rank}: {_one_line(str(error))}")
     except (MemoryError, RuntimeError, OverflowError) as error:
-        text = _limit_in_words(error)
+        text = _resource_error_message(error)
         if text is None or os.environ.get("LRM_TRACEBACK"):
             raise
         sys.exit(f"lrm {command}: {_one_line(text)}")
 
 
-def _limit_in_words(error: Exception) -> str | None:
-    """Return what to say of an error about the limits of the machine; None for another one."""
+def _resource_error_message(error: Exception) -> str | None:
+    """Return a message if an error is about the limits of the machine, else None."""
     if isinstance(error, RecursionError):
-        return "a file it reads is nested too deeply: repair or remove it"
+        return "an input file is nested too deeply: repair or remove it"
     if isinstance(error, OverflowError):
         return f"a number is out of range ({error}): choose a smaller one"
     text = str(error).partition("\n")[0]
@@ -105,12 +105,12 @@ def _limit_in_words(error: Exception) -> str | None:
     if text.startswith("Symlink loop"):
         return text
     if isinstance(error, MemoryError) or any(part in text for part in _NO_MEMORY):
-        return f"this does not fit into memory ({text or 'no more is left'}): ask for less"
+        return f"out of memory ({text or 'nothing is left'}): reduce the size of the request"
     return None
 
 
 def _one_line(text: str) -> str:
-    """Return a message in one line; paths may hold line breaks, and codes for a terminal."""
+    """Return a message in one line; paths may contain line breaks and terminal codes."""
     joined = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
 

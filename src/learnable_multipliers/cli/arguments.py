@@ -20,7 +20,7 @@ Config = TypeVar("Config")
 _WIDEST = 100
 _MOST_LINES = 30
 _SWITCHED = {"True": "on", "False": "off"}
-"""How defaults of switches are shown: `--log.no-drift` has no value that could be True."""
+"""How defaults of switches are shown: `--log.no-drift` takes no value."""
 
 
 def _whole_number(word: str) -> int:
@@ -38,7 +38,7 @@ def _whole_number(word: str) -> int:
 def _path(word: str) -> Path:
     """Refuse an empty path, which Python reads as the current folder.
 
-    A script with an unset variable means no folder, least of all the current one.
+    An unset variable in a script does not mean the current folder.
     """
     if not word or "\0" in word:
         raise ValueError(f"{word!r} is not a path; the current folder is written .")
@@ -49,10 +49,10 @@ def _factors(words: Sequence[str]) -> dict[str, float]:
     """Read `head 64 gate 2`."""
     found: dict[str, float] = {}
     if len(words) % 2:
-        raise ValueError(f"{words[-1]!r} stands alone: write names and numbers in turn")
+        raise ValueError(f"{words[-1]!r} has no number: alternate names and numbers")
     for name, word in zip(words[::2], words[1::2], strict=True):
         if name in found:
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"{name!r} is given twice")
         try:
             found[name] = float(word)
         except ValueError:
@@ -61,14 +61,14 @@ def _factors(words: Sequence[str]) -> dict[str, float]:
 
 
 def _default_hint(label: str) -> str:
-    """Return what the help says of a default; of an empty one the text says what it means."""
+    """Return the default as the help shows it; the text itself explains an empty one."""
     if label in ("", "''", "None"):
         return ""
     return f"(default: {_SWITCHED.get(label, label)})"
 
 
 def _shown(field: tyro.constructors.StructFieldSpec) -> tyro.constructors.StructFieldSpec:
-    """Return a field whose help is one paragraph, and reads right for the option it describes."""
+    """Return a field whose help is one paragraph and matches the option as shown."""
     # A group of options, each with its own default.
     if is_dataclass(field.type):
         return field
@@ -77,14 +77,14 @@ def _shown(field: tyro.constructors.StructFieldSpec) -> tyro.constructors.Struct
         found = field.helptext() if callable(field.helptext) else field.helptext
         if found is None:
             return None
-        # tyro keeps the line breaks of an indented docstring, and wraps each line by itself.
+        # tyro keeps the line breaks of an indented docstring, and wraps each line separately.
         text = " ".join(found.split())
         # The option is shown as `--no-...`, and its docstring is about what it switches off.
         return f"Turn off: {text[0].lower()}{text[1:]}" if field.default is True else text
 
     annotated = get_origin(field.type) is Annotated
     kind, *more = get_args(field.type) if annotated else (field.type,)
-    # In front: what a command says of a default of its own comes after, and counts.
+    # First, so a hint set by a command itself comes later and wins.
     hint = tyro.conf.arg(help_behavior_hint=_default_hint)
     shown: Any = Annotated[kind, hint, *more]
     return replace(field, type=shown, helptext=helptext)
@@ -157,7 +157,7 @@ def read(
             description=wrapped(description, first="  "),
             args=list(arguments),
             default=tyro.MISSING_NONPROP if default is None else default,
-            # `--resume` alone, without a `--no-resume` that nobody needs; `PATH`, not
+            # `--resume` alone, without a useless `--no-resume`; `PATH`, not
             # `{None}|PATH`.
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
             registry=_REGISTRY,
@@ -166,7 +166,7 @@ def read(
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """Leave out the middle of a long usage error: a log file wants no pages about one word."""
+    """Omit the middle of a long usage error when it goes to a log file."""
     if sys.stderr.isatty():
         yield
         return
@@ -185,7 +185,7 @@ def _short_errors() -> Iterator[None]:
 def command(
     kind: type[Config],
 ) -> Callable[[Callable[[Config], None]], Callable[[Sequence[str]], None]]:
-    """Make a command of a function: its arguments become a config, its docstring the help."""
+    """Make a command from a function: arguments become its config, its docstring the help."""
 
     def decorate(function: Callable[[Config], None]) -> Callable[[Sequence[str]], None]:
         def run(arguments: Sequence[str]) -> None:

@@ -50,8 +50,8 @@ def data_prepare(arguments: Sequence[str]) -> None:
         print(line)
     if VALID not in manifest.splits:
         print(
-            "Nothing is held out, and lrm train needs text to evaluate on: give --valid-fraction "
-            "or --valid-sources"
+            "Nothing is held out, but lrm train needs text to evaluate on: set --valid-fraction or "
+            "--valid-sources"
         )
         return
     print(
@@ -61,13 +61,13 @@ def data_prepare(arguments: Sequence[str]) -> None:
 
 
 class _Progress:
-    """The last report of a preparation, put into words when the status line is redrawn."""
+    """The last progress report, formatted when the status line is redrawn."""
 
     def __init__(self) -> None:
         self._last: Progress | None = None
 
     def update(self, progress: Progress) -> None:
-        """Take a report."""
+        """Store a report."""
         self._last = progress
 
     def __rich__(self) -> str:
@@ -80,11 +80,11 @@ class _Progress:
 
 
 def _left_out(source: dict[str, Any]) -> Iterator[str]:
-    """Yield what was left out of the sources."""
+    """Yield messages about files and documents that were left out."""
     if skipped := source["skipped_files"]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in skipped.items())
         yield (
-            f"left out, files of other kinds in the folders: {kinds}. To have one read, name it "
+            f"left out, files of other kinds in the folders: {kinds}. To read one, name the file "
             "itself; .json is read as JSON Lines"
         )
     if empty := source["empty_documents"]:
@@ -95,9 +95,10 @@ def _left_out(source: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _clean_up_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl-C does."""
+    """Make SIGTERM clean up like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        # None stands for a handler that Python did not set and cannot set again.
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -2,7 +2,7 @@
 
 The text is the source of the Python standard library on this machine; both runs see the same
 batches from the same start. It shows what the library does to a model, not what multipliers are
-worth: minutes of training on one seed prove nothing.
+worth: minutes of training with one seed prove nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from rich.console import Console
 
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers.cli.arguments import command
-from learnable_multipliers.pretrain.checkpoint.atomic import new_folder, remove
-from learnable_multipliers.pretrain.config import Placement, TrainConfig
+from learnable_multipliers.pretrain.atomic_folder import new_folder, remove
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
+from learnable_multipliers.pretrain.optimizer_config import Placement
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.run_folder import FILES
@@ -60,7 +61,7 @@ def demo(config: DemoConfig) -> None:
     try:
         page = compare(training(config), config.out)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("no report was written; lrm demo starts afresh") from None
+        raise KeyboardInterrupt("no report was written; run lrm demo again to start over") from None
     runs = [Run.load(config.out / name) for name in RUNS]
     for run in runs:
         print(
@@ -74,7 +75,7 @@ def demo(config: DemoConfig) -> None:
 
 
 def training(config: DemoConfig) -> TrainConfig:
-    """Return the recipe of both runs: `lrm train tiny`, as long as asked for."""
+    """Return the recipe of both runs: `lrm train tiny`, at the given length."""
     base = RECIPES["tiny"][1]
     part = config.tokens / base.schedule.tokens
     schedule = replace(
@@ -87,7 +88,7 @@ def training(config: DemoConfig) -> TrainConfig:
 
 
 def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Path:
-    """Train both, write the report and return its path; a signal ends it with KeyboardInterrupt."""
+    """Train both, write the report and return its path; a signal raises KeyboardInterrupt."""
     console = console or Console()
     # Before minutes of work.
     _check_room(out)
@@ -110,21 +111,20 @@ def compare(base: TrainConfig, out: Path, console: Console | None = None) -> Pat
         title="Learnable multipliers: a first look",
         note=f"Both runs train the same model on {text}, from the same start and on the same "
         "batches. This shows what the library does to a model, not what multipliers are worth: "
-        "minutes of training are far from the equilibrium they are made for, and one seed "
-        "proves nothing.",
+        "minutes of training are far from the equilibrium, and one seed proves nothing.",
     )
     if _is_foreign_page(out / _PAGE):
         runs = shlex.join(str(out / name) for name in RUNS)
         raise ValueError(
-            f"{out / _PAGE} was written by somebody else meanwhile, so it stays: lrm report {runs} "
-            "--out FILE writes the page elsewhere"
+            f"{out / _PAGE} was changed by another process and is kept: lrm report {runs} --out "
+            "FILE writes the page elsewhere"
         )
     write_output(out / _PAGE, page + _signature(page))
     return out / _PAGE
 
 
 def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
-    """Train step by step in turn: the curves grow together, under the same load of the machine."""
+    """Train both runs in turn, step by step, so both see the same load of the machine."""
     shown: list[Display] = []
 
     def observe(name: str, record: dict[str, Any]) -> None:
@@ -137,10 +137,11 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
             for name, config in configs.items()
         }
         # They differ in their multipliers, not in their schedule.
-        tokens = next(iter(trainers.values())).tokens_after
+        plan = next(iter(trainers.values())).schedule
         interrupt = stack.enter_context(Interrupt())
-        shown.append(stack.enter_context(Display(list(trainers), tokens, console)))
-        # A run that went back to a checkpoint takes more steps than the other.
+        display = Display(list(trainers), len(plan), plan.tokens_before, console)
+        shown.append(stack.enter_context(display))
+        # A run that rolled back takes more steps than the other.
         for steps in zip_longest(*(trainer.steps() for trainer in trainers.values())):
             for name, step in zip(trainers, steps, strict=True):
                 if step is not None:
@@ -153,7 +154,7 @@ def _train(configs: Mapping[str, TrainConfig], console: Console) -> None:
 
 
 def _check_room(out: Path) -> None:
-    """Raise a ValueError that names what is in the way: nobody else's files are touched."""
+    """Raise a ValueError that names any file that the demo did not write."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: choose another folder (--out)")
     foreign = [path for name in RUNS for path in _foreign_in_run(out / name)]
@@ -162,26 +163,26 @@ def _check_room(out: Path) -> None:
     if foreign:
         more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
         raise ValueError(
-            f"{foreign[0]}{more} is not from an earlier demo, so it stays: move it away, or choose "
+            f"{foreign[0]}{more} was not written by lrm demo and is kept: move it, or choose "
             "another folder (--out)"
         )
 
 
 def _make_room(out: Path) -> None:
-    """Remove what an earlier demo left, and mark the folders of the new runs."""
+    """Remove an earlier demo, and mark the folders of the new runs."""
     _check_room(out)
     (out / _PAGE).unlink(missing_ok=True)
     for name in RUNS:
         if (out / name).exists():
             remove(out / name)
-        # Never without its mark.
+        # The folder appears with its mark.
         with new_folder(out / name) as folder:
             text = "Made by lrm demo, which replaces this run when it is run again.\n"
             (folder / _MARK).write_text(text)
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
-    """Return what the demo did not write, of a folder that it would replace."""
+    """Return the files of a folder to be replaced that the demo did not write."""
     if folder.is_symlink() or (folder.exists() and not (folder / _MARK).is_file()):
         return [folder]
     known = {_MARK, *FILES}
@@ -191,12 +192,12 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 
 
 def _signature(page: bytes) -> bytes:
-    """Return the last line of a page, by which the demo knows that it wrote it."""
+    """Return the last line of a page, which marks it as the demo's."""
     return f"<!-- lrm demo {hashlib.sha256(page).hexdigest()} -->\n".encode()
 
 
 def _is_foreign_page(path: Path) -> bool:
-    """Return whether there is a page that the demo did not write, or not as it is now."""
+    """Return whether a page exists that the demo did not write, or that was changed since."""
     if not path.is_file():
         return path.exists() or path.is_symlink()
     content = path.read_bytes()

@@ -24,9 +24,9 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     read_trainer_checkpoint,
 )
 from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.trainer.load import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.run_folder import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.run_state import (
     check_model,
     parse_state,
@@ -40,7 +40,7 @@ from learnable_multipliers.report.diagnosis_page import write_diagnosis
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseConfig:
-    """What to look at."""
+    """What to diagnose."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run (its newest good checkpoint is read) or of one checkpoint: of lrm train, of
@@ -59,9 +59,9 @@ class DiagnoseConfig:
 def diagnose(config: DiagnoseConfig) -> None:
     """Find the tensors of a run whose scale is set by gradient noise and weight decay.
 
-    Those are trapped; the others, whose scale is learned, are free. Compares their rms with the one
-    that pure noise gives from the same start under the same learning rates, and prints how noisy
-    their gradients are. Rows are medians over layers.
+    Those are trapped; the others, whose scale is learned, are free. Compares their rms with the rms
+    that pure noise gives from the same start at the same learning rates, and prints how noisy their
+    gradients are. Rows are medians over layers.
     """
     analysis.check_format(config.plot)
     with Console(stderr=True).status(f"reading {config.run}"):
@@ -84,18 +84,18 @@ def diagnose(config: DiagnoseConfig) -> None:
 
 
 def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, list[str]]:
-    """Read every tensor of a checkpoint; return the run's name, the step, the result and notes."""
+    """Diagnose a checkpoint; return the run's name, the step, the result and notes."""
     is_dcp = (source / METADATA).is_file()
     if model is not None and not is_dcp:
         raise ValueError(
-            f"--model is for folders of torch.distributed.checkpoint; {source} is none"
+            f"--model is for folders of torch.distributed.checkpoint; {source} is not one"
         )
     if is_dcp:
         made = None if model is None else named_model(model, weights=False)
         saved = read_dcp_checkpoint(source, made)
         unknown = [
-            "without --model nothing tells what each matrix does, and an embedding is read as one "
-            "matrix: rows of rare tokens lower its rms"
+            "without --model the role of each matrix is unknown, and an embedding is treated as "
+            "one matrix: rows of rare tokens lower its rms"
         ]
         return _diagnose_saved(saved, unknown if made is None else [])
     found = newest_checkpoint(source)
@@ -103,7 +103,7 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
         return _diagnose_saved(read_trainer_checkpoint(found), [])
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         raise ValueError(
-            f"{source} has a model but no optimizer state, as an export: give the folder of the "
+            f"{source} has a model but no optimizer state, like an export: give the folder of the "
             "run, such as runs/tiny, or a checkpoint with optimizer state, such as the Hugging "
             "Face Trainer's checkpoint-1000 with optimizer.pt"
         )
@@ -118,7 +118,7 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
 
 
 def _diagnose_saved(saved: SavedRun, notes: list[str]) -> tuple[str, int, Diagnosis, list[str]]:
-    """Read a plain optimizer that another trainer has saved."""
+    """Diagnose a plain optimizer saved by another trainer."""
     notes = [*saved.notes, *notes]
     steps = [int(s["step"]) for s in saved.optimizer.state.values() if "step" in s]
     taken, lrs = max(steps, default=saved.step), saved.lrs
@@ -130,9 +130,9 @@ def _diagnose_saved(saved: SavedRun, notes: list[str]) -> tuple[str, int, Diagno
 
 
 def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
-    """Read a checkpoint of `lrm train`.
+    """Diagnose a checkpoint of `lrm train`.
 
-    The seed of the run gives its initial weights, and its schedule the rate of every step.
+    The run's seed gives its initial weights, and its schedule the learning rate of every step.
     """
     checkpoint, notes = load_checkpoint(source)
     state = state_of(checkpoint)
@@ -153,12 +153,12 @@ def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
 
 def _left_out(count: int, steps: int) -> str:
     return (
-        f"{count:,} of {steps:,} steps were skipped for bad gradients, and a checkpoint does not "
-        "tell which: predictions leave out as many, evenly over the run"
+        f"{count:,} of {steps:,} steps were skipped for non-finite gradients; the checkpoint does "
+        "not record which, so predictions omit as many, evenly over the run"
     )
 
 
 def _thinned(lrs: list[float], count: int) -> list[float]:
-    """Return the rates without `count` of them, taken out at equal distances."""
+    """Return the rates without `count` of them, removed evenly."""
     out = {(2 * part + 1) * len(lrs) // (2 * count) for part in range(count)}
     return [lr for step, lr in enumerate(lrs) if step not in out]

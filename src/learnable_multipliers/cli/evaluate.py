@@ -42,11 +42,11 @@ class EvaluateConfig:
     quick (by log-likelihood, without examples), paper (the paper's seven), all. Without: those of
     quick whose files are there."""
     num_fewshot: int | None = None
-    """Examples in each prompt; none: the task's own number (docs/evaluate.md)."""
+    """Few-shot examples per prompt (default: the task's; docs/evaluate.md)."""
     max_new_tokens: int = 0
     """Maximum generated tokens per answer; 0 is each task's own number."""
     limit: int = 0
-    """Items of each task, taken evenly from all over its file; 0 is all."""
+    """Maximum items per task, spaced evenly over its file; 0 is all."""
     against: Path | None = None
     """Second model or folder of results: also print the differences, paired by item."""
     last: int = 1
@@ -58,13 +58,13 @@ class EvaluateConfig:
     out: Path | None = None
     """Folder of the results (default: evaluations, in the model's or run's folder)."""
     device: str = "auto"
-    """cuda, mps, cpu, or auto for the first of them there is."""
+    """cuda, mps or cpu; auto is the first available."""
     dtype: models.Dtype = "float32"
     """Dtype of weights and arithmetic; log-likelihoods are summed in float64."""
     max_length: int = 0
-    """Tokens read at once, context and answer; 0 is what the model was made for."""
+    """Maximum tokens of context and answer; 0 is the model's maximum length."""
     batch_tokens: int = scoring.BATCH_TOKENS
-    """Most tokens in a batch; more generate faster on a GPU, as far as its memory goes."""
+    """Maximum tokens per batch; larger generates faster if memory allows."""
 
 
 @command(EvaluateConfig)
@@ -88,7 +88,7 @@ def evaluate(config: EvaluateConfig) -> None:
         print(f"{config.requests_only}: {count:,} requests")
         return
     if config.against is not None:
-        # Before the first one is scored for hours.
+        # Before scoring the first one, which may take hours.
         _check_model(config.against)
     first = _results_of(config, config.model)
     _print(first)
@@ -105,23 +105,20 @@ def _check(config: EvaluateConfig) -> None:
             "lrm evaluate: --limit, --max-length, --max-new-tokens and --num-fewshot are at least "
             "0, --last and --batch-tokens at least 1"
         )
-    if config.max_new_tokens and not any(t.writing for t in named(config.tasks or ("quick",))):
-        usage_error(
-            "lrm evaluate: --max-new-tokens is for tasks that are answered in writing: name some "
-            "with --tasks"
-        )
+    if config.max_new_tokens and not any(t.generation for t in named(config.tasks or ("quick",))):
+        usage_error("lrm evaluate: --max-new-tokens needs a generation task: name one with --tasks")
     built = config.eval_data or config.limit or config.requests_only or config.max_new_tokens
     if config.requests is not None and (built or config.num_fewshot is not None):
         usage_error(
-            "lrm evaluate: --requests are complete: --eval-data, --limit, --num-fewshot, "
-            "--max-new-tokens and --requests-only do not go with them"
+            "lrm evaluate: --requests cannot be combined with --eval-data, --limit, --num-fewshot, "
+            "--max-new-tokens or --requests-only"
         )
 
 
 def _check_model(source: Path) -> None:
-    """Raise a ValueError for what is neither a model nor a folder of results."""
+    """Raise a ValueError unless a folder is a model or holds results."""
     if not results.read_results(source):
-        models.is_hugging_face(source)
+        models.check_model_folder(source)
 
 
 def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
@@ -153,7 +150,7 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
         dtype=None if config.dtype == "float32" else config.dtype,
     )
     averages = {
-        name: results.averaged([each.results[name] for each in found]) for name in asked.items
+        name: results.averaged([each.results[name] for each in found]) for name in asked.checksums
     }
     for name, result in averages.items():
         results.write_result(folder, result)
@@ -185,9 +182,9 @@ def _build(config: EvaluateConfig, source: Path) -> requests.RequestSet:
 
 
 def _chosen(config: EvaluateConfig, folder: Path) -> tuple[list[Task], dict[str, str]]:
-    """Return the tasks to evaluate, and what file is missing of each that is left out.
+    """Return the tasks to evaluate, and the missing file of each task that is left out.
 
-    Without --tasks those are left out whose files are not there.
+    Without --tasks, tasks whose files are missing are left out.
     """
     check_folder(folder)
     wanted = named(config.tasks or ("quick",))
@@ -218,17 +215,17 @@ def _with_files(missing: dict[str, str]) -> str:
 
 
 def _read(config: EvaluateConfig) -> requests.RequestSet:
-    """Return the requests of a file, for the tasks asked for."""
+    """Return the requests of a file for the chosen tasks."""
     assert config.requests is not None
     found = requests.read_requests(config.requests)
-    named(tuple(found.items))
-    names = [task.name for task in named(config.tasks or tuple(found.items))]
-    missing = [name for name in names if name not in found.items]
+    named(tuple(found.checksums))
+    names = [task.name for task in named(config.tasks or tuple(found.checksums))]
+    missing = [name for name in names if name not in found.checksums]
     if missing:
         raise ValueError(f"{config.requests} holds no requests of {', '.join(missing)}")
     return replace(
         found,
-        items={name: found.items[name] for name in names},
+        checksums={name: found.checksums[name] for name in names},
         requests=tuple(r for r in found.requests if r.task in names),
         prompts=tuple(p for p in found.prompts if p.task in names),
     )
@@ -248,8 +245,7 @@ def _score(
     if cut:
         print(
             f"lrm evaluate: {cut:,} of {len(asked.requests) + len(asked.prompts):,} requests are "
-            f"longer than the {longest:,} tokens that the model reads: they lose their first "
-            "tokens",
+            f"longer than the model's maximum of {longest:,} tokens: they lose their first tokens",
             file=sys.stderr,
         )
     return evaluation.evaluate(
@@ -289,8 +285,8 @@ def _print(found: dict[str, Result]) -> None:
     notes = [f"{name}: {TASKS[name].note}" for name in found if TASKS[name].note]
     if len(first.steps) > 1:
         notes.append(
-            "+- is the standard error over items of each item's mean over the checkpoints; what "
-            "another run would change is not in it"
+            "+- is the standard error over items of each item's mean over the checkpoints; it does "
+            "not include the variation between runs"
         )
     if notes:
         print("\n" + "\n".join(notes))
@@ -331,7 +327,7 @@ def _cell(estimate: Estimate | None, sign: str = "") -> str:
 
 
 def _show(title: str, table: Table) -> None:
-    # In a file, as wide as the table is.
+    # In a file, use the width of the table.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(f"\n{title}\n", markup=False, soft_wrap=True)
     console.print(table)

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
-from learnable_multipliers._formats import size
+from learnable_multipliers._formats import one_line, size
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import render
 from learnable_multipliers.cli.arguments import closest, command, terminal_columns
@@ -58,12 +58,12 @@ def plan(config: PlanConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetriesConfig:
-    """What to look at."""
+    """What to analyse."""
 
     model: _Model
     """A preset (tiny, 20m, falcon-h1-0.5b, ...) or a local Hugging Face folder."""
     placement: Literal["all", "full", "symmetry-aware", "scalar"] = "all"
-    """Scales to look at: all rows and columns, or the multipliers of a placement."""
+    """Scales to analyse: all rows and columns, or the multipliers of a placement."""
     json: bool = False
     """Print JSON, with every layer separately, instead of text."""
     plot: Path | None = None
@@ -133,9 +133,9 @@ def named_model(name: str, *, weights: bool) -> nn.Module:
 
 @contextmanager
 def _errors_of(file: Path) -> Iterator[None]:
-    """Make one line of whatever transformers raises for a config that it cannot use.
+    """Turn any error of transformers about a config into one line.
 
-    Code that comes with a model is never run, and nobody is asked about it on a terminal.
+    Code that comes with a model is never run, without prompting for it.
     """
     from transformers.utils import logging
 
@@ -146,15 +146,14 @@ def _errors_of(file: Path) -> Iterator[None]:
         yield
     except (MemoryError, RecursionError):
         raise
-    # Any other error, by what a file may say and which kind of model it is.
+    # Which errors are raised depends on the file and the kind of model.
     except Exception as error:
         if b'"auto_map"' in file.read_bytes():
             raise ValueError(
-                f"{file.parent} is a model with code of its own, which lrm does not run: load it "
+                f"{file.parent} contains code, which lrm does not run: load it "
                 "in Python and give it to learnable_multipliers.plan or find_symmetries"
             ) from error
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{file} gives no model: {why}") from error
+        raise ValueError(f"{file} cannot be loaded: {one_line(error)}") from error
     finally:
         logging.set_verbosity(before)
 

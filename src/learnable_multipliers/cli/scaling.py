@@ -31,19 +31,19 @@ class ScalingConfig:
     ranks: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
     """Numbers of GPUs, one line each; a single one shows every kind of message."""
     shard: int = 0
-    """Ranks that shard a replica, as parallel.shard of lrm train; 0 is all of them."""
+    """Ranks that shard a replica, like parallel.shard of lrm train; 0 is all of them."""
     tensor: int = 1
-    """Tensor-parallel ranks, as parallel.tensor; presets only."""
+    """Tensor-parallel ranks, like parallel.tensor; presets only."""
     optimizer: Literal["adamw", "muon"] = "muon"
-    """Whose step to count."""
+    """Optimizer of the step."""
     placement: Placement = "full"
-    """Where multipliers are; none leaves them out."""
+    """Placement of the multipliers; none is without them."""
     batch_tokens: int = Batch.tokens
     """Tokens of the whole batch of a step."""
     micro_tokens: int = Batch.micro_tokens
-    """Most tokens of a micro-batch on one data-parallel rank."""
+    """Maximum tokens of a micro-batch on one data-parallel rank."""
     gpus_per_node: int = Cluster.gpus_per_node
-    """GPUs that NVLink joins."""
+    """GPUs connected by NVLink."""
     nvlink: float = Cluster.node_bandwidth / _GIGA
     """Gigabytes per second and direction between a GPU and its node."""
     network: float = 8 * Cluster.network_bandwidth / _GIGA

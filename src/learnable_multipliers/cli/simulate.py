@@ -65,7 +65,7 @@ class SimulateConfig:
     decay: float = 0.0
     """Share of the run, at its end, in which the learning rate falls."""
     decay_factor: float = 8.0
-    """What the learning rate is divided by at the end of the decay."""
+    """Peak learning rate over final learning rate."""
     decay_shape: DecayShape = "exponential"
     """How the learning rate falls."""
     seed: int = 0
@@ -174,7 +174,7 @@ def rates(config: SimulateConfig) -> list[float]:
 def rows(
     config: SimulateConfig, simulated: Trajectory, walk: RandomWalk, count: int
 ) -> list[dict[str, float | None]]:
-    """Return a few steps of a run: what was simulated and what was to be expected."""
+    """Return some steps of a run, simulated and expected."""
     count = min(count, config.steps)
     expected = brownian_rms(simulated.lrs, config.weight_decay, config.start_rms, walk)
     shown = {1, *(-(-config.steps * part // count) for part in range(1, count + 1))}
@@ -191,5 +191,5 @@ def rows(
 
 
 def _finite(value: float) -> float | None:
-    """Return a number, or None where there is none: JSON has no word for infinity."""
+    """Return a finite number, else None: JSON has no infinity."""
     return value if math.isfinite(value) else None

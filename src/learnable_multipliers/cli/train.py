@@ -30,7 +30,7 @@ from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.preflight import dry_run
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
-from learnable_multipliers.pretrain.trainer.memory import LESS_MEMORY
+from learnable_multipliers.pretrain.trainer.memory import MEMORY_ADVICE
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
@@ -112,13 +112,13 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
 
     with console.status("getting ready"), _memory_advice(config.out):
         trainer = Trainer(config, observe)
-    name = trainer.config.name
+    name, plan = trainer.config.name, trainer.schedule
     _announce(trainer, console)
     with (
         _resume_advice(config.out),
         closing(trainer),
         Interrupt() as interrupt,
-        Display([name], trainer.tokens_after, console) as display,
+        Display([name], len(plan), plan.tokens_before, console) as display,
         _memory_advice(config.out),
     ):
         shown.append(display)
@@ -133,21 +133,21 @@ def _train(config: TrainConfig, console: Console, arguments: Sequence[str]) -> N
     out = escape(str(config.out))
     took = duration(trainer.seconds) + (" in all" if config.resume else "")
     _say(console, f"Done in {took}. Metrics and checkpoints: {out}")
-    exports = hugging_face.obstacle(trainer.config.model) is None
+    exports = hugging_face.unsupported_reason(trainer.config.model) is None
     export = f"; lrm export {out} OUT" if exports else ""
     _say(console, f"Next: lrm report {out}{export}")
 
 
 @contextmanager
 def _resume_advice(out: Path) -> Iterator[None]:
-    """Add to an error that ends a run how to continue; what it is about may be a full disk."""
+    """Add to an OSError how to continue once its cause, such as a full disk, is fixed."""
     try:
         yield
     except OSError as error:
-        advice = "start anew in an empty folder, there is no checkpoint yet"
+        advice = "there is no checkpoint yet: start again in an empty folder"
         if saved := checkpoints.steps(checkpoint_folder(out)):
             advice = f"--resume continues from the checkpoint of step {saved[-1]:,}"
-        raise OSError(f"{error}. When that is solved: {advice}") from error
+        raise OSError(f"{error}. Then: {advice}") from error
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _memory_advice(out: Path) -> Iterator[None]:
             raise
         resume = ", also with --resume" if checkpoints.steps(checkpoint_folder(out)) else ""
         raise ValueError(
-            f"{text} {LESS_MEMORY.capitalize()}{resume}; --dry-run shows what takes how much"
+            f"{text} {MEMORY_ADVICE.capitalize()}{resume}; --dry-run shows what takes how much"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a model answered: the part of its text that counts. Needs the standard library alone."""
+"""Extract answers from generated text. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 
 def marked_number(text: str) -> str | None:
-    """Return the number behind the first ####, where GSM8K has it; lm-eval's strict-match."""
+    """Return the number after the first ####, as in GSM8K; lm-eval's strict-match."""
     found = re.search(r"#### (-?[\d.,]+)", text)
     return None if found is None else _plain(found[1])
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number; lm-eval's flexible-extract, to which a row of dots is one too."""
+    """Return the last number; lm-eval's flexible-extract, which also matches a row of dots."""
     found = re.findall(r"-?(?:[$\d.,]{2,}|\d+)", text)
     return _plain(found[-1]) if found else None
 
@@ -22,19 +22,19 @@ def _plain(number: str) -> str:
 
 
 def letter(text: str) -> str | None:
-    """Return the letter behind the first "answer is", in parentheses or not."""
+    """Return the letter after the first "answer is", with or without parentheses."""
     found = re.search(r"answer is \(?([A-J])", text)
     return None if found is None else found[1]
 
 
 def concluded(text: str) -> str | None:
-    """Return what follows the first "the answer is " on its line, without a final period."""
+    """Return the rest of the line after the first "the answer is ", without a final period."""
     found = re.search(r"the answer is (.+)", text)
     return None if found is None else found[1].strip().removesuffix(".")
 
 
 def boxed(text: str) -> str | None:
-    r"""Return what stands in the last \boxed{...}; None if there is none or it does not end."""
+    r"""Return the content of the last \boxed{...}; None if there is none or it is not closed."""
     start = text.rfind("\\boxed")
     # Written without braces, it holds a single token.
     bare = re.match(r"\\boxed\s+(\w+)", text[start:]) if start >= 0 else None

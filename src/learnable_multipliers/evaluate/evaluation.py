@@ -16,12 +16,12 @@ from learnable_multipliers.evaluate.results import Answer, Result
 from learnable_multipliers.evaluate.tasks import TASKS
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""From a task and the number of its requests to what is called with the number of those done."""
+"""Given a task and the number of its requests, gives a callback for the number done."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by task, and the answers of those that the model answered in writing."""
+    """Results by task, and the generated answers of generation tasks."""
 
     results: dict[str, Result]
     answers: dict[str, list[Answer]] = field(default_factory=dict)
@@ -31,8 +31,8 @@ def check(asked: RequestSet, loaded: Loaded, source: str) -> None:
     """Raise a ValueError if the requests were not made for this model."""
     if None not in (asked.tokenizer, loaded.tokenizer) and asked.tokenizer != loaded.tokenizer:
         raise ValueError(
-            f"{source} was trained with another tokenizer than made the requests: build them from "
-            "this model"
+            f"{source} uses a different tokenizer from the one that built the requests: build them "
+            "from this model"
         )
     rows = chain(
         (ids for r in asked.requests for ids in (r.context, r.continuation)),
@@ -41,13 +41,13 @@ def check(asked: RequestSet, loaded: Loaded, source: str) -> None:
     largest = max(map(max, rows), default=0)
     if largest >= loaded.vocab_size:
         raise ValueError(
-            f"the requests hold token {largest}, and the model knows {loaded.vocab_size:,} tokens: "
-            "they were made with the tokenizer of another model"
+            f"the requests hold token {largest}, but the model's vocabulary has "
+            f"{loaded.vocab_size:,}: they were built with the tokenizer of another model"
         )
 
 
 def num_truncated(asked: RequestSet, max_length: int | None) -> int:
-    """Return how many requests are longer than what the model reads."""
+    """Return how many requests exceed the model's maximum length."""
     return scoring.num_truncated(asked.requests, max_length) + generation.num_truncated(
         asked.prompts, max_length
     )
@@ -63,14 +63,14 @@ def evaluate(
     batch_tokens: int = scoring.BATCH_TOKENS,
     progress: Progress = lambda name, count: nullcontext(lambda done: None),
 ) -> Evaluation:
-    """Return the results of one model; `max_length` is the number of tokens that it reads."""
+    """Return the results of one model; `max_length` is its maximum length in tokens."""
     found = Evaluation({})
     steps = () if loaded.step is None else (loaded.step,)
-    for name, items in asked.items.items():
+    for name, items in asked.checksums.items():
         about = {"items": items, "model": source, "steps": steps, "shots": asked.shots.get(name, 0)}
         task = TASKS[name]
         settings = {"device": device, "max_length": max_length, "batch_tokens": batch_tokens}
-        if task.writing is None:
+        if task.generation is None:
             chosen = [request for request in asked.requests if request.task == name]
             with progress(name, len(chosen)) as advance:
                 scores = scoring.score(loaded.model, chosen, **settings, progress=advance)
@@ -81,23 +81,23 @@ def evaluate(
         prompts = [prompt for prompt in asked.prompts if prompt.task == name]
         with progress(name, len(prompts)) as advance:
             texts = generation.generate(
-                loaded.reader, prompts, asked.vocabulary, **settings, progress=advance
+                loaded.make_decoder, prompts, asked.vocabulary, **settings, progress=advance
             )
         answers = [
             read_answer(p, text, loaded.step) for p, text in zip(prompts, texts, strict=True)
         ]
-        found.results[name] = results.summarize_written(prompts, answers, **about)
+        found.results[name] = results.summarize_generated(prompts, answers, **about)
         found.answers[name] = answers
     return found
 
 
 def read_answer(prompt: Prompt, text: str, step: int | None = None) -> Answer:
-    """Return what a text answers, and whether that is right."""
-    writing = TASKS[prompt.task].writing
-    assert writing is not None
-    read = {metric: extract(text) for metric, extract in writing.extract.items()}
+    """Return the answer found in a generated text, and whether it is right."""
+    generated = TASKS[prompt.task].generation
+    assert generated is not None
+    read = {metric: extract(text) for metric, extract in generated.extract.items()}
     scores = {
-        metric: float(answer is not None and writing.equal(answer, prompt.answer))
+        metric: float(answer is not None and generated.equal(answer, prompt.answer))
         for metric, answer in read.items()
     }
     return Answer(prompt.item, step, prompt.answer, read, scores, text)

@@ -1,8 +1,8 @@
-"""What a model writes behind prompts, token by token the likeliest one. Needs torch alone.
+"""Greedy generation. No padding or masking: needs torch alone.
 
-Prompts of a batch are read together as far as the shortest goes; from there one token at a time,
-the prompt's own while it lasts. So nothing is filled up or masked, whatever the kind of model, and
-neither the batch nor its lengths enter an answer, except through rounding.
+The prompts of a batch are read together up to the length of the shortest, then one token at a time:
+the prompt's own tokens first, then generated ones. So any causal model works, and an answer depends
+on the other prompts of the batch only through rounding.
 """
 
 from __future__ import annotations
@@ -18,69 +18,69 @@ from learnable_multipliers.evaluate.requests import Prompt, Vocabulary
 from learnable_multipliers.evaluate.scoring import BATCH_TOKENS, Model
 
 
-class Reader(Protocol):
-    """A model in the middle of a batch of texts."""
+class Decoder(Protocol):
+    """A model and the state of its batch of texts."""
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read the next tokens, (batch, length), and return the logits behind the last."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Append tokens (batch, length) and return the logits after the last."""
         ...
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
         ...
 
 
-class Rereader:
-    """Any causal model: it reads the whole texts again with each token."""
+class UncachedDecoder:
+    """Any causal model, without a cache: each call runs the whole texts again."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._tokens: Tensor | None = None
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read the next tokens, (batch, length), and return the logits behind the last."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Append tokens (batch, length) and return the logits after the last."""
         before = () if self._tokens is None else (self._tokens,)
         self._tokens = torch.cat((*before, tokens), 1)
         return self._model(self._tokens)[:, -1]
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
         assert self._tokens is not None
         self._tokens = self._tokens[rows]
 
 
 @dataclass
 class _Row:
-    """A prompt and what was written behind it."""
+    """A prompt and the text generated for it."""
 
     index: int
     request: Prompt
     tokens: tuple[int, ...]
-    """Of the prompt, as far as the model can read it."""
+    """Tokens of the prompt that fit the model's length."""
     text: bytearray = field(default_factory=bytearray)
-    num_written: int = 0
+    num_generated: int = 0
     done: bool = False
 
-    def write(self, token: int, vocabulary: Vocabulary) -> None:
-        """Take a token; the answer ends before a stop, and at a token that ends documents."""
-        self.num_written += 1
+    def append(self, token: int, vocabulary: Vocabulary) -> None:
+        """Append a token; the text ends before a stop string and at an end-of-document token."""
+        self.num_generated += 1
         if token in vocabulary.end_ids:
             self.done = True
             return
         stops = [stop.encode() for stop in self.request.stops]
-        # A stop may begin in the tokens before.
+        # A stop string may begin in earlier tokens.
         start = max(0, len(self.text) - max(map(len, stops), default=1) + 1)
         # A model may have more rows in its embedding than the tokenizer has tokens.
-        self.text += vocabulary.pieces[token] if token < len(vocabulary.pieces) else b""
+        self.text += vocabulary.token_bytes[token] if token < len(vocabulary.token_bytes) else b""
         ends = [end for stop in stops if (end := self.text.find(stop, start)) >= 0]
         if ends:
             del self.text[min(ends) :]
-        self.done = bool(ends) or self.num_written == self.request.max_new_tokens
+        self.done = bool(ends) or self.num_generated == self.request.max_new_tokens
 
 
 @torch.no_grad()
 def generate(
-    reader: Callable[[], Reader],
+    make_decoder: Callable[[], Decoder],
     requests: Sequence[Prompt],
     vocabulary: Vocabulary,
     *,
@@ -89,13 +89,13 @@ def generate(
     batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
-    """Return what the model writes behind each prompt.
+    """Return the text that the model generates for each prompt.
 
     Args:
-        reader: Makes a reader for a batch: `lambda: Rereader(model)` for any causal model.
+        make_decoder: Makes the decoder of a batch: `lambda: UncachedDecoder(model)` for any model.
         max_length: Tokens the model can read; longer prompts lose their first tokens.
-        batch_tokens: Most tokens in a batch, those to be written too; one longer text is a batch by
-            itself.
+        batch_tokens: Maximum tokens in a batch, including generated ones; a longer text is a batch
+            by itself.
         progress: Called with the number of requests done since the last call.
     """
     if batch_tokens < 1:
@@ -104,7 +104,7 @@ def generate(
     # Also by content: the batches do not depend on the order of the requests.
     ordered = sorted(rows, key=lambda row: (-len(row.tokens), row.tokens))
     for batch in _batches(ordered, batch_tokens):
-        _write(reader(), batch, vocabulary, torch.device(device))
+        _generate_batch(make_decoder(), batch, vocabulary, torch.device(device))
         progress(len(batch))
     return [row.text.decode(errors="replace") for row in rows]
 
@@ -115,7 +115,7 @@ def num_truncated(requests: Sequence[Prompt], max_length: int | None) -> int:
 
 
 def _fitting(request: Prompt, max_length: int | None) -> tuple[int, ...]:
-    """Return the prompt, as much of its end as leaves room for the answer."""
+    """Return the end of the prompt that leaves room for the answer."""
     if max_length is None:
         return request.prompt
     room = max_length - request.max_new_tokens
@@ -141,12 +141,14 @@ def _batches(rows: Sequence[_Row], batch_tokens: int) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _write(reader: Reader, batch: list[_Row], vocabulary: Vocabulary, device: torch.device) -> None:
-    """Write behind the prompts of a batch until all are done."""
+def _generate_batch(
+    decoder: Decoder, batch: list[_Row], vocabulary: Vocabulary, device: torch.device
+) -> None:
+    """Generate until all prompts of a batch are done."""
     num_read = min(len(row.tokens) for row in batch)
     tokens = torch.tensor([row.tokens[:num_read] for row in batch])
     while True:
-        logits = reader.read(tokens.to(device))
+        logits = decoder.forward(tokens.to(device))
         best, places = logits.max(-1)
         # One transfer; ids are exact in float64.
         largest, chosen = torch.stack((best.double(), places.double())).tolist()
@@ -161,13 +163,13 @@ def _write(reader: Reader, batch: list[_Row], vocabulary: Vocabulary, device: to
                     f"{row.request.task}, item {row.request.item}: the model's logits are not "
                     "finite; has the run diverged?"
                 )
-            row.write(token, vocabulary)
+            row.append(token, vocabulary)
         left = [place for place, row in enumerate(batch) if not row.done]
         if not left:
             return
-        # Not at once with each: a model copies what it remembers of the others.
+        # Not after every row: selecting rows copies the cache of the others.
         if len(left) <= len(batch) // 2:
-            reader.keep(torch.tensor(left, device=device))
+            decoder.select_rows(torch.tensor(left, device=device))
             batch, given = [batch[place] for place in left], [given[place] for place in left]
         tokens = torch.tensor(given)[:, None]
         num_read += 1

@@ -1,6 +1,6 @@
-"""Items of a benchmark: a question with the texts that a model is to choose from, or an open one.
+"""Items of a benchmark: a question with choices, or an open question.
 
-Examples that stand in front of a question (few-shot) are items too, written out with their answers.
+Few-shot examples before a question are items too, followed by their answers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 Fields = Mapping[str, Any]
 Kind = TypeVar("Kind")
-_WORDS: dict[type, str] = {str: "a text", int: "a whole number", dict: "an object"}
+_WORDS: dict[type, str] = {str: "a string", int: "a whole number", dict: "an object"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate: a text to be scored behind its context."""
+    """One candidate: a continuation scored after its context."""
 
     context: str
     continuation: str
@@ -33,37 +33,37 @@ class Item:
     """One question."""
 
     choices: tuple[Choice, ...]
-    """One alone is judged by whether it is what the model would write itself."""
+    """A single choice counts as right if it is the model's own greedy continuation."""
     right: int
     """Index of the right choice."""
     group: str = ""
     """Subject or paradigm, where a task has several."""
     preamble: str = ""
-    """What stands before the first example, or before the question if there is none."""
+    """Text before the first example, or before the question if there is none."""
 
     @property
     def question(self) -> str:
-        """What is asked, without what stands before it."""
+        """The question without preamble and examples."""
         return self.choices[self.right].context
 
     @property
-    def solved(self) -> str:
-        """The question with its answer, as it stands among examples."""
+    def as_example(self) -> str:
+        """The question followed by its answer, as a few-shot example."""
         return self.question + self.choices[self.right].continuation
 
-    def behind(self, text: str) -> Item:
-        """Return the item with a text before each context."""
+    def with_prefix(self, text: str) -> Item:
+        """Return the item with a text prepended to each context."""
         choices = (replace(choice, context=text + choice.context) for choice in self.choices)
         return replace(self, choices=tuple(choices))
 
 
 @dataclass(frozen=True)
 class OpenItem:
-    """One question that a model answers in writing."""
+    """One question with a generated answer."""
 
     prompt: str
     solution: str
-    """What follows the prompt where this is an example, with the space before it."""
+    """Text after the prompt in a few-shot example, including the leading space."""
     answer: str
     """The right answer alone."""
     group: str = ""
@@ -71,21 +71,21 @@ class OpenItem:
     num_choices: int = 0
     """Answers named in the prompt; 0 if it names none."""
     stops: tuple[str, ...] = ()
-    """Texts before which what the model writes ends."""
+    """Stop strings: the answer ends before the first."""
     max_new_tokens: int = 0
 
     @property
     def question(self) -> str:
-        """What is asked, without what stands before it."""
+        """The question without preamble and examples."""
         return self.prompt
 
     @property
-    def solved(self) -> str:
-        """The question with its solution, as it stands among examples."""
+    def as_example(self) -> str:
+        """The question followed by its solution, as a few-shot example."""
         return self.prompt + self.solution
 
-    def behind(self, text: str) -> OpenItem:
-        """Return the item with a text before its prompt."""
+    def with_prefix(self, text: str) -> OpenItem:
+        """Return the item with a text prepended to its prompt."""
         return replace(self, prompt=text + self.prompt)
 
 
@@ -103,7 +103,7 @@ def cloze(
 def with_examples(
     items: Sequence[AnyItem], examples: Sequence[AnyItem], count: int
 ) -> list[AnyItem]:
-    """Return the items behind their preambles and the first `count` examples of their groups."""
+    """Return the items with their preambles and the first `count` examples of their groups."""
     by_group: dict[str, list[AnyItem]] = {}
     for example in examples:
         by_group.setdefault(example.group, []).append(example)
@@ -112,24 +112,25 @@ def with_examples(
         shown = by_group.get(item.group, [])[:count]
         about = f" about {item.group}" if item.group else ""
         if len(shown) < count:
-            raise ValueError(f"there are {len(shown)} examples{about}, and {count} were asked for")
+            raise ValueError(f"{count} examples{about} were requested, but there are {len(shown)}")
         if any(example.question == item.question for example in shown):
             raise ValueError(
                 f"one of the examples{about} is also asked ({item.question[:40]!r}): examples must "
                 "be other items"
             )
-        found.append(item.behind(item.preamble + "".join(f"{e.solved}\n\n" for e in shown)))
+        prefix = item.preamble + "".join(f"{example.as_example}\n\n" for example in shown)
+        found.append(item.with_prefix(prefix))
     return found
 
 
 def evenly(items: Sequence[Kind], most: int) -> list[Kind]:
-    """Return at most `most` items, at equal distances: files are often sorted by topic."""
+    """Return at most `most` items, evenly spaced, since files are often sorted by topic."""
     count = min(most, len(items))
     return [items[place * len(items) // count] for place in range(count)]
 
 
 def checksum(items: Sequence[Item] | Sequence[OpenItem]) -> str:
-    """Return a hash of the texts: two results are paired only if they are about the same."""
+    """Return a hash of the texts; two results are paired only if their hashes agree."""
     digest = hashlib.sha256()
     for item in items:
         if isinstance(item, OpenItem):
@@ -174,7 +175,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             f"there is no {path}: give the folder that holds the evaluation sets with --eval-data "
             "(docs/evaluate.md lists their files)"
         )
-    # Not splitlines, which also splits at characters inside a text.
+    # splitlines would also split at other line separators inside a text.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
             try:
@@ -184,7 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def field(fields: Fields, name: str, kind: type[Kind], of: type = str) -> Kind:
-    """Return a field of a line, a list one of texts; a ValueError says what is wrong with it."""
+    """Return a field of a line; a list must hold only `of`. Raise a ValueError otherwise."""
     if name not in fields:
         near = ", ".join(sorted(map(str, fields))) or "nothing"
         raise ValueError(f"no field {name!r} (there is {near})")
@@ -194,7 +195,7 @@ def field(fields: Fields, name: str, kind: type[Kind], of: type = str) -> Kind:
     if kind is list:
         fits = fits and all(type(each) is of for each in value)
     if not fits:
-        wanted = _WORDS.get(kind) or f"a list of {'texts' if of is str else 'objects'}"
+        wanted = _WORDS.get(kind) or f"a list of {'strings' if of is str else 'objects'}"
         raise ValueError(f"{name} is {repr(value)[:40]}, not {wanted}")
     return value
 

@@ -1,10 +1,10 @@
-r"""When two answers in LaTeX are the same one, as far as their spelling tells.
+r"""Compare answers in LaTeX by their normal form.
 
-Equal are: spacing and brackets of any size; \dfrac, \tfrac and \frac, \frac12 and \frac{1}{2};
-\sqrt3 and \sqrt{3}; a number however it is written (1,000 and 1000; 0.50, .5, 1/2 and \frac{2}{4});
-with and without \text{...}, a unit at the end, degree, percent and dollar signs, or x = in front.
-Not equal are expressions that only algebra shows to be the same (x+1 and 1+x, \sqrt8 and 2\sqrt2),
-lists in another order, mixed numbers (1\frac12), and numbers in words.
+Treated as equal: spacing and brackets of any size; \dfrac, \tfrac and \frac; \frac12 and
+\frac{1}{2}; \sqrt3 and \sqrt{3}; spellings of a number (1,000 and 1000; 0.50, .5, 1/2 and
+\frac{2}{4}); with and without \text{...}, a unit at the end, degree, percent and dollar signs, or
+x = in front. Not equal: expressions that need algebra to be compared (x+1 and 1+x, \sqrt8 and
+2\sqrt2), lists in another order, mixed numbers (1\frac12), and numbers in words.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _SPACING = re.compile(r"(?<!\\)\\[ !,;:]|\\(?:quad|qquad|displaystyle)(?![a-zA-Z
 _SIZED = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
 _DROPPED = re.compile(r"\^\{?\\circ\}?|\\degree(?![a-zA-Z])|\\?%|\\?\$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
-# Behind a number or an expression; a power of the unit goes with it.
+# After a number or an expression, with a power of the unit.
 _UNIT = re.compile(r"(?<=[^\s({\[,])\s*" + _TEXT.pattern + r"(?:\^\{?\d\}?)?$")
 _NAME = re.compile(r"^\\?[a-zA-Z]+(?:_\{?\w\}?)?(?:=|\\in(?![a-zA-Z]))(?=[^=]*$)")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _RATIO = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}|(-?)(-?\d+)/(\d+)")
 _BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-# Beyond any answer, and within what Python turns into a number.
+# Longer than any answer, and short enough for Python to convert.
 _MOST_DIGITS = 1000
 _DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 
@@ -33,7 +33,7 @@ def same(first: str, second: str) -> bool:
 
 
 def normal_form(answer: str) -> str:
-    """Return the spelling that all equal answers share."""
+    """Return the normal form, which equal answers share."""
     text = _DROPPED.sub("", answer.strip().removesuffix(".")).strip()
     text = _TEXT.sub(r"\1", _UNIT.sub("", text))
     text = _SIZED.sub("", _SPACING.sub("", text)).replace("{,}", ",")

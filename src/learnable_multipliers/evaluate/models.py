@@ -1,4 +1,4 @@
-"""What can be evaluated, from local files: a run, a checkpoint or a Hugging Face folder."""
+"""Load models to evaluate from local files: a run, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,59 +13,67 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from learnable_multipliers.evaluate.generation import Reader, Rereader
-from learnable_multipliers.evaluate.pieces import pieces_of
+from learnable_multipliers._checksum import file_sha256
+from learnable_multipliers._formats import one_line
+from learnable_multipliers.evaluate.generation import Decoder, UncachedDecoder
 from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
+from learnable_multipliers.evaluate.token_bytes import token_bytes
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST, file_sha256
+from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
-from learnable_multipliers.pretrain.export import load_model, tokenizer_of
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder, load_checkpoint
+from learnable_multipliers.pretrain.trainer.load import load_checkpoint, load_model, tokenizer_of
+from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to be scored."""
+    """A model that can be scored."""
 
     model: Model
-    reader: Callable[[], Reader]
-    """Makes what writes a batch of answers."""
+    make_decoder: Callable[[], Decoder]
+    """Makes the decoder of a batch of prompts."""
     vocab_size: int
     max_length: int | None
-    """Tokens it reads at once; None if it does not say."""
+    """Maximum length in tokens; None if unknown."""
     tokenizer: str | None
-    """SHA-256 of the tokenizer.json it was trained with, where that is known."""
+    """SHA-256 of the tokenizer.json it was trained with, if known."""
     step: int | None = None
     notes: tuple[str, ...] = ()
 
 
-def is_hugging_face(source: Path) -> bool:
-    """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
-    is_run = (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
-    is_model = (source / "config.json").is_file()
-    if not is_run and not is_model:
+def check_model_folder(source: Path) -> None:
+    """Raise a ValueError for a folder that is neither a run, a checkpoint nor Hugging Face's."""
+    if not _is_run(source) and not is_hugging_face(source):
         raise ValueError(
             f"{source} is neither a run, nor a checkpoint, nor a Hugging Face folder, nor one of "
             "results: give what lrm train (--out) or lrm export wrote, or a folder with a "
             "config.json"
         )
-    return is_model and not is_run
+
+
+def is_hugging_face(source: Path) -> bool:
+    """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
+    return (source / "config.json").is_file() and not _is_run(source)
+
+
+def _is_run(source: Path) -> bool:
+    return (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
 
 
 def results_folder(source: Path, loaded: list[int], **settings: int | str | None) -> Path:
-    """Return where results go: below the run, or below the Hugging Face folder.
+    """Return the folder of the results: below the run, or below the Hugging Face folder.
 
-    `settings` that are not None are part of the name: other ones give other results.
+    `settings` that are not None become part of its name, since they change the results.
     """
     parts = [f"step-{loaded[-1]:08d}"] if loaded else ["model"]
     parts += [f"last-{len(loaded)}"] * (len(loaded) > 1)
     parts += [f"{name}-{value}" for name, value in settings.items() if value is not None]
-    # A checkpoint never changes after it was published, so nothing is written into it.
+    # Nothing is written into a published checkpoint.
     inside = (source / MANIFEST).is_file()
     home = source.resolve().parent.parent if inside else source
     return home / "evaluations" / "-".join(parts)
@@ -74,13 +82,14 @@ def results_folder(source: Path, loaded: list[int], **settings: int | str | None
 def load_encoder(source: Path) -> tuple[Encoder, str | None]:
     """Return the tokenizer of a model, and the SHA-256 of its tokenizer.json if it has one.
 
-    Prepared data have a tokenizer too: that of the runs they train.
+    Prepared data hold the tokenizer of the runs trained on them.
     """
     if is_dataset(source):
         manifest = Manifest.load(source)
         path, expected = source / manifest.tokenizer_file, manifest.tokenizer_sha256
         verify_sha256(path, expected)
         return _RunEncoder(load_tokenizer(path, manifest.eos_token)), expected
+    check_model_folder(source)
     if is_hugging_face(source):
         return _HuggingFaceEncoder(source), _fingerprint(source)
     checkpoint, _ = load_checkpoint(source)
@@ -96,7 +105,8 @@ def load_encoder(source: Path) -> tuple[Encoder, str | None]:
 def load_models(
     source: Path, *, last: int = 1, device: torch.device, dtype: Dtype
 ) -> Iterator[Loaded]:
-    """Yield the model of a folder, or those of a run's last checkpoints one after the other."""
+    """Yield the model of a folder, or the models of a run's last checkpoints in turn."""
+    check_model_folder(source)
     if is_hugging_face(source):
         if last != 1:
             raise ValueError(f"{source} is one model: only a run has checkpoints to average")
@@ -119,16 +129,16 @@ def _of_checkpoint(
     notes: tuple[str, ...] = (),
 ) -> Loaded:
     model = load_model(checkpoint).to(device, getattr(torch, dtype)).eval()
-    return trained_here(model, checkpoint.state.get("tokenizer"), checkpoint.step, notes)
+    return from_model(model, checkpoint.state.get("tokenizer"), checkpoint.step, notes)
 
 
-def trained_here(
+def from_model(
     model: HybridLM, tokenizer: str | None, step: int | None = None, notes: tuple[str, ...] = ()
 ) -> Loaded:
-    """Return a model of `lrm train`, ready to be scored."""
+    """Return a model of `lrm train` as one that can be scored."""
     config = model.config
-    reader = lambda: Rereader(model)  # noqa: E731
-    return Loaded(model, reader, config.vocab_size, config.max_length, tokenizer, step, notes)
+    make_decoder = lambda: UncachedDecoder(model)  # noqa: E731
+    return Loaded(model, make_decoder, config.vocab_size, config.max_length, tokenizer, step, notes)
 
 
 def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
@@ -139,7 +149,7 @@ def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
             folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
         )
     model = model.to(device).eval()
-    # What models call the length they were made for.
+    # Names of the maximum length in model configs.
     names = ("max_position_embeddings", "n_positions", "n_ctx")
     lengths = [found for name in names if (found := getattr(model.config, name, None))]
 
@@ -150,30 +160,30 @@ def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
     length = lengths[0] if lengths else None
     takes = inspect.signature(model.forward).parameters
     if {"past_key_values", "logits_to_keep"} <= set(takes):
-        return Loaded(logits, lambda: _CachedReader(model), size, length, _fingerprint(folder))
-    note = f"{folder} has no cache of the usual kind: answers in writing take longer"
-    reader = lambda: Rereader(logits)  # noqa: E731
-    return Loaded(logits, reader, size, length, _fingerprint(folder), notes=(note,))
+        return Loaded(logits, lambda: _CachedDecoder(model), size, length, _fingerprint(folder))
+    note = f"{folder} does not support past_key_values: generation is slower"
+    make_decoder = lambda: UncachedDecoder(logits)  # noqa: E731
+    return Loaded(logits, make_decoder, size, length, _fingerprint(folder), notes=(note,))
 
 
-class _CachedReader:
-    """A Hugging Face model with its own cache of what it has read."""
+class _CachedDecoder:
+    """A Hugging Face model with its own cache."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._cache: Any = None
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read the next tokens, (batch, length), and return the logits behind the last."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Append tokens (batch, length) and return the logits after the last."""
         found = self._model(
             input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
         self._cache = found.past_key_values
         return found.logits[:, -1]
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
-        # Made for beams; unlike batch_select_indices it knows the states of mixers too.
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        # Meant for beam search; unlike batch_select_indices it handles the states of mixers too.
         self._cache.reorder_cache(rows)
 
 
@@ -183,23 +193,23 @@ def _fingerprint(folder: Path) -> str | None:
 
 
 class _RunEncoder:
-    """The tokenizer of a run: texts are encoded as its training data were."""
+    """The tokenizer of a run: encodes texts like the training data."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.prefix_id: int | None = tokenizer.eos_id
         self.end_ids = (tokenizer.eos_id,)
         self._tokenizer = tokenizer
 
-    def pieces(self) -> tuple[bytes, ...]:
-        return pieces_of(self._tokenizer.tokenizer)
+    def token_bytes(self) -> tuple[bytes, ...]:
+        return token_bytes(self._tokenizer.tokenizer)
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
-        # Training data never hold tokens that a tokenizer adds by itself.
+        # Training data contain no special tokens that a tokenizer adds.
         return self._tokenizer.encode(text)
 
 
 class _HuggingFaceEncoder:
-    """The tokenizer of a Hugging Face folder, with the special tokens it adds by itself."""
+    """The tokenizer of a Hugging Face folder, with the special tokens that it adds."""
 
     def __init__(self, folder: Path) -> None:
         with _errors_of(folder):
@@ -213,21 +223,21 @@ class _HuggingFaceEncoder:
         self.prefix_id: int | None = tokenizer.eos_token_id if first is None else first
         self._tokenizer = tokenizer
 
-    def pieces(self) -> tuple[bytes, ...]:
+    def token_bytes(self) -> tuple[bytes, ...]:
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if fast is None:
             raise ValueError(
-                "the tokenizer is not one of the library `tokenizers`, so that what a model writes "
-                "cannot be read: leave out the tasks that are answered in writing"
+                "the tokenizer is not from the `tokenizers` library, so generated tokens cannot be "
+                "decoded: leave out the generation tasks"
             )
-        return pieces_of(fast)
+        return token_bytes(fast)
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         return self._tokenizer.encode(text, **({"add_special_tokens": False} if bare else {}))
 
 
 def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
-    """Return the tokens that end a text, as the tokenizer and the model's own settings say."""
+    """Return the end tokens named by the tokenizer and by generation_config.json."""
     found = [] if eos is None else [eos]
     path = folder / "generation_config.json"
     if path.is_file():
@@ -238,7 +248,7 @@ def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
 
 @contextmanager
 def _errors_of(folder: Path) -> Iterator[None]:
-    """Make one line of whatever transformers raises for a folder that it cannot use."""
+    """Turn any error of transformers about a folder into one line."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -248,7 +258,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
         ) from error
     except (MemoryError, RecursionError):
         raise
-    # Any other error, by what the files say and which kind of model it is.
+    # Which errors are raised depends on the files and the kind of model.
     except Exception as error:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"{folder} gives no model and tokenizer: {why}") from error
+        raise ValueError(f"{folder} cannot be loaded: {one_line(error)}") from error

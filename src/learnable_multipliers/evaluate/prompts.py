@@ -1,4 +1,4 @@
-"""Prompts: a line of a benchmark's file to an item, in the words of lm-eval's definitions."""
+"""Make items from the lines of a benchmark's file, with lm-eval's prompts."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def openbookqa(line: Fields) -> Item:
 def piqa(line: Fields) -> Item:
     """Return an item of PIQA, its right answer still unknown."""
     answers = [field(line, "sol1", str), field(line, "sol2", str)]
-    # The right one stands in another file.
+    # The right choice is in another file.
     return cloze(_question(field(line, "goal", str)), answers, 0)
 
 
 def winogrande(line: Fields) -> Item:
-    """Return an item of WinoGrande: one ending behind two sentences."""
+    """Return an item of WinoGrande: one ending after two sentences."""
     before, gap, after = field(line, "sentence", str).partition("_")
     if not gap:
         raise ValueError("sentence has no _ where an option goes")
@@ -95,7 +95,7 @@ def lambada(line: Fields) -> Item:
 
 def _lettered(options: list[str]) -> str:
     if len(options) > len(_LETTERS):
-        raise ValueError(f"there are {len(options)} answers, and letters for {len(_LETTERS)}")
+        raise ValueError(f"there are {len(options)} answers, but only {len(_LETTERS)} letters")
     return "\n".join(f"{name}. {text}" for name, text in zip(_LETTERS, options, strict=False))
 
 
@@ -121,7 +121,7 @@ def arc_dev(line: Fields) -> Item:
     return cloze(_question(field(inner, "stem", str)), answers, labels.index(right))
 
 
-# -- answered in writing -----------------------------------------------------------------------
+# -- generation --------------------------------------------------------------------------------
 
 
 def gsm8k(line: Fields) -> OpenItem:
@@ -129,12 +129,12 @@ def gsm8k(line: Fields) -> OpenItem:
     solution = field(line, "answer", str)
     answer = marked_number(solution)
     if answer is None:
-        raise ValueError("answer has no number behind ####")
+        raise ValueError("answer has no number after ####")
     return OpenItem(_question(field(line, "question", str)), f" {solution}", answer)
 
 
 def mmlu_pro(line: Fields) -> OpenItem:
-    """Return an item of MMLU-Pro; among examples, with the reasoning that its file has."""
+    """Return an item of MMLU-Pro; as an example it includes the reasoning of its file."""
     options, category = field(line, "options", list), field(line, "category", str)
     right = field(line, "answer_index", int)
     if not 0 <= right < len(options):
@@ -168,7 +168,7 @@ def _problem(problem: str, solution: str, answer: str) -> OpenItem:
     return OpenItem(f"Problem:\n{problem}\n\nSolution:", f" {solution}", answer)
 
 
-# Ours: the evaluation sets hold no other problems than those that are asked.
+# Our own: the evaluation sets hold no problems outside of the test set.
 MATH_EXAMPLES = tuple(
     _problem(problem, solution, boxed(solution) or "")
     for problem, solution in (
@@ -202,7 +202,7 @@ MATH_EXAMPLES = tuple(
 
 
 def bbh_items(path: Path) -> list[OpenItem]:
-    """Return the items of one subtask of BIG-Bench Hard, the name of which is the file's."""
+    """Return the items of one subtask of BIG-Bench Hard, named after its file."""
     found = []
     try:
         examples = field(json.loads(path.read_bytes()), "examples", list, of=dict)
@@ -222,10 +222,10 @@ def bbh_examples(path: Path) -> list[OpenItem]:
     """Return the examples of one subtask, with their chains of thought."""
     found = []
     for text in _bbh_prompt(path)[1]:
-        # One of the files goes on after a space, the others on a new line.
+        # In one file the answer follows a space, in the others a new line.
         question, thinks, solution = text.partition(f"\nA: {_THINK}")
         if not thinks or not solution.strip():
-            raise ValueError(f"{path}: an example is not answered step by step ({text[:40]!r})")
+            raise ValueError(f"{path}: an example has no step-by-step answer ({text[:40]!r})")
         question = question.removeprefix("Q: ")
         answer = concluded(solution) or ""
         found.append(_step_by_step(question, solution.lstrip(), answer, path.stem))
@@ -237,11 +237,11 @@ def _step_by_step(question: str, solution: str, answer: str, group: str) -> Open
 
 
 def _bbh_prompt(path: Path) -> tuple[str, list[str]]:
-    """Return the description of a subtask and its examples; a first line has a canary."""
+    """Return the description of a subtask and its examples, after the canary line."""
     if not path.is_file():
         raise ValueError(f"there is no {path}, which holds the examples of {path.stem}")
     _, line, body = path.read_text(encoding="utf8").partition("-----\n")
     description, *examples = re.split(r"\n\n(?=Q: )", body.strip())
     if not line or not examples:
-        raise ValueError(f"{path} has no examples (Q: ...) behind a line of dashes")
+        raise ValueError(f"{path} has no examples (Q: ...) after a line of dashes")
     return description, examples

@@ -1,9 +1,9 @@
-"""Requests: items as tokens, and the file that takes them to the machine that scores.
+"""Requests: tokenized items, and a file to score them on another machine.
 
-Context and continuation are encoded as one text and split behind the tokens of the context, whose
-trailing whitespace goes to the continuation: lm-eval's way. A model that answers in writing gets
-a prompt instead; the texts of the tokens go with the requests, so that no tokenizer is needed to
-read what it writes. Needs the standard library alone.
+As in lm-eval, context and continuation are encoded as one text and split after the tokens of the
+context, whose trailing whitespace moves to the continuation. Generation tasks have prompts instead;
+the bytes of each token are stored with them, so generated tokens are decoded without a tokenizer.
+Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ FORMAT = 2
 
 
 class Encoder(Protocol):
-    """What a tokenizer must do."""
+    """Interface of a tokenizer."""
 
     prefix_id: int | None
-    """Token that a text without context follows: the tokenizer's first or last of a document."""
+    """Token before a text without context: the tokenizer's BOS or EOS token."""
     end_ids: tuple[int, ...]
     """Tokens that end a document."""
 
-    def pieces(self) -> tuple[bytes, ...]:
-        """Return the text of each token: joined they are what a tokenizer makes of the ids."""
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """Return the bytes of each token's text; joined, they decode any ids."""
         ...
 
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
-        """Return the ids of a text; `bare` leaves out what the tokenizer adds by itself."""
+        """Return the ids of a text; `bare` omits special tokens that the tokenizer adds."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """One continuation to be scored behind its context."""
+    """One continuation to score after its context."""
 
     task: str
     item: int
-    """Place of the item among those evaluated."""
+    """Index of the item among those evaluated."""
     choice: int
     right: bool
     context: tuple[int, ...]
@@ -62,36 +62,36 @@ class Prompt:
 
     task: str
     item: int
-    """Place of the item among those evaluated."""
+    """Index of the item among those evaluated."""
     prompt: tuple[int, ...]
     stops: tuple[str, ...]
-    """Texts before which the answer ends."""
+    """Stop strings: the answer ends before the first."""
     max_new_tokens: int
     answer: str
-    """The right one."""
+    """The right answer."""
     group: str = ""
     num_choices: int = 0
-    """Answers that the prompt names; 0 if it names none."""
+    """Number of choices listed in the prompt; 0 if none."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is needed to read tokens as text."""
+    """What decoding generated tokens needs."""
 
-    pieces: tuple[bytes, ...] = ()
-    """Text of each token; nothing for special ones."""
+    token_bytes: tuple[bytes, ...] = ()
+    """Bytes of each token's text; empty for special tokens."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end a document."""
 
 
 @dataclass(frozen=True)
 class RequestSet:
-    """Requests with what is needed to trust them elsewhere."""
+    """Requests, with checksums that identify tokenizer and items."""
 
     requests: tuple[Request, ...]
     tokenizer: str | None
-    """SHA-256 of the tokenizer.json that made the tokens, where there is one."""
-    items: dict[str, str]
+    """SHA-256 of the tokenizer.json, if there is one."""
+    checksums: dict[str, str]
     """Checksum of each task's items."""
     shots: dict[str, int] = field(default_factory=dict)
     """Examples in each task's prompts."""
@@ -119,7 +119,7 @@ def build(task: str, items: Sequence[Item], encoder: Encoder) -> list[Request]:
 
 
 def build_prompts(task: str, items: Sequence[OpenItem], encoder: Encoder) -> list[Prompt]:
-    """Return the requests of a task that is answered in writing."""
+    """Return the requests of a generation task."""
     found = []
     for index, item in enumerate(items):
         ids = tuple(encoder.encode(item.prompt))
@@ -153,7 +153,7 @@ def build_set(
     for name, items in tasks.items():
         if isinstance(items[0], OpenItem):
             prompts += build_prompts(name, items, encoder)
-            if not vocabulary.pieces:
+            if not vocabulary.token_bytes:
                 vocabulary = vocabulary_of(encoder, items[0].prompt)
         else:
             requests += build(name, items, encoder)
@@ -163,14 +163,14 @@ def build_set(
 
 
 def vocabulary_of(encoder: Encoder, text: str) -> Vocabulary:
-    """Return the texts of an encoder's tokens; a ValueError if they do not give back `text`."""
-    pieces = encoder.pieces()
+    """Return the vocabulary of an encoder; raise a ValueError if it does not decode `text`."""
+    pieces = encoder.token_bytes()
     read = b"".join(pieces[index] for index in encoder.encode(text, bare=True))
     # Some tokenizers write a space before the first word.
     if read.decode(errors="replace").strip() != text.strip():
         raise ValueError(
-            "the tokenizer does not give back the text that it encodes, so that what a model "
-            "writes cannot be read: leave out the tasks that are answered in writing"
+            "the tokenizer does not decode to the text that it encoded, so generated tokens cannot "
+            "be read: leave out the generation tasks"
         )
     return Vocabulary(pieces, encoder.end_ids)
 
@@ -182,8 +182,8 @@ def encode_pair(
     if not context:
         if encoder.prefix_id is None:
             raise ValueError(
-                "the tokenizer names neither a first nor a last token of a document, which a text "
-                "without context must follow: set bos_token or eos_token in tokenizer_config.json"
+                "the tokenizer has neither a BOS nor an EOS token, which must precede a text "
+                "without context: set bos_token or eos_token in tokenizer_config.json"
             )
         ids = tuple(encoder.encode(continuation, bare=True))
         # A tokenizer may write the prefix itself.
@@ -212,14 +212,14 @@ def _not_empty(
 
 
 def write_requests(path: Path, found: RequestSet) -> None:
-    """Write requests as JSON lines, behind a line that says what they are."""
+    """Write requests as JSON lines, after a header line."""
     counts = Counter(request.task for request in (*found.requests, *found.prompts))
     header = {
         "format": FORMAT,
         "tokenizer": found.tokenizer,
-        "tasks": {n: [counts[n], found.shots[n], items] for n, items in found.items.items()},
-        # One character for each byte: a piece may be a part of a character.
-        "pieces": [piece.decode("latin-1") for piece in found.vocabulary.pieces],
+        "tasks": {n: [counts[n], found.shots[n], items] for n, items in found.checksums.items()},
+        # One character for each byte, since a token may be part of a character.
+        "pieces": [piece.decode("latin-1") for piece in found.vocabulary.token_bytes],
         "end_ids": found.vocabulary.end_ids,
     }
     lines = [header, *map(vars, (*found.requests, *found.prompts))]
@@ -228,7 +228,7 @@ def write_requests(path: Path, found: RequestSet) -> None:
 
 
 def read_requests(path: Path) -> RequestSet:
-    """Read what `write_requests` wrote; a ValueError names the line that is wrong."""
+    """Read a file of `write_requests`; a ValueError names the invalid line."""
     if not path.is_file():
         raise ValueError(f"there is no file of requests {path}: write one with --requests-only")
     lines = path.read_bytes().splitlines()
@@ -238,16 +238,16 @@ def read_requests(path: Path) -> RequestSet:
     counts = Counter(request.task for request in found)
     if counts != expected:
         raise ValueError(
-            f"{path} is not whole: it holds {counts.total():,} requests, and should hold "
+            f"{path} is incomplete: it holds {counts.total():,} requests, and should hold "
             f"{sum(expected.values()):,}: copy it again"
         )
-    items = {name: checksum for name, (_, _, checksum) in header["tasks"].items()}
+    checksums = {name: checksum for name, (_, _, checksum) in header["tasks"].items()}
     shots = {name: count for name, (_, count, _) in header["tasks"].items()}
     pieces = tuple(text.encode("latin-1") for text in header["pieces"])
     return RequestSet(
         tuple(request for request in found if isinstance(request, Request)),
         header["tokenizer"],
-        items,
+        checksums,
         shots,
         tuple(request for request in found if isinstance(request, Prompt)),
         Vocabulary(pieces, tuple(header["end_ids"])),
@@ -301,13 +301,13 @@ def _request(data: Any) -> Request | Prompt:
             raise ValueError(f"{name} is not a count")
     for name in ("task", "group", *(("answer",) if is_prompt else ())):
         if type(data.get(name)) is not str:
-            raise ValueError(f"{name} is no text")
+            raise ValueError(f"{name} is not a string")
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }
     if is_prompt:
         if not _all_of(data.get("stops"), lambda stop: type(stop) is str and bool(stop)):
-            raise ValueError("stops is not a list of texts")
+            raise ValueError("stops is not a list of strings")
         return Prompt(**values)
     if type(data.get("right")) is not bool:
         raise ValueError("right is neither true nor false")

@@ -1,4 +1,4 @@
-"""From scores to accuracies, bits per byte and their errors; and two results item by item."""
+"""Accuracies, bits per byte and their errors from scores; paired differences of two results."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class Result:
     task: str
     model: str
     items: str
-    """Checksum of the items: results about other ones cannot be compared."""
+    """Checksum of the items; only results on the same items can be compared."""
     steps: tuple[int, ...] = ()
     """Checkpoints whose scores are averaged."""
     accuracy: tuple[float, ...]
-    """1 or 0, or between: averaged over checkpoints, or shared by equal likelihoods."""
+    """1 or 0; between them if averaged over checkpoints or shared by equal likelihoods."""
     normalized: tuple[float, ...] | None = None
     """Accuracy with likelihoods divided by the characters of the answer; None if not defined."""
     flexible: tuple[float, ...] | None = None
-    """Accuracy of answers that are read less strictly; None if not defined."""
+    """Accuracy with less strict extraction of the answer; None if not defined."""
     bits: tuple[float, ...] | None = None
-    """What the right answer costs; None where the model writes its own."""
+    """Bits of the right answer; None for generation tasks."""
     bytes: tuple[int, ...] | None = None
-    """Its size."""
+    """Bytes of the right answer."""
     chance: float | None
-    """Accuracy of a guess; None where there are no choices."""
+    """Accuracy of random guessing; None without choices."""
     shots: int = 0
     """Examples in each prompt."""
     groups: tuple[str, ...] = ()
@@ -79,11 +79,11 @@ def _metrics(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote about one item."""
+    """The generated answer to one item."""
 
     item: int
     step: int | None
-    """Checkpoint that wrote it, of a run."""
+    """Step of the checkpoint, for a run."""
     right: str
     read: dict[str, str | None]
     """Metric -> the answer found in the text."""
@@ -124,8 +124,8 @@ def mean_of_groups(values: Sequence[float], groups: Sequence[str]) -> Estimate:
     return Estimate(math.fsum(each.value for each in means) / len(means), error)
 
 
-def credit(values: Sequence[float], right: int) -> float:
-    """Return 1 if the right choice has the largest value, a part of it if several have, else 0."""
+def tie_aware_accuracy(values: Sequence[float], right: int) -> float:
+    """Return 1 if the right choice has the largest value, 1/n if n choices tie, else 0."""
     best = [place for place, value in enumerate(values) if value == max(values)]
     return 1 / len(best) if right in best else 0.0
 
@@ -134,7 +134,7 @@ def difference(first: Result, second: Result) -> dict[str, Estimate]:
     """Return first - second in every metric, paired by item."""
     if (first.task, first.items) != (second.task, second.items):
         raise ValueError(
-            f"{first.model} and {second.model} were evaluated on other items of {first.task}: "
+            f"{first.model} and {second.model} were evaluated on different items of {first.task}: "
             "evaluate both on the same files with the same --limit"
         )
     found = _metrics(
@@ -178,10 +178,10 @@ def summarize(
         if len(asked) == 1:
             accuracy.append(float(found[0].greedy))
         else:
-            accuracy.append(credit(values, right))
+            accuracy.append(tie_aware_accuracy(values, right))
             chances.append(1 / len(asked))
         per_character = [v / r.characters for v, r in zip(values, asked, strict=True)]
-        by_length.append(credit(per_character, right))
+        by_length.append(tie_aware_accuracy(per_character, right))
         bits.append(-values[right] / math.log(2))
         sizes.append(asked[right].bytes)
         groups.append(asked[right].group)
@@ -200,7 +200,7 @@ def summarize(
     )
 
 
-def summarize_written(
+def summarize_generated(
     prompts: Sequence[Prompt],
     answers: Sequence[Answer],
     *,
@@ -209,7 +209,7 @@ def summarize_written(
     steps: tuple[int, ...] = (),
     shots: int = 0,
 ) -> Result:
-    """Return the result of one task from what a model wrote behind its prompts."""
+    """Return the result of one generation task from its answers."""
     scores: dict[str, Any] = {
         name: tuple(a.scores[name] for a in answers) for name in answers[0].scores
     }
@@ -245,7 +245,7 @@ def _average(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Write a task's result into a folder, in place of an older one."""
+    """Write a task's result into a folder, replacing an older one."""
     summary = {
         name: {"value": e.value, "error": None if math.isnan(e.error) else e.error}
         for name, e in result.metrics.items()
@@ -261,7 +261,7 @@ def write_result(folder: Path, result: Result) -> None:
 
 
 def write_answers(folder: Path, task: str, answers: Sequence[Answer]) -> None:
-    """Write what a model wrote, one line for each item."""
+    """Write the generated answers, one line per item."""
     lines = (json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
     write_output(folder / f"{task}.answers.jsonl", "".join(lines).encode(errors="replace"))
 
@@ -271,7 +271,7 @@ def _short(values: Sequence[float]) -> list[float | int]:
 
 
 def read_results(folder: Path) -> dict[str, Result]:
-    """Return the results in a folder, by task; none where there are none."""
+    """Return the results in a folder by task; empty if there are none."""
     if not folder.is_dir():
         return {}
     found = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
@@ -294,10 +294,10 @@ def _read(path: Path) -> Result:
         count = len(result.accuracy)
         rows = [row for name in (*_SCORES, "bytes") if (row := getattr(result, name)) is not None]
         if not count or any(len(row) != count for row in rows):
-            raise ValueError("its lists have other lengths")
+            raise ValueError("its lists have different lengths")
         if (result.bits is None) != (result.bytes is None) or len(result.groups) not in (0, count):
             raise ValueError("its lists do not belong together")
-        # A number that is none would show only in the middle of a comparison.
+        # Find invalid numbers now, not in the middle of a comparison.
         for row in rows:
             math.fsum(row)
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,8 +1,7 @@
-"""Log-likelihoods of requests under a model. Needs torch alone.
+"""Log-likelihoods of requests under a model. Needs only torch.
 
-Sequences are sorted by length, put into batches of a bounded number of tokens and filled up on the
-right, where a causal model does not look. So neither the batch nor the filling enters a score,
-except through the rounding of the model's own arithmetic.
+Sequences are sorted by length, batched up to a number of tokens and padded on the right, where a
+causal model does not look. So a score depends on the batch and the padding only through rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a continuation."""
+    """The score of a continuation."""
 
     log_likelihood: float
     """Nats, summed over the tokens of the continuation."""
     greedy: bool
-    """Whether each token is the one the model holds likeliest."""
+    """Whether each token is the model's most likely one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def score(
 
     Args:
         max_length: Tokens the model can read; longer contexts lose their first tokens.
-        batch_tokens: Most tokens in a batch; one longer sequence is a batch by itself.
+        batch_tokens: Maximum tokens in a batch; one longer sequence is a batch by itself.
         progress: Called with the number of requests done since the last call.
     """
     if batch_tokens < 1:
@@ -65,7 +64,7 @@ def score(
         logits = model(rows.to(device))
         if logits.dim() != 3 or logits.shape[:2] != rows.shape:
             raise ValueError(
-                f"the model gives logits of shape {tuple(logits.shape)} for tokens of shape "
+                f"the model returned logits of shape {tuple(logits.shape)} for tokens of shape "
                 f"{tuple(rows.shape)}: expected (batch, length, vocabulary)"
             )
         found = _scores_of(logits, batch, requests)

@@ -1,4 +1,4 @@
-"""The tasks: files, forms, examples and metrics, as in lm-eval's definitions of the same names."""
+"""The tasks: files, forms, examples and metrics, as in lm-eval's tasks of the same names."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from learnable_multipliers.evaluate.items import (
 )
 
 Form = Literal["cloze", "letter", "partial", "pair", "last word", "generation"]
-"""cloze: answers behind one question. letter: letters of answers that the question lists. partial:
-one ending behind sentences filled in differently. pair: two whole sentences. last word: the one
-word that must be the model's own first choice. generation: the model writes, and its answer is
-read from the text."""
+"""cloze: answers after a question. letter: letters of answers listed in the question. partial: one
+ending after sentences filled in differently. pair: two whole sentences. last word: one word that
+must be the model's greedy choice. generation: the answer is extracted from generated text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writing:
-    """How a model's own text is ended and read."""
+class Generation:
+    """How a generated answer ends and how it is extracted."""
 
     stops: tuple[str, ...]
-    """Texts before which an answer ends."""
+    """Stop strings: the answer ends before the first."""
     max_new_tokens: int
     extract: Mapping[str, Callable[[str], str | None]]
-    """Metric -> the answer in a text, or None."""
+    """Metric -> a function that extracts the answer from a text, or None."""
     equal: Callable[[str, str], bool] = operator.eq
-    """Whether an answer in a text is the right one."""
+    """Whether an extracted answer equals the right one."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Items that are shown with their answers; never those that are asked."""
+    """Items shown with their answers; never items of the test set."""
 
     file: str | None
-    """Below the folder of evaluation sets; None where they are our own."""
+    """Path in the folder of evaluation sets; None for our own examples."""
     read: Callable[[Path], Any]
 
     def __call__(self, folder: Path) -> Any:
-        """Return them, from the folder of evaluation sets."""
+        """Return the examples, given the folder of evaluation sets."""
         return self.read(folder) if self.file is None else _read_all(folder, self.file, self.read)
 
 
@@ -61,23 +60,23 @@ class Task:
     name: str
     form: Form = "cloze"
     file: str
-    """Below the folder of evaluation sets; may be a pattern of several files."""
+    """Path in the folder of evaluation sets; may be a pattern for several files."""
     read: Callable[[Path], Any]
-    """A file's items."""
+    """Return the items of a file."""
     normalized: bool = True
-    """Whether accuracy normalized by the characters of an answer is reported too."""
+    """Whether accuracy normalized by the length of the answer is reported too."""
     labels: str | None = None
-    """File of right choices, where they are not in the items."""
+    """File of the right choices, if they are not in the items."""
     shots: int = 0
-    """Examples in the prompt, where nothing else is asked for."""
+    """Default number of examples in the prompt."""
     examples: Examples | None = None
-    writing: Writing | None = None
-    """For tasks that are answered in writing."""
+    generation: Generation | None = None
+    """Only for generation tasks."""
     note: str = ""
-    """How it differs from lm-eval's task, or from the paper's."""
+    """Differences from lm-eval's task, or from the paper's."""
 
     def missing_file(self, folder: Path, shots: int | None) -> str | None:
-        """Return a file that the items need and a folder does not hold; None if all are there."""
+        """Return a file that the items need and the folder lacks; None if it has all."""
         count = self.shots if shots is None else shots
         needed = [self.file, self.labels, self.examples.file if count and self.examples else None]
         for file in filter(None, needed):
@@ -91,25 +90,25 @@ class Task:
         """Return the items, a list of `Item` or of `OpenItem`.
 
         Args:
-            shots: Examples before each item; None for the usual number.
-            limit: Items to take, evenly from the whole file; 0 for all.
-            max_new_tokens: Most tokens of an answer in writing; 0 for the usual number.
+            shots: Examples before each item; None for the default.
+            limit: Maximum number of items, evenly spaced over the file; 0 for all.
+            max_new_tokens: Maximum generated tokens of an answer; 0 for the default.
         """
         check_folder(folder)
         count = self.shots if shots is None else shots
         if count and self.examples is None:
             able = ", ".join(task.name for task in TASKS.values() if task.examples)
             raise ValueError(
-                f"{self.name} takes no examples: the evaluation sets have none for it beside the "
-                f"questions that are asked (tasks with examples: {able})"
+                f"{self.name} takes no examples: the evaluation sets have none for it apart "
+                f"from its questions (tasks with examples: {able})"
             )
         found = _read_all(folder, self.file, self.read)
         if self.labels is not None:
             found = _labelled(found, folder / self.labels)
         found = evenly(found, limit) if limit else found
-        if self.writing is not None:
-            most = max_new_tokens or self.writing.max_new_tokens
-            found = [replace(i, stops=self.writing.stops, max_new_tokens=most) for i in found]
+        if self.generation is not None:
+            most = max_new_tokens or self.generation.max_new_tokens
+            found = [replace(i, stops=self.generation.stops, max_new_tokens=most) for i in found]
         examples = self.examples(folder) if count and self.examples else []
         try:
             return with_examples(found, examples, count)
@@ -118,9 +117,11 @@ class Task:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ValueError for what cannot hold evaluation sets."""
+    """Raise a ValueError unless the folder of evaluation sets exists."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give that of the evaluation sets (--eval-data)")
+        raise ValueError(
+            f"{folder} is not a folder: give the folder of the evaluation sets (--eval-data)"
+        )
 
 
 def _read_all(folder: Path, file: str, read: Callable[[Path], Any]) -> Any:
@@ -133,7 +134,7 @@ def _read_all(folder: Path, file: str, read: Callable[[Path], Any]) -> Any:
 
 
 def _labelled(items: list[Item], path: Path) -> list[Item]:
-    """Return items with the right choices that stand in a file of their own."""
+    """Return items with the right choices read from a separate file."""
     labels = read_lines(path)
     if len(labels) != len(items):
         raise ValueError(f"{path} has {len(labels)} labels for {len(items)} items")
@@ -233,7 +234,7 @@ _ALL = (
         read=_lines(prompts.mmlu_pro),
         shots=5,
         examples=Examples("mmlu_pro/validation.jsonl", _lines(prompts.mmlu_pro)),
-        writing=Writing(
+        generation=Generation(
             stops=("Question:",), max_new_tokens=2048, extract={"accuracy": answers.letter}
         ),
     ),
@@ -244,7 +245,7 @@ _ALL = (
         read=prompts.bbh_items,
         shots=3,
         examples=Examples("bbh/cot-prompts/*.txt", prompts.bbh_examples),
-        writing=Writing(
+        generation=Generation(
             stops=("</s>", "Q", "\n\n"),
             max_new_tokens=1024,
             extract={"accuracy": answers.concluded},
@@ -258,7 +259,7 @@ _ALL = (
         read=_lines(prompts.gsm8k),
         shots=5,
         examples=Examples("gsm8k/train.jsonl", _lines(prompts.gsm8k)),
-        writing=Writing(
+        generation=Generation(
             stops=("Question:", "</s>", "<|im_end|>"),
             max_new_tokens=256,
             extract={"accuracy": answers.marked_number, "flexible": answers.last_number},
@@ -272,7 +273,7 @@ _ALL = (
         read=_lines(prompts.math),
         shots=4,
         examples=Examples(None, lambda folder: list(prompts.MATH_EXAMPLES)),
-        writing=Writing(
+        generation=Generation(
             stops=("Problem:",),
             max_new_tokens=1024,
             extract={"accuracy": answers.boxed},

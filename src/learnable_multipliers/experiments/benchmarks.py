@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from learnable_multipliers.evaluate import evaluation
-from learnable_multipliers.evaluate.models import trained_here
+from learnable_multipliers.evaluate.models import from_model
 from learnable_multipliers.evaluate.requests import RequestSet, read_requests
 from learnable_multipliers.evaluate.scoring import BATCH_TOKENS
 from learnable_multipliers.experiments.record import Record
@@ -34,7 +34,7 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterab
     They must be those that earlier records were scored on: others cannot be compared.
     """
     found = read_requests(path)
-    if missing := [task for task in tasks if task not in found.items]:
+    if missing := [task for task in tasks if task not in found.checksums]:
         raise ValueError(
             f"{path} holds no requests of {', '.join(missing)}: make it with lrm evaluate {data} "
             f"--eval-data FOLDER --tasks {' '.join(tasks)} --requests-only {path}"
@@ -45,7 +45,7 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterab
             f"lrm evaluate {data} --eval-data FOLDER --requests-only {path}"
         )
     before = {(task, its["items"]) for each in records for task, its in each.benchmarks.items()}
-    if others := {task for task, items in before if found.items.get(task, items) != items}:
+    if others := {task for task, items in before if found.checksums.get(task, items) != items}:
         raise ValueError(
             f"{path} asks other questions of {', '.join(sorted(others))} than earlier records were "
             "scored on, and their scores would not compare: give the file that was used for those "
@@ -59,7 +59,7 @@ def scores(trainer: Trainer, asked: RequestSet) -> dict[str, dict[str, Any]]:
     Weights and precision are those of the training.
     """
     model, device = trainer.model, trainer.device
-    loaded = trained_here(model, trainer.data.manifest.tokenizer_sha256)
+    loaded = from_model(model, trainer.data.manifest.tokenizer_sha256)
     evaluation.check(asked, loaded, "the run")
     was_training = model.training
     model.eval()

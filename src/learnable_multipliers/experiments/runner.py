@@ -22,8 +22,8 @@ from learnable_multipliers.experiments.pool import Workers
 from learnable_multipliers.experiments.record import Record, append
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.experiments.worker import Failure, Job
-from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
-from learnable_multipliers.pretrain.data.threads import num_cores
+from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
+from learnable_multipliers.pretrain.cores import num_cores
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from learnable_multipliers.optim._groups import SMALLEST_EPS
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.rules import parse_rules
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
 from learnable_multipliers.pretrain.serialization import from_dict, to_dict
-from learnable_multipliers.roles import check_role
 
-_LARGEST = 1e15
-"""Of the optimizer's settings: products of two must fit into float32."""
 DecayShape = Literal["exponential", "linear", "cosine"]
 MultiplierSchedule = Literal["same", "no-warmup", "no-decay"]
-Placement = Literal["none", "full", "symmetry-aware", "scalar"]
-Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
-_ONLY: dict[Variant, str] = {"adamc": "adamw", "normuon": "muon", "muown": "muon"}
-"""Variants of one kind of optimizer; the others are of either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +20,7 @@ class DataConfig:
     """Training data and batches."""
 
     path: Path | None = None
-    """Folder that `lrm data prepare` wrote; none is the Python standard library's own sources,
+    """Output folder of `lrm data prepare`. Default: the Python standard library's source code,
     prepared on first use."""
     sequence_length: int = 2048
     """Tokens in a sequence."""
@@ -41,75 +31,8 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """How weights and multipliers are trained."""
-
-    kind: Literal["adamw", "muon"] = "adamw"
-    """Muon trains hidden matrices; the rest and the multipliers train with AdamW either way."""
-    variant: Variant = "none"
-    """Another paper's change to the optimizer, to compare with (docs/rivals.md): cautious,
-    hyperball, sphere of either, adamc of AdamW, normuon and muown of Muon."""
-    placement: Placement = "full"
-    """Which multipliers matrices carry: none, row and column (full), those free of symmetries
-    (symmetry-aware), or one number each (scalar)."""
-    rules: tuple[str, ...] = ()
-    """Exceptions from the placement, each in quotes: a pattern for names (. is all) and settings of
-    lrm.Rule, '. only=head kind=scalar' or 'up_proj kind=none'; the first that matches decides.
-    @FILE reads them from a file, one a line."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices (paper: 0.1); norms, biases and other vectors have none."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
-    eps: float = 1e-8
-    """What AdamW adds to the root of the second moment."""
-    lr_factors: dict[str, float] = field(default_factory=dict)
-    """Factors on the learning rate of matrices, by role: head 2 gate 0.5."""
-    weight_decay_factors: dict[str, float] = field(default_factory=dict)
-    """Factors on the weight decay of matrices, by role."""
-    norm_scale: dict[str, float] = field(default_factory=dict)
-    """Factors S on the equilibrium norm of matrices, by role: learning rate times S, decay over S
-    (as in the paper's projector and MLP runs)."""
-    max_grad_norm: float = 1.0
-    """Clip norm of the raw gradients, multipliers left out (paper: 1); 0 does not clip."""
-    clip_multipliers: bool = False
-    """Count the multipliers' gradients in the clip norm too (paper: they are better left out)."""
-    multiplier_lr_scale: float = 1.0
-    """Learning rate of the multipliers over that of the matrices."""
-    multiplier_lr: float = 0.0
-    """Peak learning rate of the multipliers, in place of lr times multiplier_lr_scale; 0 keeps that
-    product."""
-    multiplier_weight_decay: float = 2e-3
-    """Weight decay of multipliers (paper: 2e-3)."""
-    multiplier_scale: Literal["linear", "log"] = "linear"
-    """What is learned: the multiplier, or its logarithm, whose decay pulls to 1."""
-    multiplier_init: Literal["one", "fold"] = "fold"
-    """Multipliers take over the model's fixed mup_* factors, where it has any (fold), or start at
-    1 beside them."""
-    momentum: float = 0.95
-    """Momentum of Muon."""
-    split: Literal["blocks", "heads"] = "blocks"
-    """What Muon orthogonalizes by itself: whole projections, or each head of queries, keys and
-    values."""
-    adamw_lr_scale: float = 1.0
-    """With Muon or a variant: learning rate of the rest over that of the hidden matrices."""
-
-    @property
-    def rest_lr_scale(self) -> float:
-        """Learning rate of what is not a hidden matrix, over that of those."""
-        apart = self.kind == "muon" or self.variant != "none"
-        return self.adamw_lr_scale if apart else 1.0
-
-    @property
-    def multiplier_ratio(self) -> float:
-        """Learning rate of the multipliers over that of the matrices, however it was given."""
-        return self.multiplier_lr / self.lr if self.multiplier_lr else self.multiplier_lr_scale
-
-
-@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The length of a run and what its learning rate and batch size do on the way."""
+    """Length of the run, learning-rate schedule and batch ramp-up."""
 
     tokens: int = 30_000_000_000
     """Length of the whole run, in tokens. Paper: 30e9 (25e9 before the decay); long run 240e9."""
@@ -121,26 +44,27 @@ class ScheduleConfig:
     """Length of the decay, in tokens; 0 is no decay. Paper: 5e9; long run 40e9."""
 
     decay_factor: float = 8.0
-    """What the learning rate is divided by at the end of the decay. Paper: 8; long run 32."""
+    """Peak learning rate over final learning rate. Paper: 8; long run 32."""
 
     decay_shape: DecayShape = "exponential"
-    """How the rate falls during the decay. Paper: exponential."""
+    """Shape of the decay. Paper: exponential."""
 
     minimum_tokens: int = 0
-    """Tokens after the decay, at the rate it ended with. Paper: 0; long run 40e9."""
+    """Tokens after the decay, at the final learning rate. Paper: 0; long run 40e9."""
 
     multipliers: MultiplierSchedule = "same"
     """Schedule of the multipliers' learning rate: the same as the matrices', or without its warmup
     or its decay. Paper: same."""
 
     rampup_tokens: int = 0
-    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: has a ramp, length not given."""
+    """Length of the batch ramp-up, in tokens; 0 is no ramp. Paper: uses a ramp, length not
+    given."""
 
     rampup_start_sequences: int = 64
     """Batch at the start of the ramp, in sequences. Paper: not given."""
 
     rampup_increment_sequences: int = 64
-    """What the batch grows by at each step of the ramp, in sequences. Paper: not given."""
+    """Batch increment of the ramp, in sequences. Paper: not given."""
 
     def __post_init__(self) -> None:
         counts = ("tokens", "rampup_start_sequences", "rampup_increment_sequences")
@@ -188,19 +112,19 @@ class SpikeConfig:
     """Loss spikes, and steps that are skipped."""
 
     max_rollbacks: int = 0
-    """How often a run may go back to the checkpoint before a spike and continue with other data; 0
-    only warns."""
+    """Maximum number of rollbacks to the checkpoint before a loss spike, skipping its data; 0 only
+    warns."""
     window: int = 50
-    """Logged losses (log.every steps each) that define the usual loss; none is judged before."""
+    """Logged losses (one per log.every steps) in the median that defines a normal loss; no spike is
+    detected before."""
     deviations: float = 6.0
-    """How far above their median a loss is high, in robust standard deviations."""
+    """A loss is high if it exceeds the median by this many robust standard deviations ..."""
     min_rise: float = 0.2
-    """How far above the median it must be at least, in nats: a smooth curve has next to no
-    deviation."""
+    """... and by at least this many nats (a smooth curve has almost no deviation)."""
     patience: int = 3
-    """High logged losses in a row that make a spike; one that is not finite is high."""
+    """Consecutive high losses that count as a spike; a non-finite loss is high."""
     max_skipped: int = 50
-    """Steps in a row without finite gradients after which a run ends with an error; 0 never."""
+    """Consecutive steps with non-finite gradients after which the run fails; 0 disables this."""
 
     def __post_init__(self) -> None:
         _check_at_least(0, "spikes.", self, "max_rollbacks", "max_skipped")
@@ -219,27 +143,27 @@ class LogConfig:
     """What is logged, and how often (in steps)."""
 
     every: int = 10
-    """Steps between lines of loss, rate and speed; 0 logs only the first step."""
+    """Steps between records of loss, learning rate and speed; 0 logs only the first step."""
     weights_every: int = 100
-    """Steps between statistics of norms and multipliers; there is always one at either end."""
+    """Steps between statistics of norms and multipliers; always at the first and last step."""
     drift: bool = True
     """Scale symmetries of the model, found at the start in seconds to half a minute the first time,
     and how far multipliers drift along them."""
     drift_bound: float = 10.0
     """Factor of drift that raises an alarm."""
     signals_every: int = 0
-    """Steps between records of the sizes of activations and of rows, layer by layer, with one at
-    either end; 0 is never."""
+    """Steps between records of the sizes of activations and of rows, layer by layer; always at the
+    first and last step; 0 is never."""
     evaluate_every: int = 250
-    """Steps between evaluations on held-out text; there is always one at the end."""
+    """Steps between evaluations on held-out text; always at the last step."""
     evaluate_tokens: int = 500_000
-    """Most held-out tokens an evaluation reads; 0 is all of them."""
+    """Maximum number of held-out tokens per evaluation; 0 is all."""
     sample_every: int = 0
-    """Steps between samples; there is always one at the end."""
+    """Steps between samples; always at the last step."""
     sample_tokens: int = 120
     """Length of a sample; 0 samples nothing."""
     prompt: str = "The"
-    """Prompt for samples."""
+    """Prompt of samples."""
     tensorboard: bool = True
     """Scalars for TensorBoard, where it is installed."""
     wandb: str = ""
@@ -260,17 +184,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the processes that torchrun starts share the work; one process needs nothing of it."""
+    """Parallelism over the ranks of torchrun; not needed for one process."""
 
     data: int = 0
-    """Replicas of the model (DDP), each trained on its part of a batch; 0 is world size / (shard x
+    """Replicas of the model (DDP), each on its part of a batch; 0 is world size / (shard x
     tensor)."""
     shard: int = 1
     """Ranks that a replica is sharded over (FSDP2)."""
     tensor: int = 1
     """Tensor-parallel ranks: heads, MLP features and vocabulary are sharded over them."""
     timeout: float = 600.0
-    """Seconds a rank waits for the others before the run ends with an error."""
+    """Collective timeout, in seconds; the run then fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,25 +202,25 @@ class RuntimeConfig:
     """Device, precision and compilation."""
 
     device: str = "auto"
-    """cuda, mps or cpu; auto takes the first there is."""
+    """cuda, mps or cpu; auto is the first available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the matrix products; auto is bfloat16 on a GPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision that the matrices of the layers are stored in; the optimizer keeps float32 raw
-    weights. bfloat16 needs no casts and less memory, and trains as float32 does, from a start that
-    is rounded; for one process."""
+    """Storage dtype of the layers' matrices; the optimizer keeps float32 raw weights. bfloat16
+    needs no casts and less memory, and trains as float32 does, from a rounded start. One process
+    only."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile, layer by layer; auto is on for CUDA."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture forward and backward as a CUDA graph and replay it, so that the GPU never waits for
     Python; auto is on for CUDA. Turn it off to debug."""
     recompute: Literal["none", "layers"] = "none"
-    """What backward computes again instead of keeping it (activation checkpointing): with layers,
-    all of a layer but its input. Saves memory for up to a third more computation."""
+    """Activation checkpointing: layers keeps only each layer's input and recomputes the layer in
+    the backward pass. Saves memory for up to a third more computation."""
     num_threads: int = 0
-    """CPU threads; 0 leaves torch's choice."""
+    """CPU threads; 0 is torch's default."""
     peak_tflops: float = 0.0
-    """Peak TFLOP/s of the device in that precision, for MFU; 0 looks the device up."""
+    """Peak TFLOP/s of the device at this dtype, for MFU; 0 uses the known value of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +228,9 @@ class TrainConfig:
     """One training run."""
 
     out: Path = Path("runs/run")
-    """Folder of the run: config, metrics, checkpoints."""
+    """Output folder: config, metrics, checkpoints."""
     name: str = ""
-    """What the run is called in reports; the folder's name where empty."""
+    """Name in reports; the folder's name if empty."""
     seed: int = 0
     """Seed of weights and sample order."""
     z_loss: float = 1e-4
@@ -314,7 +238,7 @@ class TrainConfig:
     resume: bool = False
     """Resume from the newest valid checkpoint in the folder."""
     dry_run: bool = False
-    """Show plan, sizes, memory and the first batch, and train nothing."""
+    """Show plan, sizes, memory and the first batch without training."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -336,7 +260,8 @@ class TrainConfig:
                 f"data.sequence_length is {self.data.sequence_length}, but model.max_length, which "
                 f"goes into exported models, is {self.model.max_length}: raise it as well"
             )
-        self._check_optimizer()
+        self.optimizer.check()
+        self._check_variant()
         if not self.log.drift_bound > 1:
             raise ValueError(
                 f"log.drift_bound is a factor greater than 1, got {self.log.drift_bound:g}"
@@ -353,7 +278,8 @@ class TrainConfig:
             )
         if self.checkpoint.keep < 2:
             raise ValueError(
-                "checkpoint.keep must be at least 2: with one, a damaged checkpoint is the end"
+                "checkpoint.keep must be at least 2: with one, a damaged checkpoint leaves nothing "
+                "to resume from"
             )
         if self.spikes.max_rollbacks and not (self.log.every and self.checkpoint.every):
             raise ValueError(
@@ -370,100 +296,16 @@ class TrainConfig:
             _check_at_least(0, f"{section}.", config, *sorted(numbers - {"drift_bound"}))
 
     def _check_variant(self) -> None:
-        variant, kind = self.optimizer.variant, self.optimizer.kind
-        if variant == "none":
+        if self.optimizer.variant == "none":
             return
-        if variant in _ONLY and kind != _ONLY[variant]:
-            raise ValueError(
-                f"optimizer.variant={variant} changes {_ONLY[variant]}, not {kind}: set "
-                f"optimizer.kind={_ONLY[variant]}"
-            )
-        if variant == "muown" and (self.optimizer.placement != "none" or self.optimizer.rules):
-            raise ValueError(
-                "optimizer.variant=muown learns magnitudes of rows itself: set "
-                "optimizer.placement=none and leave optimizer.rules out"
-            )
         if self.runtime.param_dtype != "float32":
             raise ValueError(
                 "optimizer.variant trains the model's own weights: set runtime.param_dtype=float32"
             )
         if max(self.parallel.shard, self.parallel.tensor) > 1:
             raise ValueError(
-                "optimizer.variant trains whole matrices, which sharded runs do not have: set "
-                "parallel.shard=1 and parallel.tensor=1"
-            )
-
-    def _check_optimizer(self) -> None:
-        optimizer = self.optimizer
-        for name, value in vars(optimizer).items():
-            if isinstance(value, int | float) and value > _LARGEST:
-                raise ValueError(
-                    f"optimizer.{name} must be a number up to {_LARGEST:g}, got {value:g}"
-                )
-        if not 0 < optimizer.lr < math.inf:
-            raise ValueError(f"optimizer.lr must be a positive number, got {optimizer.lr:g}")
-        for name, value in zip(("beta1", "beta2"), optimizer.betas, strict=True):
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
-        if not optimizer.eps >= SMALLEST_EPS:
-            raise ValueError(
-                f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {optimizer.eps:g}: below, "
-                "it is 0 in float32, and what never had a gradient becomes 0 / 0, which is NaN"
-            )
-        if not 0 <= optimizer.momentum < 1:
-            raise ValueError(f"optimizer.momentum must lie in [0, 1), got {optimizer.momentum:g}")
-        self._check_variant()
-        if optimizer.split != "blocks" and (optimizer.kind, optimizer.variant) != ("muon", "none"):
-            raise ValueError(
-                f"optimizer.split={optimizer.split} is for Muon: set optimizer.kind=muon, without "
-                "a variant"
-            )
-        if optimizer.adamw_lr_scale != optimizer.rest_lr_scale:
-            raise ValueError(
-                f"optimizer.adamw_lr_scale={optimizer.adamw_lr_scale:g} is for Muon and variants: "
-                "AdamW trains everything at one rate; set optimizer.kind=muon, or factors by role "
-                "with optimizer.lr_factors"
-            )
-        decay = optimizer.lr * max(1.0, optimizer.rest_lr_scale) * optimizer.weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer.lr times optimizer.weight_decay is {decay:g}: a step would decay a "
-                "weight to nothing or beyond; lower one of them"
-            )
-        if optimizer.multiplier_lr and optimizer.multiplier_lr_scale != 1:
-            raise ValueError(
-                f"optimizer.multiplier_lr is {optimizer.multiplier_lr:g} and "
-                f"optimizer.multiplier_lr_scale {optimizer.multiplier_lr_scale:g}: give the "
-                "learning rate of the multipliers itself or over that of the matrices, not both"
-            )
-        rate = "multiplier_lr" if optimizer.multiplier_lr else "lr times multiplier_lr_scale"
-        decay = optimizer.lr * optimizer.multiplier_ratio * optimizer.multiplier_weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: a step would decay "
-                "a multiplier to nothing or beyond; lower one of them"
-            )
-        try:
-            parse_rules(optimizer.rules)
-        except ValueError as error:
-            raise ValueError(f"optimizer.rules: {error}") from error
-        # A decay of 0 is none; the others would leave a matrix as it was drawn.
-        _check_factors("weight_decay_factors", optimizer.weight_decay_factors, 0.0)
-        for name in ("lr_factors", "norm_scale"):
-            _check_factors(name, getattr(optimizer, name), 1 / _LARGEST)
-
-
-def _check_factors(name: str, factors: Mapping[str, float], least: float) -> None:
-    """Raise a ValueError for factors that no role of a matrix can have."""
-    for role, factor in factors.items():
-        try:
-            check_role(role)
-        except ValueError as error:
-            raise ValueError(f"optimizer.{name}: {error}") from error
-        if not least <= factor <= _LARGEST:
-            raise ValueError(
-                f"optimizer.{name}: {role} must have a number from {least:g} to {_LARGEST:g}, got "
-                f"{factor:g}"
+                "optimizer.variant does not support sharded matrices: set parallel.shard=1 and "
+                "parallel.tensor=1"
             )
 
 
@@ -480,13 +322,3 @@ def _check_at_most(most: int, reason: str, prefix: str, config: object, name: st
     value = getattr(config, name)
     if value > most:
         raise ValueError(f"{prefix}{name} must be at most {most:,}, got {value:,}: {reason}")
-
-
-def check_threads(name: str, count: int) -> None:
-    """Raise a ValueError for more threads than a machine can start."""
-    most = max(64, 4 * (os.cpu_count() or 1))
-    if count > most:
-        raise ValueError(
-            f"{name} must be at most {most}, got {count:,}: this machine has {os.cpu_count()} "
-            "cores, and more threads than those make nothing faster"
-        )

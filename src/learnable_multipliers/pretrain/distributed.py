@@ -1,8 +1,8 @@
-"""The processes that train one model together, and how they communicate.
+"""The ranks that train one model together, and how they communicate.
 
-torchrun starts them. Ranks lie on a mesh of three axes: `data` (copies of the model), `shard`
-(FSDP2) and `tensor` (tensor parallelism). Ranks that differ in `tensor` alone read the same text,
-all others different parts of each batch.
+torchrun starts them. Ranks form a mesh of three axes: `data` (copies of the model), `shard`
+(FSDP2) and `tensor` (tensor parallelism). Ranks that differ only in `tensor` read the same text,
+all others read different parts of each batch.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class RankLostError(OSError):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them; a run in one process is a world of one."""
+    """All ranks of a run, seen from one of them; a single process is a world of size 1."""
 
     rank: int = 0
     size: int = 1
     axes: Axes = Axes()
     mesh: Any = None
-    """A device mesh with the three axes; None in a world of one."""
+    """A device mesh with the three axes; None for a single process."""
     control: Any = None
-    """A group of all ranks on the CPU, for plain data."""
+    """A CPU process group of all ranks, for plain data."""
     timeout: float = 0.0
     """Seconds a rank waits for the others."""
     groups: list[Any] = field(default_factory=list)
-    """The process groups that `leave` destroys."""
+    """The process groups made for this run."""
 
     @property
     def is_first(self) -> bool:
@@ -67,7 +67,7 @@ class World:
 
     @property
     def is_first_on_node(self) -> bool:
-        """Whether this rank reads for all of its machine; each may have files of its own."""
+        """Whether this rank reads files for its node; nodes may have different files."""
         return self.size == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
     def axis_rank(self, name: str) -> int:
@@ -75,7 +75,7 @@ class World:
         return 0 if self.mesh is None else self.mesh.get_local_rank(name)
 
     def share(self, sequences: int) -> range:
-        """Return this rank's part of a batch, as positions in it."""
+        """Return this rank's positions in a batch."""
         part = sequences // self.axes.dp_degree
         dp_rank = self.axis_rank("data") * self.axes.shard + self.axis_rank("shard")
         return range(dp_rank * part, (dp_rank + 1) * part)
@@ -83,7 +83,7 @@ class World:
     def all_reduce_dp(self, value: Tensor) -> Tensor:
         """Return the sum of a number over the parts of a batch, the same on all ranks.
 
-        Ranks that read the same part have the same number, unless one of them is wrong.
+        Ranks that read the same part hold the same number.
         """
         if self.mesh is None:
             return value
@@ -92,7 +92,7 @@ class World:
         return total
 
     def all_reduce_max(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the maximum over all ranks."""
         found = torch.tensor(number)
         if self.size > 1:
             with self.collective():
@@ -100,7 +100,7 @@ class World:
         return int(found)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the plain data of every rank, in the order of ranks."""
+        """Return plain data of every rank, ordered by rank."""
         found = [value] * self.size
         if self.size > 1:
             with self.collective():
@@ -112,7 +112,7 @@ class World:
         return self.all_gather(value)[0]
 
     def run_on_all(self, work: Callable[[], Result]) -> Result:
-        """Call a function on every rank; an error on one is an error on all."""
+        """Call a function on every rank; if it raises on one rank, raise on all."""
         result, error = None, None
         try:
             result = work()
@@ -130,7 +130,7 @@ class World:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Explain the error of a collective that timed out or lost a rank."""
+        """Turn errors of a collective that timed out or lost a rank into a RankLostError."""
         try:
             yield
         except RuntimeError as error:
@@ -144,21 +144,21 @@ class World:
                 f"({str(error).splitlines()[0]})"
             ) from error
 
-    def leave(self) -> None:
-        """Destroy every process group that was made for this run: on all ranks, or it waits.
+    def destroy(self) -> None:
+        """Destroy the process groups made for this run; collective.
 
-        Not after an error on one of them: it would wait before it has said what is wrong.
+        Do not call it after an error on one rank: that rank would wait before it reports the error.
         """
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         if self.groups:
-            # Cached specs hold this mesh, and a later one of the same ranks is equal to it.
+            # Cached specs hold this mesh, and a later mesh of the same ranks compares equal.
             _clear_sharding_prop_cache()
         while self.groups:
             dist.destroy_process_group(self.groups.pop())
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
 def _is_connection_error(error: RuntimeError) -> bool:
@@ -171,15 +171,15 @@ def num_processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def planned_axes(data: int, shard: int, tensor: int) -> Axes:
-    """Return the axes that a config asks for; 0 copies are what is left of the processes."""
+def resolve_axes(data: int, shard: int, tensor: int) -> Axes:
+    """Return the axes of a config; data=0 becomes world size / (shard x tensor)."""
     return Axes(data or max(1, num_processes() // (shard * tensor)), shard, tensor)
 
 
-def join(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
-    """Join the processes that torchrun started, if any; raise if the axes do not fit them."""
+def init_world(*, data: int, shard: int, tensor: int, timeout: float, device_type: str) -> World:
+    """Initialize the world of torchrun's processes; raise if the axes do not match their number."""
     started, size = dist.is_initialized(), num_processes()
-    axes = planned_axes(data, shard, tensor)
+    axes = resolve_axes(data, shard, tensor)
     needed = math.prod(axes)
     if needed != size:
         raise ValueError(
@@ -247,7 +247,7 @@ def _deadline(seconds: float, text: str) -> Iterator[None]:
 
 
 def _options(axes: Axes, limit: timedelta) -> dict[Any, Any]:
-    """Return what a mesh makes its gloo groups with: they connect at once, within the timeout."""
+    """Return gloo options for the groups of a mesh: connect at once, within the timeout."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = limit
     # An axis of all ranks shares the default group.

@@ -15,7 +15,7 @@ from learnable_multipliers.pretrain.config import (
 )
 from learnable_multipliers.pretrain.model.presets import PRESETS
 
-# Runs of days should survive a night. Those of minutes are there to be compared, spikes and all.
+# Long runs roll back automatically; short runs are compared, spikes included.
 _WATCHED = SpikeConfig(max_rollbacks=3)
 
 
@@ -62,8 +62,9 @@ def _90m() -> TrainConfig:
 def _paper(shape: str, micro_batch_sequences: int = 16) -> TrainConfig:
     """Return the paper's run: 25 GT at a constant rate, 5 GT of decay by 8.
 
-    Rate and batch are those of a public script of the model's makers for 0.5B; with their forward
-    multipliers the rate is the same for all sizes. The paper sweeps it and does not give the ramp.
+    Learning rate and batch are from a public script by the model's authors for 0.5B; with their
+    forward multipliers the rate is the same for all sizes. The paper sweeps it and does not give
+    the ramp.
     """
     return TrainConfig(
         out=Path("runs") / shape,

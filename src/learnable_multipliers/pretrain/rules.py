@@ -53,7 +53,7 @@ def parse_rule(line: str) -> Rule:
         key, equals, value = setting.partition("=")
         if key not in _READERS or not equals:
             raise ValueError(
-                f"rule {line!r}: {setting!r} is no setting; write key=value with one of "
+                f"rule {line!r}: {setting!r} is not a setting; write key=value with one of "
                 f"{', '.join(_READERS)}"
             )
         if key in given:
@@ -69,7 +69,7 @@ def parse_rule(line: str) -> Rule:
 
 
 def _rules_of(path: Path) -> list[str]:
-    """Return the lines of a file without comments and empty ones; raise for one that is no rule."""
+    """Return the lines of a file without comments and empty ones; raise for an invalid rule."""
     try:
         # Opening a pipe could block forever.
         if not path.is_file():

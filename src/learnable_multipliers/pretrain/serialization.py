@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-_WORDS: dict[type, str] = {int: "a whole number", str: "a text", bool: "true or false"}
+_WORDS: dict[type, str] = {int: "a whole number", str: "a string", bool: "true or false"}
 # JSON has no numbers for these, so they are written as strings.
 NOT_FINITE = ("nan", "inf", "-inf")
 MAX_BYTES = 64 << 20
@@ -37,7 +37,7 @@ def to_dict(value: Any) -> Any:
 
 
 def with_floats(value: Any) -> Any:
-    """Return plain data with the numbers that JSON has none for; the way back from `to_dict`."""
+    """Return plain data with NaN and infinities as floats; the inverse of `to_dict`."""
     if isinstance(value, dict):
         return {key: with_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -48,7 +48,7 @@ def with_floats(value: Any) -> Any:
 def from_dict(kind: Any, values: Any, where: str = "config") -> Any:
     """Return a `kind` made from plain data; a ValueError names what does not fit, and where.
 
-    Every field must be there, and nothing else: what a file leaves out is not guessed.
+    Every field must be present, and no others: missing fields are not guessed.
     """
     if dataclasses.is_dataclass(kind):
         return _dataclass_from(kind, values, where)
@@ -157,14 +157,14 @@ def parse_object(content: bytes, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{name} holds no object")
+        raise ValueError(f"{name} is not a JSON object")
     return found
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 

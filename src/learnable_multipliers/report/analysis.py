@@ -87,7 +87,7 @@ def verdict_handles() -> list[Line2D]:
 
 
 def symmetry_map(title: str, lines: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Draw which axes take part in each kind of symmetry: a square with its power.
+    """Draw the axes of each kind of symmetry as squares with their powers.
 
     Args:
         lines: For each kind of symmetry in words, the power of each axis in words.
@@ -107,9 +107,11 @@ def symmetry_map(title: str, lines: Mapping[str, Mapping[str, float]]) -> Figure
         axes.set_yticks(range(len(rows)), [short(axis, 44) for axis in rows])
         axes.tick_params(length=0, labelcolor=COLOURS["ink"])
         axes.grid(visible=False)
-        # The axes are told by the squares; what is left to say is per what, and which kind.
-        told = [f"{n}  {words.rpartition(', ')[2]}" for n, words in zip(names, lines, strict=True)]
-        figure.supxlabel("\n".join(told), x=0.02, ha="left", fontsize=9, linespacing=1.5)
+        # The squares show the axes; the labels add the kind and what it applies to.
+        labels = [
+            f"{n}  {words.rpartition(', ')[2]}" for n, words in zip(names, lines, strict=True)
+        ]
+        figure.supxlabel("\n".join(labels), x=0.02, ha="left", fontsize=9, linespacing=1.5)
         return figure
 
 
@@ -122,7 +124,7 @@ def check_format(path: Path | None) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to a file of its own."""
+    """Write a figure to a file."""
     buffer = io.BytesIO()
     with look():
         figure.savefig(buffer, format=path.suffix[1:].lower(), dpi=160)

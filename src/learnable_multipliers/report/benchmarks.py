@@ -56,7 +56,7 @@ def _score(path: Path, step: int) -> Score | None:
     try:
         accuracy = json.loads(data)["metrics"]["accuracy"]
         if not isinstance(accuracy, Mapping):
-            raise ValueError("accuracy is no object")
+            raise ValueError("accuracy is not an object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): evaluate again") from error
     return Score(number(accuracy.get("value")), number(accuracy.get("error")), step)

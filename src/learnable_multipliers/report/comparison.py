@@ -162,7 +162,7 @@ def environments(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with names that tell them apart: by seed if that does, else by number."""
+    """Return the runs with distinct names: by seed if that suffices, else by number."""
     named: list[Run] = []
     for run in runs:
         taken = {other.name for other in named}

@@ -52,10 +52,10 @@ TEMPLATES.filters |= {"count": count, "median": statistics.median}
 TEMPLATES.globals |= {"comparison": comparison, "style": style}
 
 
-def write_page(path: str | Path, runs: Sequence[Run], *, title: str, note: str = "") -> Path:
+def write_page(path: str | Path, runs: Sequence[Run], *, title: str) -> Path:
     """Write the page about `runs` and return its path."""
     path = Path(path)
-    write_output(path, render(runs, title=title, note=note))
+    write_output(path, render(runs, title=title))
     return path
 
 

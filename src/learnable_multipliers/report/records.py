@@ -1,4 +1,4 @@
-"""What a run left behind: `config.json`, `environment.json` and `metrics.jsonl`, read as one value.
+"""The records of a run: `config.json`, `environment.json` and `metrics.jsonl`.
 
 Reading is strict about what a folder is (a foreign one is refused with a reason) and patient with
 how a run ended: a last line cut off by a kill is set aside and counted, and where a resumed run
@@ -27,9 +27,6 @@ _FIELDS = {
     "sample": ("step", "prompt", "text"),
     "end": ("step",),
 }
-# Records of a kind that are held, or up to twice as many: those of weights and signals are long.
-_MOST = {"train": 20_000, "weights": 64, "health": 1000, "signals": 64}
-_MOST_OTHERS = 50_000
 
 
 @dataclass(frozen=True)
@@ -118,10 +115,7 @@ def number(value: Any) -> float:
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], int | None]:
-    """Return the records by kind, and the number of a last line that is incomplete.
-
-    Line by line, and with a bounded number of records: a log may be longer than memory.
-    """
+    """Return the records by kind, and the number of a last line that is incomplete."""
     by_kind: dict[str, dict[Any, Record]] = {}
     with path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
@@ -131,11 +125,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, tuple[Record, ...]], int | None
             kind = record["kind"]
             # A later line replaces an earlier one of the same key.
             key = (record["step"] if kind in _FIELDS else line_number, str(record.get("prompt")))
-            found = by_kind.setdefault(kind, {})
-            found[key] = record
-            most = _MOST.get(kind, _MOST_OTHERS)
-            if len(found) > 2 * most:
-                by_kind[kind] = _thinned(found, most)
+            by_kind.setdefault(kind, {})[key] = record
     return _by_step(by_kind), None
 
 
@@ -144,7 +134,7 @@ def _record(line: bytes, where: str) -> Record:
     try:
         record = decode_line(line)
     except (ValueError, RecursionError) as error:
-        reason = error if type(error) is ValueError else "it is no JSON"
+        reason = error if type(error) is ValueError else "it is not JSON"
         raise ValueError(
             f"{where}: not a record that a run wrote ({reason}); remove the line"
         ) from None
@@ -157,32 +147,6 @@ def _record(line: bytes, where: str) -> Record:
     if kind in _FIELDS and not isinstance(record["step"], int):
         raise ValueError(f"{where}: step is {str(record['step'])[:60]!r}, not a whole number")
     return record
-
-
-def _thinned(found: dict[Any, Record], most: int) -> dict[Any, Record]:
-    """Return at most about `most` records: the lowest and the highest loss of equal spans of steps.
-
-    So a spike stays, however often this is done; and so do the first record and the last.
-    """
-    first, last = min(found), max(found)
-    # Spans of powers of two nest, so that none is ever emptied.
-    length = 1
-    while last[0] - first[0] >= length * most // 2:
-        length *= 2
-    groups: dict[int, list[Any]] = {}
-    for key in found:
-        groups.setdefault(key[0] // length, []).append(key)
-    kept = {first, last}
-    for keys in groups.values():
-        losses = [_rank(found[key]) for key in keys]
-        kept |= {keys[losses.index(min(losses))], keys[losses.index(max(losses))]}
-    return {key: record for key, record in found.items() if key in kept}
-
-
-def _rank(record: Record) -> float:
-    """Return the loss of a record; what is no number is above all others."""
-    loss = number(record.get("loss"))
-    return math.inf if math.isnan(loss) else loss
 
 
 def _by_step(by_kind: dict[str, dict[Any, Record]]) -> dict[str, tuple[Record, ...]]:

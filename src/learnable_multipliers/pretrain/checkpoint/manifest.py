@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX
 from learnable_multipliers.pretrain.serialization import parse_object, read_bytes, regular_size
 
@@ -25,15 +26,9 @@ def to_json(data: dict[str, Any]) -> bytes:
 
 
 def manifest_json(files: Files) -> bytes:
-    """Return a manifest with a checksum of itself, so that damage to it blames no other file."""
+    """Return a manifest with its own checksum, so damage to it is not blamed on other files."""
     content = {"format": FORMAT, "files": files}
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -48,7 +43,7 @@ def check_format(name: str, found: Any) -> None:
 
 
 def problem(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if every file is as it was written."""
+    """Return what is wrong with a checkpoint, else None."""
     try:
         return _mismatch(path, _read(path / MANIFEST))
     except FileNotFoundError as error:
@@ -77,7 +72,7 @@ def _read(path: Path) -> dict[str, tuple[int, str]]:
         raise ValueError(f"{MANIFEST} does not name {STATE}")
     for name in expected:
         if name != STATE and not name.endswith(SUFFIX):
-            raise ValueError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+            raise ValueError(f"{MANIFEST} names {name!r}, which is not a file of a checkpoint")
     return expected
 
 

@@ -17,10 +17,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from learnable_multipliers.pretrain.checkpoint import atomic, manifest, tensor_files
+from learnable_multipliers._atomic import fsync, hidden_sibling
+from learnable_multipliers.pretrain import atomic_folder
+from learnable_multipliers.pretrain.checkpoint import manifest, tensor_files
 from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
-from learnable_multipliers.pretrain.distributed import ALONE, World
+from learnable_multipliers.pretrain.distributed import SINGLE_PROCESS, World
 from learnable_multipliers.pretrain.serialization import read_object
 
 _NAME = re.compile(r"step-([0-9]{8,18})")
@@ -43,14 +45,14 @@ class Checkpoint:
 # -- saving ------------------------------------------------------------------------------------
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = SINGLE_PROCESS) -> Path:
     """Write a checkpoint and return its folder; then remove all but the newest `keep`.
 
     All ranks of one run call this together. An existing good checkpoint of the step is left as it
     is: it is the same step of the same run.
     """
     target = folder / _name(checkpoint.step)
-    partial = world.broadcast(atomic.hidden_sibling(target))
+    partial = world.broadcast(hidden_sibling(target))
     try:
         exists = world.run_on_all(lambda: world.is_first and _prepare(folder, target, partial))
         if world.broadcast(exists):
@@ -81,11 +83,11 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE) 
 
 def _prepare(folder: Path, target: Path, partial: Path) -> bool:
     """Make the folder to write to; return whether the checkpoint exists already."""
-    atomic.make_folder(folder)
+    atomic_folder.make_folder(folder)
     if target.exists():
         if manifest.problem(target) is None:
             # The process that renamed it may have been killed before the name was on disk.
-            atomic.fsync(folder)
+            fsync(folder)
             return True
         set_aside(target)
     _clear_leftovers(folder)
@@ -98,7 +100,7 @@ def _write_tensors(partial: Path, tensors: Tensors, world: World) -> Files:
     files = {}
     for group, named in tensors.items():
         path = tensor_files.write(partial, group, named, world)
-        atomic.fsync(path)
+        fsync(path)
         files[path.name] = manifest.fingerprint(path)
     return files
 
@@ -110,7 +112,7 @@ def _publish(partial: Path, target: Path, checkpoint: Checkpoint, files: Files) 
     )
     files = {**files, STATE: manifest.fingerprint(state)}
     listing.write_bytes(manifest.manifest_json(dict(sorted(files.items()))))
-    atomic.publish(partial, target, (state, listing))
+    atomic_folder.publish(partial, target, (state, listing))
 
 
 # -- loading -----------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
     wrong = None if verified else manifest.problem(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be used: {wrong}")
-    # The files match the manifest, but the manifest may have been written by anyone.
+    # The files match the manifest, but the manifest itself is untrusted.
     try:
         state = read_object(path / STATE)
         manifest.check_format(STATE, state.pop("format", None))
@@ -139,9 +141,9 @@ def load(path: Path, like: Tensors | None = None, *, verified: bool = False) -> 
 
 
 def load_newest(
-    folder: Path, like: Tensors | None = None, world: World = ALONE
+    folder: Path, like: Tensors | None = None, world: World = SINGLE_PROCESS
 ) -> tuple[Checkpoint, list[str]]:
-    """Return the newest good checkpoint, and what is wrong with newer ones."""
+    """Return the newest valid checkpoint, and what is wrong with newer ones."""
     found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
     if found is not None:
         return found, wrong
@@ -191,10 +193,10 @@ def _newest_good(
 
 
 def load_last(folder: Path, count: int) -> Iterator[Checkpoint]:
-    """Yield the last `count` checkpoints, oldest first; all of them must be there and be good."""
+    """Yield the last `count` checkpoints, oldest first; all of them must exist and be valid."""
     saved = steps(folder)
     if not 1 <= count <= len(saved):
-        raise ValueError(f"{folder} holds {len(saved)} checkpoints, and {count} were asked for")
+        raise ValueError(f"{count} checkpoints were requested, but {folder} holds {len(saved)}")
     return (load(folder / _name(step)) for step in saved[-count:])
 
 
@@ -206,20 +208,20 @@ def steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
-    # Each step has one name; a folder with another spelling is not ours.
+    # Ignore folders that spell the step in another way.
     return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
 
 
 def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:
-    """Return how many of the newest checkpoints include `keep` at multiples of `every`."""
+    """Return how many of the newest checkpoints to keep, so `keep` are at multiples of `every`."""
     scheduled = [place for place, step in enumerate(reversed(saved), 1) if step % every == 0]
     return scheduled[keep - 1] if len(scheduled) >= keep else max(len(saved), keep)
 
 
 def set_aside(path: Path, why: str = "damaged") -> Path:
-    """Rename a checkpoint that is not to be used, so that it no longer counts as one.
+    """Rename a checkpoint so that it no longer counts as one.
 
-    It would otherwise be kept as one of the newest, and a good one removed in its place.
+    Otherwise it would be kept as one of the newest, and a valid one removed instead.
     """
     return path.rename(path.with_name(f"{why}-{path.name}-{uuid.uuid4().hex[:8]}"))
 
@@ -237,7 +239,7 @@ def tidy(folder: Path, newest: int, keep: int) -> None:
 
 def _prune(folder: Path, newest: int, keep: int) -> None:
     for step in [step for step in steps(folder) if step <= newest][:-keep]:
-        atomic.remove(folder / _name(step))
+        atomic_folder.remove(folder / _name(step))
 
 
 def _clear_leftovers(folder: Path) -> None:

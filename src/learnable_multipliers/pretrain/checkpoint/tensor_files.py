@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: whole ones, or the pieces that ranks hold of them.
+"""Tensors in safetensors files: whole, or in pieces by rank.
 
-A rank writes `model-00003.safetensors` with its pieces, and in the file's metadata where each lies
-in its tensor; a process by itself writes `model.safetensors`. Each reader takes what it needs of
-either, so that a run can resume on any number of ranks.
+A rank writes its pieces to `model-00003.safetensors`, with the position of each piece in the file's
+metadata; a single process writes `model.safetensors`. Readers assemble what they need, so a run can
+resume on any number of ranks.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class _Piece:
 
 
 def save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a file that others may read as they may read any new file.
+    """Write a safetensors file with the default permissions of new files.
 
-    safetensors alone makes one that only its owner can read.
+    safetensors itself creates a file that only its owner can read.
     """
     path.touch()
     mode = path.stat().st_mode
@@ -87,11 +87,11 @@ def write(folder: Path, group: str, tensors: Mapping[str, Tensor], world: World)
 
 
 def read(folder: Path, like: Tensors | None = None) -> Tensors:
-    """Return all tensors of a folder, copied, so that nothing depends on its files any more.
+    """Return copies of all tensors of a folder.
 
     Args:
-        like: Tensors as this rank holds them: those of the same name and shape are returned lying
-            like them, and no more is read than this rank's part. All others are returned whole.
+        like: This rank's tensors: those of the same name and shape are returned sharded like them,
+            reading only this rank's part. All others are returned whole.
     """
     groups: dict[str, list[Path]] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -122,14 +122,14 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
     pieces: dict[str, list[_Piece]] = {}
     with ExitStack() as stack:
         for path in files:
-            with _naming(path):
+            with _errors_naming(path):
                 _check_header(path)
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name, piece in _pieces(opened):
                     pieces.setdefault(name, []).append(piece)
         found = {}
         for name, parts in pieces.items():
-            with _naming(*files):
+            with _errors_naming(*files):
                 found[name] = _assembled(name, parts, like.get(name))
     return found
 
@@ -148,7 +148,7 @@ def _check_header(path: Path) -> None:
 
 
 def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
-    """Yield what a file holds, and where that lies in its tensors."""
+    """Yield the pieces of a file, with their positions in their tensors."""
     metadata = (opened.metadata() or {}).get(_PIECES)
     boxes = {} if metadata is None else parse_object(metadata.encode(), _PIECES)
     for name in opened.keys():  # noqa: SIM118
@@ -160,7 +160,7 @@ def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
             try:
                 whole, start = tuple(entry["shape"]), tuple(entry["start"])
             except (TypeError, KeyError) as error:
-                raise ValueError(f"it does not tell where {name} lies") from error
+                raise ValueError(f"it does not give the position of {name}") from error
         box = tuple(range(s, s + size) for s, size in zip(start, shape, strict=True))
         inside = all(r.start >= 0 and r.stop <= size for r, size in zip(box, whole, strict=True))
         if not inside:
@@ -169,12 +169,12 @@ def _pieces(opened: Any) -> Iterator[tuple[str, _Piece]]:
 
 
 def _assembled(name: str, parts: list[_Piece], like: Tensor | None) -> Tensor:
-    """Return a tensor, or what a rank needs of it, from its pieces."""
+    """Return a tensor, or a rank's part of it, from its pieces."""
     shape = parts[0].shape
     covered = sum(_volume(part.box) for part in parts)
     alike = all((part.shape, part.dtype) == (shape, parts[0].dtype) for part in parts)
     if not alike or covered != math.prod(shape) or not _disjoint([part.box for part in parts]):
-        raise ValueError(f"the pieces of {name} do not make it whole")
+        raise ValueError(f"the pieces of {name} do not form the whole tensor")
     if like is None or not is_sharded(like) or tuple(like.shape) != shape:
         like = None
         if len(parts) == 1:
@@ -210,7 +210,7 @@ def _overlap(box: Box, other: Box) -> Box:
 
 
 def _inside(box: Box, part: Box) -> tuple[slice, ...]:
-    """Return where a part lies in a box, counted from its corner."""
+    """Return the position of a part in a box, relative to its corner."""
     pairs = zip(box, part, strict=True)
     return tuple(slice(p.start - b.start, p.stop - b.start) for b, p in pairs)
 
@@ -220,10 +220,10 @@ def _volume(box: Box) -> int:
 
 
 @contextmanager
-def _naming(*paths: Path) -> Iterator[None]:
+def _errors_naming(*paths: Path) -> Iterator[None]:
     """Add the names of the files to errors.
 
-    Offsets and sizes are checked when it is opened, shapes and types when a tensor is made.
+    safetensors checks offsets and sizes on opening, shapes and types on reading a tensor.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """A check of a run's data in the background: each shard has the SHA-256 of its manifest.
 
-Training starts at once and does not wait for it. Shards that were found good are remembered in a
-cache folder, so that the next start does not read them again.
+Training starts at once without waiting for it. Verified shards are recorded in a cache folder, so
+the next start does not read them again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from learnable_multipliers.pretrain.data.shards import FileIdentity, ShardFile, verify_sha256
 
 _SETTLED = 2.0
-"""Seconds after which a new change of a file shows in its times, on every file system."""
+"""Seconds after which a change of a file changes its time stamps, on every file system."""
 
 
 class DataCheck:
-    """Checks shards in a thread of its own, which an error ends.
+    """Checks shards in a separate thread, up to the first error.
 
     Args:
-        cache: Folder that remembers good shards; one that cannot be written to is not used.
+        cache: Folder that records verified shards; ignored if it is not writable.
     """
 
     def __init__(self, files: Sequence[ShardFile], cache: Path) -> None:
@@ -34,7 +34,7 @@ class DataCheck:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Check all shards that are not as they were when they were last found good."""
+        """Check all shards that have changed since they were last verified."""
         if self._is_running or self.failed:
             return
         changed = [file for file in self._files if self._is_changed(file)]
@@ -44,7 +44,7 @@ class DataCheck:
             self._thread.start()
 
     def has_ended(self) -> bool:
-        """Return whether a shard is bad or all are good as they are now; start what is missing."""
+        """Return whether a shard is bad or all are verified; start a check if one is missing."""
         self.start()
         return self.failed or not self._is_running
 
@@ -54,17 +54,17 @@ class DataCheck:
         return self._error is not None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the shards that are being checked are done, or for some time."""
+        """Wait for the running check, or until a timeout."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def raise_if_failed(self) -> None:
-        """Raise what is wrong with a shard, if anything is."""
+        """Raise the error of a bad shard, if there is one."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Give up after the current shard."""
+        """Stop after the current shard."""
         self._closed = True
 
     @property
@@ -75,7 +75,7 @@ class DataCheck:
         try:
             return self._good.get(file.path) != FileIdentity.of(file.path)
         except OSError:
-            # A file that was removed is still mapped, as it was when it was found good.
+            # A removed file is still mapped, with its verified content.
             return file.path not in self._good
 
     def _run(self, files: Sequence[ShardFile]) -> None:
@@ -111,7 +111,7 @@ class DataCheck:
                 f"{file.path} is being changed while the run reads it: start the run again when "
                 "it is complete"
             )
-        # A change right after another could have the same time.
+        # Two changes in quick succession could have the same time stamp.
         if time.time() - found.ctime_ns / 1e9 > _SETTLED:
             with suppress(OSError):
                 self._cache.mkdir(parents=True, exist_ok=True)
@@ -120,9 +120,9 @@ class DataCheck:
 
 
 def _key(file: ShardFile, identity: FileIdentity) -> str:
-    """Return the name of the empty file that says a shard was found good.
+    """Return the name of the empty file that marks a shard as verified.
 
-    All there is to know is in the name: nothing in a file can be damaged or half written.
+    The name holds all information, so no content can be damaged or half written.
     """
     return hashlib.sha256(
         repr((str(file.path.resolve()), *identity, file.sha256)).encode()

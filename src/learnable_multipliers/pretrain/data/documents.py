@@ -32,7 +32,7 @@ from learnable_multipliers.pretrain.data.threads import Threads, batches_of
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
-# On disk, of the files that one reader reads.
+# Size on disk of the files of one reader.
 _RUN_BYTES = 1 << 24
 
 
@@ -80,7 +80,7 @@ class Corpus:
         if len(files) == len(self._sources):
             batches = threads.read(map(self._parts, _runs(files)))
         else:
-            # Of downloads nothing is fetched ahead, and one that hangs can be interrupted here.
+            # Downloads are not prefetched, and one that hangs can be interrupted here.
             batches = batches_of(self._parts(self._sources))
 
         def parse(parts: list[Part]) -> Iterator[Result]:
@@ -138,7 +138,7 @@ class Corpus:
 
 
 def first_text(folder: Path) -> Path | None:
-    """Return a file of a folder that a corpus would read, the first that is found."""
+    """Return the first file found in a folder that a corpus would read."""
     for path in folder.rglob("*"):
         hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
         if not hidden and suffix_of(path) in IN_FOLDERS and path.is_file():
@@ -156,7 +156,7 @@ def _files_below(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not leave_out(name)]
         found += [Path(root, name) for name in names if not leave_out(name)]
-    # Independent of where the folder lies, for an order that is the same on every machine.
+    # By relative path, for the same order on every machine.
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
@@ -169,12 +169,12 @@ def _standard_library() -> Iterator[Path]:
 
 
 def _runs(files: Iterable[Path]) -> Iterator[list[Path]]:
-    """Put files together until they have some size, so that small ones share a reader."""
+    """Group files up to some size, so small ones share a reader."""
     run: list[Path] = []
     num_bytes = 0
     for file in files:
         run.append(file)
-        # A file that is gone is an error where it is opened.
+        # A missing file raises an error when it is opened.
         with suppress(OSError):
             num_bytes += file.stat().st_size
         if num_bytes >= _RUN_BYTES:

@@ -32,8 +32,8 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# For these the regex engines of both libraries agree; the last is Qwen's. No pattern looks behind,
-# and none has a space after anything but whitespace, so a text can be cut between a visible ASCII
+# For these the regex engines of both libraries agree; the last is Qwen's. None has a look-behind
+# or a space after anything but whitespace, so a text can be cut between a visible ASCII
 # character and a space.
 _KNOWN_SPLITS = (GPT2_SPLIT, LLAMA3_SPLIT, LLAMA3_SPLIT.replace("{1,3}", ""))
 _BORDER = re.compile(r"(?<=[!-~])(?= )")
@@ -45,7 +45,7 @@ _BORDER_TOKEN = "<|border|>"
 _PIECE = 1 << 18
 _LONGEST_PIECE = 1 << 19
 _LONGEST_TEXT = 1 << 26
-"""Characters that `tokenizers` encodes at once: it aborts where memory runs out."""
+"""Characters that `tokenizers` encodes at once: it aborts when memory runs out."""
 
 
 class DocumentEncoder:
@@ -83,7 +83,7 @@ class DocumentEncoder:
         return np.concatenate([*parts, self._eos])
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Tokens]:
-        """Yield the tokens of each document; short ones are encoded many at once."""
+        """Yield the tokens of each document; short ones are encoded in batches."""
         short: list[str] = []
         num_characters = 0
         for text in texts:

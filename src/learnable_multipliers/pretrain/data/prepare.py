@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learnable_multipliers.pretrain.checkpoint.atomic import new_folder
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
-from learnable_multipliers.pretrain.config import check_threads
+from learnable_multipliers._checksum import file_sha256
+from learnable_multipliers.pretrain.atomic_folder import new_folder
+from learnable_multipliers.pretrain.cores import check_threads
 from learnable_multipliers.pretrain.data.documents import Corpus, Document
 from learnable_multipliers.pretrain.data.encoding import encode_documents
 from learnable_multipliers.pretrain.data.readers import DocumentError
 from learnable_multipliers.pretrain.data.shards import (
+    DATASET_MANIFEST,
     TOKENIZER_FILE,
     TRAIN,
     VALID,
@@ -50,41 +51,41 @@ _NAME = re.compile("[a-z][a-z0-9_-]{0,31}")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to make tokens of, and how."""
+    """What to tokenize, and how."""
 
     sources: tuple[str, ...] = ()
     """Files, folders or hf:NAME[@CONFIG][:SPLIT]; none: the Python standard library's sources."""
     out: Path
-    """Folder to make."""
+    """Folder to create."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; none: train a byte-level BPE on the training documents."""
     vocab_size: int = 4096
-    """Tokens of a tokenizer trained here, 257 (bytes alone) or more."""
+    """Vocabulary size of a new tokenizer, at least 257 (bytes only)."""
     tokenizer_sample: int | None = None
-    """Characters of text to train a tokenizer on; none: 1000 for each token."""
+    """Characters of text to train a tokenizer on; none: 1000 per token."""
     eos_token: str | None = None
     """End-of-document token of a given tokenizer; none: found by the usual names."""
     add_eos: bool = False
-    """Add <|endoftext|> to a given tokenizer that has no token to end a document with."""
+    """Add <|endoftext|> to a given tokenizer without an end-of-document token."""
     text_field: str = "text"
     """Field (JSON Lines) or column (parquet, Hugging Face) that holds the text."""
     text_separator: str | None = None
-    """Cut plain text files into documents at this string; none: one document a file."""
+    """Split plain text files into documents at this string; none: one document per file."""
     valid_fraction: float = 0.02
-    """Part of the documents held out for validation; 0: none, and `lrm train` needs some."""
+    """Fraction of the documents held out for validation; `lrm train` needs some."""
     valid_sources: tuple[str, ...] = ()
-    """Sources to validate on instead; training documents equal to one of theirs are dropped."""
+    """Sources to validate on instead; equal training documents are dropped."""
     test_sources: tuple[str, ...] = ()
     """More held-out text, NAME=SOURCE each: `lrm train` evaluates it by name at the end of a run.
-    Documents of training and validation are in none of them."""
+    Documents of the training and validation text are dropped from it."""
     seed: int = 0
-    """Decides which documents are held out."""
+    """Seed of the choice of held-out documents."""
     shard_tokens: int = 100_000_000
-    """Most tokens in one file."""
+    """Maximum tokens per file."""
     max_bytes: int | None = None
     """Stop after the document that reaches this many bytes of text; none: read everything."""
     num_threads: int | None = None
-    """Threads that parse and tokenize; none: one a core. The result does not depend on it."""
+    """Threads that parse and tokenize; none: one per core. The result does not depend on it."""
     overwrite: bool = False
     """Replace a dataset at `out`, once the new one is complete."""
 
@@ -109,6 +110,16 @@ class PrepareConfig:
         if self.tokenizer is not None and self.vocab_size != type(self).vocab_size:
             raise ValueError(
                 "vocab_size is that of a tokenizer trained here; a given one brings its own"
+            )
+
+    def check_replaceable(self, folder: Path) -> None:
+        """Raise a FileExistsError unless an existing folder may be replaced by the dataset."""
+        if not self.overwrite:
+            raise FileExistsError(f"{folder} exists; choose another folder or give --overwrite")
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if folder.is_symlink() or not (is_empty or (folder / DATASET_MANIFEST).is_file()):
+            raise FileExistsError(
+                f"{folder} is not a token dataset, so it is not overwritten; choose another folder"
             )
 
 
@@ -142,7 +153,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> Manifest:
     """Make the dataset of a config; `report` is called for each document, read or encoded."""
     report = report or (lambda progress: None)
     with (
-        new_folder(config.out, overwrite=config.overwrite) as folder,
+        new_folder(config.out, check_replaceable=config.check_replaceable) as folder,
         Threads(config.num_threads) as threads,
     ):
         splitter = _Splitter(config, threads)

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that tells the format, in lower case: ".jsonl" for "a.JSONL.gz"."""
+    """Return the suffix that names the format, in lower case: ".jsonl" for "a.JSONL.gz"."""
     name = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
     return name.suffix.lower()
 
@@ -81,7 +81,7 @@ def _read_json_lines(path: Path, text_field: str) -> Iterator[Part]:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the bytes of a file, cut behind lines; those before damage come first."""
+    """Yield the bytes of a file, split after lines; data before damage is yielded first."""
     begun: list[bytes] = []
     num_bytes = 0
     # More than the longest line is an error already.
@@ -207,7 +207,8 @@ def check_regular(path: Path) -> None:
     """Raise unless a path is a file: a device may have no end, and a pipe is read only once."""
     if not path.is_file():
         raise DocumentError(
-            f"{path} is no regular file, and a corpus is read twice; write the text to a file first"
+            f"{path} is not a regular file, but a corpus is read twice: write the text to a file "
+            "first"
         )
 
 
@@ -240,7 +241,7 @@ def _open(path: Path) -> BinaryIO:
 def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
         text = data.decode("utf-8")
-        # Some editors put a byte order mark at the start of a file; it is no text.
+        # Some editors put a byte order mark at the start of a file; it is not text.
         return text if offset else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         unpacked = " of the decompressed text" if path.suffix.lower() in _COMPRESSED else ""

@@ -18,9 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learnable_multipliers._checksum import add_checksum, verify_checksum
-from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
-from learnable_multipliers.pretrain.checkpoint.manifest import file_sha256
+from learnable_multipliers._checksum import add_checksum, file_sha256, verify_checksum
 from learnable_multipliers.pretrain.data.documents import first_text
 from learnable_multipliers.pretrain.serialization import (
     from_dict,
@@ -32,6 +30,7 @@ from learnable_multipliers.pretrain.serialization import (
 TRAIN, VALID = "train", "valid"
 FORMAT = "lrm-tokens-2"
 TOKENIZER_FILE = "tokenizer.json"
+DATASET_MANIFEST = "manifest.json"
 _MOST = 1 << 63
 """No count is as large; sums of some such counts can still be floats."""
 
@@ -52,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of a dataset but the tokens."""
+    """Everything about a dataset except the tokens."""
 
     format: str = FORMAT
     dtype: str
@@ -98,22 +97,22 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Write the manifest of a folder."""
         text = json.dumps(add_checksum(to_dict(self)), indent=1) + "\n"
-        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8", newline="\n")
+        (folder / DATASET_MANIFEST).write_text(text, encoding="utf-8", newline="\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest of a folder."""
-        path = folder / MANIFEST_FILE
+        path = folder / DATASET_MANIFEST
         if not path.is_file():
             raise FileNotFoundError(f"no token dataset at {folder}: {_why_none(folder)}")
         try:
             # Data may be linked: what counts is where the links lead.
-            fields = parse_object(read_bytes(path.resolve()), MANIFEST_FILE)
+            fields = parse_object(read_bytes(path.resolve()), DATASET_MANIFEST)
             found = fields.get("format")
             if found != FORMAT:
                 raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
             manifest: Manifest = from_dict(
-                cls, verify_checksum(fields, MANIFEST_FILE), MANIFEST_FILE
+                cls, verify_checksum(fields, DATASET_MANIFEST), DATASET_MANIFEST
             )
             manifest.check()
             return manifest
@@ -148,7 +147,7 @@ class Manifest:
 
 
 def _why_none(folder: Path) -> str:
-    """Return why a path without a manifest is no dataset, and what to do."""
+    """Return why a path without a manifest is not a dataset, and what to do."""
     if folder.is_file():
         return "it is a file; give the folder that `lrm data prepare` wrote"
     if not folder.is_dir():
@@ -158,13 +157,16 @@ def _why_none(folder: Path) -> str:
             f"it holds text ({text.relative_to(folder)}), not tokens; make them with `lrm data "
             f"prepare --sources {shlex.quote(str(folder))} --out DATA`, and give DATA"
         )
-    return f"{MANIFEST_FILE} is missing; make one with `lrm data prepare`"
+    return f"{DATASET_MANIFEST} is missing; make one with `lrm data prepare`"
 
 
 def is_dataset(folder: Path) -> bool:
     """Return whether a folder has the manifest of a dataset, and not that of a checkpoint."""
     try:
-        return parse_object(read_bytes(folder / MANIFEST_FILE), MANIFEST_FILE)["format"] == FORMAT
+        return (
+            parse_object(read_bytes(folder / DATASET_MANIFEST), DATASET_MANIFEST)["format"]
+            == FORMAT
+        )
     except (OSError, ValueError, KeyError, RecursionError):
         return False
 
@@ -175,7 +177,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class FileIdentity(NamedTuple):
-    """What tells that a file is still the one it was; its content decides what it is.
+    """Identifies an unchanged file by its metadata, not its content.
 
     The time of the last change (ctime) cannot be set: an edit that restores size and mtime shows.
     """

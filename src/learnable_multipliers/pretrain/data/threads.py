@@ -1,4 +1,4 @@
-"""Threads that read and work ahead of whoever asks, and hand the results over in order.
+"""Threads that read and work ahead, and return the results in order.
 
 Decompression, hashing and tokenization release Python's lock, so threads use all cores. Processes
 would each import torch first, and text and tokens would be copied from one to another.
@@ -6,7 +6,6 @@ would each import torch first, and text and tokens would be copied from one to a
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,15 +13,17 @@ from itertools import islice
 from threading import Condition, Thread
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-# Text that a thread is given at once.
+from learnable_multipliers.pretrain.cores import num_cores
+
+# Text per batch.
 _BATCH_BYTES = 1 << 19
-# Text that a reader holds ready, and how many of them read at the same time.
+# Text that a reader buffers, and the number of concurrent readers.
 _AHEAD_BYTES = 1 << 26
 _READERS = 4
 
 
 class Sized(Protocol):
-    """What can be worked on."""
+    """An item of work."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class Batch(NamedTuple, Generic[Item]):
-    """Items that follow each other, and the error that came after them."""
+    """Consecutive items, and the error that followed them."""
 
     items: list[Item]
     num_bytes: int
@@ -43,9 +44,9 @@ class Batch(NamedTuple, Generic[Item]):
 
 
 class Threads:
-    """`count` threads to work (None: one a core) and some more to read; they end with the context.
+    """`count` worker threads (None: one per core) and some readers; they end with the context.
 
-    Errors come where their item would: whatever is before it comes first.
+    Errors are raised in order: results of earlier items come first.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -64,7 +65,7 @@ class Threads:
     def map(
         self, function: Callable[[list[Item]], Iterable[Result]], batches: Iterable[Batch[Item]]
     ) -> Iterator[Result]:
-        """Yield the results of each batch, in order; a thread takes one at a time."""
+        """Yield the results of each batch, in order; each batch is one task."""
 
         def work(batch: Batch[Item]) -> tuple[list[Result], Exception | None]:
             found: list[Result] = []
@@ -89,7 +90,7 @@ class Threads:
                 future.cancel()
 
     def read(self, sources: Iterable[Iterator[Item]]) -> Iterator[Batch[Item]]:
-        """Yield the batches of one source after the other; those to come are read meanwhile."""
+        """Yield the batches of the sources in order; later sources are read ahead."""
         to_come = iter(sources)
         readers: deque[_Reader[Item]] = deque()
         try:
@@ -111,7 +112,7 @@ class Threads:
 
 
 class _Reader(Generic[Item]):
-    """A thread that reads one source, a bounded number of bytes ahead."""
+    """A thread that reads one source ahead, up to a number of bytes."""
 
     def __init__(self, source: Iterator[Item]) -> None:
         self._batches = batches_of(source)
@@ -134,7 +135,7 @@ class _Reader(Generic[Item]):
             yield batch
 
     def close(self) -> None:
-        """End the thread, after the batch that it is reading."""
+        """End the thread after its current batch."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -149,7 +150,7 @@ class _Reader(Generic[Item]):
                 self._changed.wait_for(lambda: self._is_closed or self._num_bytes < _AHEAD_BYTES)
                 if self._is_closed:
                     break
-        # Now, not when it is collected: it has a file open.
+        # Close the file now, not at garbage collection.
         self._batches.close()
         with self._changed:
             self._is_done = True
@@ -157,7 +158,7 @@ class _Reader(Generic[Item]):
 
 
 def batches_of(items: Iterable[Item]) -> Generator[Batch[Item], None, None]:
-    """Put items together until they have some size."""
+    """Group items up to some size."""
     batch: list[Item] = []
     num_bytes = 0
     try:
@@ -178,10 +179,3 @@ def _results(future: Future[tuple[list[Result], Exception | None]]) -> Iterator[
     yield from found
     if error is not None:
         raise error
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

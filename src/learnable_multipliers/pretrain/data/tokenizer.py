@@ -82,7 +82,7 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE; the same texts give the same tokenizer, whatever the threads.
+    """Train a byte-level BPE; the same texts give the same tokenizer, for any number of threads.
 
     The vocabulary is the end-of-document token, the 256 bytes and merges; 257 makes it a byte
     tokenizer. A text with too few words to merge gives a smaller vocabulary than asked for.
@@ -149,11 +149,11 @@ class TextSample:
         self._num_added = 0
 
     def add(self, text: str) -> None:
-        """Let the pieces of a text into the sample if their hashes are small enough."""
+        """Add the pieces of a text whose hashes are small enough."""
         for piece in _pieces(text):
             self._by_hash.setdefault(_hash(piece), piece)
             self._num_added += len(piece)
-            # Now and then, so that memory is bounded and sorting is rare.
+            # Occasionally, so that memory is bounded and sorting is rare.
             if self._num_added >= self._num_characters:
                 self._by_hash = dict(self._smallest())
                 self._num_added = 0
@@ -173,7 +173,7 @@ class TextSample:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text, behind the end of a line where there is one, so that few words are torn."""
+    """Split a text, at line ends where possible, so few words are split."""
     start = 0
     while start < len(text):
         stop = start + _PIECE

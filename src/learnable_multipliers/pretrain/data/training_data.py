@@ -1,4 +1,4 @@
-"""What a run reads: batches to train on, held-out text, and the tokenizer of both.
+"""The data of a run: training batches, held-out text, and their tokenizer.
 
 A batch is a pure function of the dataset, the seed and the global sample index. That index is the
 whole state of a run's data: a run resumed with it sees the batches it would have seen.
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnable_multipliers.pretrain.checkpoint.atomic import MANIFEST_FILE
 from learnable_multipliers.pretrain.config import DataConfig
 from learnable_multipliers.pretrain.data.check import DataCheck
 from learnable_multipliers.pretrain.data.order import num_samples, sample_order
 from learnable_multipliers.pretrain.data.prepare import PrepareConfig, prepare
 from learnable_multipliers.pretrain.data.shards import (
+    DATASET_MANIFEST,
     FORMAT,
     TRAIN,
     VALID,
@@ -46,7 +46,7 @@ class TrainingData:
         """Names of further held-out text."""
         self._held_out = {split: TokenDataset(folder, split) for split in self.tests}
         self._held_out[VALID] = valid
-        # Too little text is better known now than at the first batch or evaluation.
+        # Report too little text now, not at the first batch or evaluation.
         self._num_samples = num_samples(len(self._train), sequence_length)
         self._num_held_out = {
             split: num_samples(len(tokens), sequence_length)
@@ -58,9 +58,9 @@ class TrainingData:
         found = self._tokenizer.vocab_size, self._tokenizer.eos_id
         if found != (manifest.vocab_size, manifest.eos_id):
             raise ValueError(
-                f"{folder / MANIFEST_FILE} cannot be used (vocab_size and eos_id of its tokenizer "
-                f"are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare the dataset "
-                "again"
+                f"{folder / DATASET_MANIFEST} cannot be used (vocab_size and eos_id of its "
+                f"tokenizer are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare "
+                "the dataset again"
             )
         self._token_bytes = self._tokenizer.token_bytes()
         self.eos = manifest.eos_id
@@ -80,17 +80,17 @@ class TrainingData:
         return data
 
     def check(self, *, reads: bool = True) -> DataCheck:
-        """Return a check of all tokens against the manifest, to be started.
+        """Return a check of all tokens against the manifest, not yet started.
 
         Args:
-            reads: False for one that has nothing to do, where another process reads the same files.
+            reads: False if another process checks the same files.
         """
         datasets = (self._train, *self._held_out.values())
         files = [file for dataset in datasets for file in dataset.files] if reads else []
         return DataCheck(files, cache_folder() / "good-shards")
 
     def verify(self) -> None:
-        """Read all tokens and compare their checksums with the manifest, whatever is cached."""
+        """Read all tokens and compare their checksums with the manifest, ignoring the cache."""
         for dataset in (self._train, *self._held_out.values()):
             dataset.verify()
 
@@ -105,7 +105,7 @@ class TrainingData:
     def token_counts(self, vocab_size: int, max_tokens: int) -> Tensor:
         """Return how often each token occurs in the training text, (vocab_size,).
 
-        Text of more than `max_tokens` is counted in spans that lie evenly over it.
+        Text of more than `max_tokens` is counted in spans spread evenly over it.
         """
         total, spans = len(self._train), 1 if len(self._train) <= max_tokens else _NUM_SPANS
         size = min(total, max_tokens) // spans
@@ -120,7 +120,7 @@ class TrainingData:
     ) -> Iterator[Tensor]:
         """Yield held-out samples from the start, the same ones every time; 0 tokens is all.
 
-        The last batch may be smaller. Tokens behind the last whole sample are not read.
+        The last batch may be smaller. Tokens after the last whole sample are not read.
         """
         count = self.num_held_out(max_tokens, split) // self._length
         for start in range(0, count, batch_size):
@@ -137,12 +137,12 @@ class TrainingData:
     def held_out_bytes(self, num_tokens: int, split: str = VALID) -> float:
         """Return the bytes of text that the first `num_tokens` held-out targets stand for.
 
-        Exact for byte-level tokenizers; others have but an average over the whole split.
+        Exact for byte-level tokenizers; for others an average over the whole split.
         """
         tokens = self._held_out[split]
         if self._token_bytes is None:
             return num_tokens * self.manifest.num_bytes(split) / len(tokens)
-        # The very first token is read, never asked for.
+        # The first token is input only, never a target.
         return float(self._token_bytes[tokens.tokens(1, num_tokens + 1)].sum())
 
     def tokens(self, split: str) -> Tokens:
@@ -172,20 +172,20 @@ class TrainingData:
 def default_corpus(vocab_size: int) -> Path:
     """Return the prepared sources of Python's standard library, prepared on first use."""
     size = vocab_size or 4096
-    # With the format: what another release prepared is left alone.
+    # With the format, so data of other releases are not touched.
     folder = cache_folder() / f"python-{platform.python_version()}-{size}-{FORMAT}"
     if not folder.exists():
         try:
             prepare(PrepareConfig(out=folder, vocab_size=size, valid_fraction=0.05))
         except FileExistsError:
-            # Another process was faster; a folder takes its name when it is complete.
+            # Another process was faster; folders are published when complete.
             if not folder.exists():
                 raise
     return folder
 
 
 def cache_folder() -> Path:
-    """Return where default data and what runs found out lie: LRM_CACHE, or the user's cache."""
+    """Return the folder of default data and cached results: LRM_CACHE, or the user's cache."""
     if own := os.environ.get("LRM_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -149,10 +149,10 @@ def laid_out(name: str, value: Tensor, config: ModelConfig) -> Tensor:
 
 
 def paired(weight: Tensor, head_dim: int) -> Tensor:
-    """Return the rows of queries or keys in the order in which a `llama` turns them.
+    """Return the rows of queries or keys in the order in which a `llama` rotates them.
 
-    We turn the features i and i + head_dim / 2 of a head together, llama.cpp 2i and 2i + 1. It does
-    as we do in a `falcon-h1`.
+    We rotate the pairs (i, i + head_dim / 2) of a head, llama.cpp (2i, 2i + 1); in a `falcon-h1` it
+    uses our order.
     """
     heads = weight.unflatten(0, (-1, 2, head_dim // 2))
     return heads.transpose(1, 2).flatten(0, 2)

@@ -50,10 +50,10 @@ def vocabulary(tokenizer: TextTokenizer, size: int) -> Vocabulary:
     that no text gives.
     """
     described = json.loads(tokenizer.tokenizer.to_str())
-    why_not = obstacle(described)
-    if why_not is not None:
+    reason = unsupported_reason(described)
+    if reason is not None:
         raise ValueError(
-            f"the tokenizer cannot be written to a GGUF file: {why_not}. Export without --gguf"
+            f"the tokenizer cannot be written to a GGUF file: {reason}. Export without --gguf"
         )
     if tokenizer.vocab_size > size:
         raise ValueError(
@@ -83,7 +83,7 @@ def vocabulary(tokenizer: TextTokenizer, size: int) -> Vocabulary:
     )
 
 
-def obstacle(described: dict[str, Any]) -> str | None:
+def unsupported_reason(described: dict[str, Any]) -> str | None:
     """Return why llama.cpp would give other ids than a tokenizer.json, or None if it would not."""
     model = described["model"]
     others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")

@@ -1,7 +1,7 @@
-"""Event files for TensorBoard, written by the caller and not by a thread.
+"""Event files for TensorBoard, written synchronously.
 
-torch's SummaryWriter writes from a thread of its own. On a full disk that thread prints a
-traceback, and the run learns of it later or never.
+torch's SummaryWriter writes from a separate thread. On a full disk that thread prints a traceback,
+and the run notices it late or never.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class EventFile:
     """A new event file in a folder.
 
     Args:
-        purge_step: Readers drop what earlier files of the folder say of this step and later ones.
+        purge_step: Readers drop events of earlier files from this step on.
     """
 
     def __init__(self, folder: Path, purge_step: int | None):
         folder.mkdir(parents=True, exist_ok=True)
-        # Readers know event files by their names, and take them in the order of their names.
+        # Readers recognize event files by name and read them in the order of names.
         self.path = folder / f"events.out.tfevents.{time.time():017.6f}"
         self._writer = RecordWriter(self.path.open("xb"))
         self._add(Event(file_version="brain.Event:2"))

@@ -1,4 +1,4 @@
-"""The metrics of a run: a file of JSON lines, and TensorBoard, W&B or Trackio where asked for.
+"""The metrics of a run: a file of JSON lines, and TensorBoard, W&B or Trackio if enabled.
 
 `metrics.jsonl` is the record: one JSON object per line with its checksum, flushed as it is written.
 After a resume it equals that of a run that never stopped.
@@ -22,7 +22,7 @@ from typing import Any
 
 from learnable_multipliers._atomic import fsync, replace_file
 from learnable_multipliers._checksum import decode_line, encode_line
-from learnable_multipliers.pretrain.checkpoint.atomic import make_folder
+from learnable_multipliers.pretrain.atomic_folder import make_folder
 from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
 FILE_NAME = "metrics.jsonl"
@@ -42,9 +42,9 @@ class MetricLog:
     """The metrics of one run, in one folder. One process of a run keeps it.
 
     Args:
-        folder: Where `metrics.jsonl` lies; its name is the name of the run.
-        tensorboard: Also write event files, to `folder/tensorboard`, if it is installed.
-        wandb: Project to log to with Weights & Biases. `truncate_after` takes nothing back there.
+        folder: Folder of `metrics.jsonl`; its name is the name of the run.
+        tensorboard: Also write event files to `folder/tensorboard`, if it is installed.
+        wandb: Project to log to with Weights & Biases. `truncate_after` removes nothing there.
         trackio: Project to log to with Trackio; the same holds.
         intervals: Steps between two records of a kind, for the kinds that are thinned.
     """
@@ -126,7 +126,7 @@ class MetricLog:
         return last
 
     def _thin_out(self, kind: str, newest: int) -> None:
-        """Drop older records of a kind, where its newest one is due for that."""
+        """Drop older records of a kind, if its newest step is due for thinning."""
         every, count = self._intervals[kind], NEWEST[kind]
         if newest % (every * count) or newest == every * count:
             return
@@ -143,7 +143,7 @@ class MetricLog:
         self._replace(kept)
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Replace the file atomically, and go on writing at its end."""
+        """Replace the file atomically and reopen it at its end."""
         with self._writing(self.path):
             replace_file(self.path, b"".join(lines))
         self._file.close()
@@ -177,8 +177,7 @@ class MetricLog:
             present = False
         if not present:
             raise OSError(
-                f"{self.path} is gone: its folder was removed, moved or replaced while the run "
-                "went on"
+                f"{self.path} is gone: its folder was removed, moved or replaced during the run"
             )
 
     @contextmanager
@@ -219,9 +218,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def is_kept(step: int, newest: int, every: int, count: int) -> bool:
-    """Return whether a record stays once there is one of the step `newest`.
+    """Return whether a record is kept when the newest one is of the step `newest`.
 
-    The newest `count` do, and older ones on a stride that keeps about `count` of them.
+    The newest `count` are kept, and older ones on a stride that keeps about `count` of them.
     """
     if step > newest - every * count:
         return True
@@ -260,5 +259,5 @@ def _tracker(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"logging to {name} was asked for, but it is not installed: pip install {name}"
+            f"logging to {name} is enabled, but it is not installed: pip install {name}"
         ) from error

@@ -35,18 +35,20 @@ class Display:
     """Shows one or several runs of one schedule; hand it each record of their metrics.
 
     Args:
-        tokens: Tokens that a run has been trained on after 0, 1, 2, ... and all of its steps.
+        num_steps: Steps of a whole run.
+        tokens_before: Tokens that a run has been trained on before a step, counted from 0.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        tokens: Sequence[int],
+        num_steps: int,
+        tokens_before: Callable[[int], int],
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.console = console or Console()
-        self._tokens, self._num_steps = tokens, len(tokens) - 1
+        self._num_steps, self._tokens_before = num_steps, tokens_before
         self._clock, self._last_advance = clock, clock()
         # A dumb terminal cannot draw in place.
         self._is_live = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -60,9 +62,10 @@ class Display:
         )
         # Rich reads a description as markup.
         empty: dict[str, Any] = dict.fromkeys(_SHOWN, "")
+        total = tokens_before(num_steps)
         self._tasks = {
             name: self._progress.add_task(
-                "", total=tokens[-1], name=name[:_LONGEST_NAME], step=self._step(0), **empty
+                "", total=total, name=name[:_LONGEST_NAME], step=self._step(0), **empty
             )
             for name in names
         }
@@ -84,7 +87,7 @@ class Display:
         )
         self._last_advance = now
         self._progress.update(
-            self._tasks[name], completed=self._tokens[step], step=self._step(step)
+            self._tasks[name], completed=self._tokens_before(step), step=self._step(step)
         )
 
     def record(self, name: str, record: Mapping[str, Any]) -> None:

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
-    from learnable_multipliers.pretrain.model import rotation_kernels as kernels
+    from learnable_multipliers.pretrain.model import rotary_kernels as kernels
 else:
     kernels = None
 
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-
-class Angles(NamedTuple):
+class RotaryTable(NamedTuple):
     """Cosines and sines by position and pair of features, (length, head_dim / 2) each."""
 
     cos: Tensor
@@ -53,18 +52,18 @@ class Attention(nn.Module):
         """The features of `inputs` together."""
         return sum(linear.out_features for linear in self.inputs)
 
-    def forward(self, x: Tensor, by: Angles) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         """Return what attention adds to the residual stream."""
-        return project_sum([self.attend(project(x, self.inputs), by)], [self.o_proj])
+        return project_sum([self.attend(project(x, self.inputs), rotary)], [self.o_proj])
 
-    def attend(self, projected: Tensor, by: Angles) -> Tensor:
+    def attend(self, projected: Tensor, rotary: RotaryTable) -> Tensor:
         """Return the heads' outputs side by side, (batch, length, num_heads * head_dim)."""
         scales = (
             self.mup_attention_in,
             self.mup_attention_in * self.mup_key,
             self.mup_attention_in,
         )
-        heads = split_heads(projected, by, self.num_heads, self.num_kv_heads, scales)
+        heads = split_heads(projected, rotary, self.num_heads, self.num_kv_heads, scales)
         q, k, v = (part.transpose(1, 2) for part in heads)
         grouped = self.num_kv_heads < self.num_heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -88,60 +87,62 @@ class _ContiguousGradient(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-def angles(length: int, head_dim: int, theta: float, device: torch.device) -> Angles:
-    """Return the angles by which each pair of features turns at each position."""
+def rotary_table(length: int, head_dim: int, theta: float, device: torch.device) -> RotaryTable:
+    """Return cosines and sines of the angle of each pair of features at each position."""
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     frequencies = theta ** (-pairs / head_dim)
-    turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
-    return Angles(turns.cos(), turns.sin())
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return RotaryTable(angles.cos(), angles.sin())
 
 
 def split_heads(
     projected: Tensor,
-    by: Angles,
+    rotary: RotaryTable,
     num_heads: int,
     num_kv_heads: int,
     scales: tuple[float, float, float] = (1.0, 1.0, 1.0),
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, turned, and values, each (batch, length, heads, head_dim), scaled.
+    """Return rotated queries and keys, and values, each (batch, length, heads, head_dim), scaled.
 
-    `projected` is (batch, length, features). Chooses between PyTorch and Triton, by device and by
-    the `backend` asked for.
+    `projected` is (batch, length, features). Uses PyTorch or Triton, by device and
+    `backend`.
     """
-    obstacle = _obstacle(projected, 2 * by.cos.shape[1])
-    if not use_triton(backend, projected.device, obstacle) or kernels is None:
-        return split_heads_reference(projected, by, num_heads, num_kv_heads, scales)
+    reason = _unsupported_reason(projected, 2 * rotary.cos.shape[1])
+    if not use_triton(backend, projected.device, reason) or kernels is None:
+        return split_heads_reference(projected, rotary, num_heads, num_kv_heads, scales)
     counts = [num_heads, num_kv_heads, num_kv_heads]
-    return kernels.split_and_turn(projected, by.cos, by.sin, counts, list(scales))
+    return kernels.split_heads_rotary(projected, rotary.cos, rotary.sin, counts, list(scales))
 
 
 def split_heads_reference(
-    projected: Tensor, by: Angles, num_heads: int, num_kv_heads: int, scales: tuple[float, ...]
+    projected: Tensor,
+    rotary: RotaryTable,
+    num_heads: int,
+    num_kv_heads: int,
+    scales: tuple[float, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     heads = projected.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     parts = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
     q, k, v = (scaled(part, scale) for part, scale in zip(parts, scales, strict=True))
-    return turn(q, by), turn(k, by), v
+    return apply_rotary(q, rotary), apply_rotary(k, rotary), v
 
 
-def turn(x: Tensor, by: Angles) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of every head of x, (batch, length, heads, head_dim)."""
-    cos, sin = (part[:, None].to(x.dtype) for part in by)
+def apply_rotary(x: Tensor, rotary: RotaryTable) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of each head of x (batch, length, heads, head_dim)."""
+    cos, sin = (part[:, None].to(x.dtype) for part in rotary)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def kernels_take(head_dim: int) -> bool:
-    """Return whether the kernels serve heads of this size."""
+def rotary_kernels_support(head_dim: int) -> bool:
+    """Return whether the kernels support heads of this size."""
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
-def _obstacle(projected: Tensor, head_dim: int) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
-    if projected.dtype not in _KERNEL_TYPES:
-        return f"the kernels do not take {projected.dtype}"
-    if not kernels_take(head_dim):
+def _unsupported_reason(projected: Tensor, head_dim: int) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
+    if not rotary_kernels_support(head_dim):
         return f"head_dim is {head_dim}, not a power of two of at least 16"
-    return None
+    return unsupported_dtype(projected.dtype)

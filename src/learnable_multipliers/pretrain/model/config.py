@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 MAX_LAYERS = 1000
-"""Of a model: the plan looks at every layer by itself."""
+"""Maximum layers of a model, since the plan treats each layer separately."""
 _MAX_PARAMETERS = 10**15
 _TINY = 2.0**-126
 """Smallest normal number of float32."""
@@ -49,7 +49,7 @@ class ModelConfig:
     ssm_conv_size: int = 4
     """Taps of the causal convolution over x, B and C."""
     ssm_chunk_size: int = 128
-    """Tokens in a chunk of the scan: speed alone, the result does not depend on it."""
+    """Tokens in a chunk of the scan. Affects speed only."""
     ssm_norm: bool = False
     """Put the gated RMSNorm on the mixer's output, before its projection."""
     norm_eps: float = 1e-5
@@ -188,8 +188,8 @@ class ModelConfig:
             )
         if self.has_attention and self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim is {self.head_dim}: rotary embeddings turn pairs of features, so "
-                "it must be even"
+                f"model.head_dim is {self.head_dim}: rotary embeddings rotate pairs of features, "
+                "so it must be even"
             )
         if self.has_ssm and self.ssm_size % self.ssm_head_dim:
             raise ValueError(

@@ -1,12 +1,12 @@
 """Triton kernels of the causal convolution: one pass over memory forward, one backward.
 
-A program walks through time with a few channels, and keeps what the taps reach back to in
-registers, so that nothing is read twice; rows are fetched ahead of their use. The backward pass
-computes the pre-activation again instead of keeping it. Gradients of taps and bias are summed
-over programs in a fixed order, so that results repeat bit for bit.
+A program iterates over time for a few channels and keeps the previous rows in registers, so nothing
+is read twice; rows are prefetched. The backward pass recomputes the pre-activation instead of
+saving it. Gradients of taps and bias are summed over programs in a fixed order, so results are
+deterministic.
 
-What is convolved together leaves in three tensors, the x, B and C of the mixer, and their
-gradients come in as three: one launch serves all, and nothing is split or joined by copies.
+The output is three tensors, the x, B and C of the mixer, and their gradients are three inputs: one
+launch computes all of them, without copies to split or concatenate.
 """
 
 # Triton's constants are upper case.
@@ -22,9 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from learnable_multipliers.pretrain.model.triton_support import last_dim_contiguous
+
 _BLOCK_TIME = 64
 _BLOCK_CHANNELS = 128
-# Rows are fetched ahead by hand; the compiler is not to do it a second time.
+# Rows are prefetched by hand: no pipelining by the compiler.
 _CONSTANTS = {
     "BLOCK_TIME": _BLOCK_TIME,
     "BLOCK_CHANNELS": _BLOCK_CHANNELS,
@@ -32,12 +34,12 @@ _CONSTANTS = {
     "num_stages": 1,
 }
 _VECTOR = 8
-"""Numbers that are loaded at once where strides allow: 16 bytes in 16 bits."""
+"""Numbers loaded at once if strides allow: 16 bytes of 16-bit numbers."""
 
 
 @triton.jit
 def _row(pointer, time, length, stride, channel, mask, ALIGN: tl.constexpr):
-    """Load the row at a time; zeros outside the sequence."""
+    """Load the row at a time step; zeros outside the sequence."""
     inside = _between(time, 0, length, channel) & mask
     place = tl.multiple_of(time.to(tl.int64) * stride, ALIGN)
     return tl.load(pointer + place + channel, mask=inside, other=0.0)
@@ -45,7 +47,7 @@ def _row(pointer, time, length, stride, channel, mask, ALIGN: tl.constexpr):
 
 @triton.jit
 def _between(time, first, end, channel):
-    """Return for every channel whether a time lies in [first, end)."""
+    """Return a mask over channels: whether a time step is in [first, end)."""
     times = tl.full(channel.shape, 0, tl.int32) + time
     return (times >= first) & (times < end)
 
@@ -167,8 +169,8 @@ def convolve_backward_kernel(
     d_next1 = _row(dy, start + 1, length, own, channel, mask, ALIGN)
     d_next2 = _row(dy, start + 2, length, own, channel, mask, ALIGN)
     d_next3 = _row(dy, start + 3, length, own, channel, mask, ALIGN)
-    # Zeros of their own: Triton takes variables that start as one value and are handed on among
-    # themselves for variables that the loop leaves alone.
+    # Separate zeros: Triton treats variables that share an initial value and only exchange values
+    # as loop-invariant.
     du1 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     du2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     du3 = tl.zeros([BLOCK_CHANNELS], tl.float32)
@@ -177,7 +179,7 @@ def convolve_backward_kernel(
     sum2 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     sum3 = tl.zeros([BLOCK_CHANNELS], tl.float32)
     sum_b = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    # Three rows more: the last rows of dx need the du behind them.
+    # Three more rows: the last rows of dx need the du after them.
     for i in range(BLOCK_TIME + 3):
         time = start + i
         x4, b_dy = x_next0.to(tl.float32), d_next0.to(tl.float32)
@@ -218,7 +220,7 @@ def convolve_silu(
 
     weight and bias are float32, x may be a strided view.
     """
-    x = _readable(x)
+    x = last_dim_contiguous(x)
     y = _empty_parts(x, sizes)
     convolve_kernel[_grid(x, sizes)](
         *(x, weight.contiguous(), bias.contiguous(), *y),
@@ -241,7 +243,7 @@ def convolve_silu_backward(
     dy0: Tensor, dy1: Tensor, dy2: Tensor, x: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and those of taps and bias in rows, the bias last."""
-    x, dy = _readable(x), [part.contiguous() for part in (dy0, dy1, dy2)]
+    x, dy = last_dim_contiguous(x), [part.contiguous() for part in (dy0, dy1, dy2)]
     sizes = [part.shape[2] for part in dy]
     dx = x.new_empty(x.shape)
     programs, _, batch = grid = _grid(x, sizes)
@@ -262,7 +264,7 @@ def _(
     return x.new_empty(x.shape), weight.new_empty(5, x.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
@@ -271,7 +273,7 @@ def _backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, rows[:-1].T, rows[-1], None
 
 
-convolve_silu.register_autograd(_backward, setup_context=_keep)
+convolve_silu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _empty_parts(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,11 +287,6 @@ def _grid(x: Tensor, sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _alignment(sizes: Sequence[int], *tensors: Tensor) -> int:
-    """Return what all sizes, strides and starts are multiples of, as far as wide loads need it."""
+    """Return the common alignment of all sizes, strides and offsets, up to that of wide loads."""
     places = [place for t in tensors for place in (*t.stride()[:2], t.storage_offset())]
     return 1 if any(place % _VECTOR for place in (*sizes, *places)) else _VECTOR
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor whose channels lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

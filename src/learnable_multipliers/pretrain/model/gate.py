@@ -1,4 +1,4 @@
-"""Gates: what is between the two projections of an MLP, and behind the scan of a mixer."""
+"""Gates: between the two projections of an MLP, and after the scan of a mixer."""
 
 from __future__ import annotations
 
@@ -10,43 +10,39 @@ from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.projections import scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import gate_kernels as kernels
 else:
     kernels = None
 
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def gated(joined: Tensor, mup_gate: float, backend: Backend = "auto") -> Tensor:
     """Return up * silu(mup_gate * gate) of gate and up side by side.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for.
+    Uses PyTorch or Triton, by device and `backend`.
     """
-    dtype = joined.dtype
-    obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not use_triton(backend, joined.device, obstacle) or kernels is None:
+    if not use_triton(backend, joined.device, unsupported_dtype(joined.dtype)) or kernels is None:
         return gated_reference(joined, mup_gate)
     return kernels.gate(joined, mup_gate)
 
 
 def gated_reference(joined: Tensor, mup_gate: float) -> Tensor:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     gate, up = joined.chunk(2, -1)
     return up * F.silu(scaled(gate, mup_gate))
 
 
-def gated_by(y: Tensor, z: Tensor, factor: float) -> Tensor:
-    """Return y * silu(factor * z) in the dtype of y; y and z alone are kept for the backward pass.
+def silu_gate(y: Tensor, z: Tensor, factor: float) -> Tensor:
+    """Return y * silu(factor * z) in the dtype of y, saving only y and z for the backward pass.
 
-    Automatic differentiation would keep `factor * z` and its silu as well, and the compiler the
-    former.
+    Autograd would also save `factor * z` and its silu, and the compiler `factor * z`.
     """
-    return _GatedBy.apply(y, z, factor)
+    return _SiluGate.apply(y, z, factor)
 
 
-class _GatedBy(torch.autograd.Function):
+class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(y, z)

@@ -1,4 +1,4 @@
-"""Triton kernels of the MLP's gate, as operators that torch.compile does not look into.
+"""Triton kernels of the MLP's gate, as operators that are opaque to torch.compile.
 
 Each pass reads and writes every number once. The gradients of gate and up are written to one
 tensor, as their joined projection needs them; the compiler would compute both halves twice.
@@ -78,7 +78,7 @@ def _(dy: Tensor, joined: Tensor, factor: float) -> Tensor:
     return joined.new_empty(joined.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     joined, ctx.factor = inputs
     ctx.save_for_backward(joined)
 
@@ -88,7 +88,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return gate_backward(dy, joined, ctx.factor), None
 
 
-gate.register_autograd(_backward, setup_context=_keep)
+gate.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], factor: float, half: int) -> None:

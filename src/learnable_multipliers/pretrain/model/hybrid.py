@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
-from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
+from learnable_multipliers.pretrain.model.attention import Attention, RotaryTable, rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.gate import gated
 from learnable_multipliers.pretrain.model.loss import Losses, head_loss
@@ -59,7 +59,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Mixers side by side, then the MLP, each behind a norm."""
+    """Parallel mixers, then the MLP, each after a norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -76,31 +76,31 @@ class Layer(nn.Module):
                 if norm is not None:
                     norm.requires_grad_(False)
 
-    def forward(self, h: Tensor, by: Angles) -> Tensor:
-        """Return the residual stream behind this layer."""
-        h = h + self._mix(self.input_layernorm(h), by)
+    def forward(self, h: Tensor, rotary: RotaryTable) -> Tensor:
+        """Return the residual stream after this layer."""
+        h = h + self._mix(self.input_layernorm(h), rotary)
         if self.feed_forward is not None and self.pre_ff_layernorm is not None:
             h = h + self.feed_forward(self.pre_ff_layernorm(h))
         return h
 
-    def _mix(self, x: Tensor, by: Angles) -> Tensor:
+    def _mix(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         mamba, attention = self.mamba, self.self_attn
         if attention is None:
             assert mamba is not None
             return mamba(x)
         if mamba is None:
-            return attention(x, by)
+            return attention(x, rotary)
         if not attention.joinable:
-            return attention(x, by) + mamba(x)
+            return attention(x, rotary) + mamba(x)
         projected = project(x, (mamba.in_proj, *attention.inputs))
         sizes = [*mamba.input_sizes, attention.input_size]
         *to_mamba, to_attention = projected.split(sizes, -1)
-        inner = mamba.mix(*to_mamba), attention.attend(to_attention, by)
+        inner = mamba.mix(*to_mamba), attention.attend(to_attention, rotary)
         return project_sum(inner, (mamba.out_proj, attention.o_proj))
 
 
 class Backbone(nn.Module):
-    """Everything but the head."""
+    """Everything except the head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -116,14 +116,14 @@ class Backbone(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the features the head reads, (batch, length, hidden_size)."""
         config = self.config
-        by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
+        rotary = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
         h = scaled(self.embed_tokens(tokens), self.mup_embedding)
         for layer in self.layers:
             if self.recomputes_layers:
                 # Nothing in a layer is random.
-                h = checkpoint(layer, h, by, use_reentrant=False, preserve_rng_state=False)
+                h = checkpoint(layer, h, rotary, use_reentrant=False, preserve_rng_state=False)
             else:
-                h = layer(h, by)
+                h = layer(h, rotary)
         return self.final_layernorm(h)
 
 
@@ -156,7 +156,7 @@ class HybridLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def compile_layers_(self) -> None:
-        """Compile layer by layer: one compilation serves all layers, whatever the depth."""
+        """Compile layer by layer: one compilation serves all layers."""
         for layer in self.model.layers:
             layer.compile()
         self.head_loss = torch.compile(self.head_loss)
@@ -198,7 +198,7 @@ class HybridLM(nn.Module):
                 field,
                 value,
                 self.factor_targets(field),
-                # Nothing here has a bias; conv1d and dt_bias lie behind the factors.
+                # Nothing here has a bias; conv1d and dt_bias come after the factors.
                 scales_bias=False,
                 reset=partial(self.set_factor_, field, 1.0),
             )
@@ -242,7 +242,7 @@ def empty_model(config: ModelConfig) -> HybridLM:
 
 @torch.no_grad()
 def initialize_weights_(model: HybridLM, generator: torch.Generator) -> None:
-    """Draw fresh weights: matrices from normal distributions, the rest as Mamba-2 does."""
+    """Initialize the weights: normal distributions for matrices, else as in Mamba-2."""
     std = model.config.init_std
     embedding = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.projections import scaled
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import loss_kernels as kernels
@@ -18,7 +19,6 @@ else:
 
 CHUNK_BYTES = 256 << 20
 """Logits that the kernels hold at a time: fewer make matrix products too small for an H200."""
-_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Losses(NamedTuple):
@@ -40,14 +40,13 @@ def head_loss(
 ) -> Losses:
     """Return cross-entropy + z_loss * (log sum exp of the logits)^2, both averaged.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for.
+    Uses PyTorch or Triton, by device and `backend`.
     """
     device = features.device.type
     dtype = torch.promote_types(features.dtype, head.dtype)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    obstacle = None if dtype in _KERNEL_TYPES else f"the kernels do not take {dtype}"
-    if not use_triton(backend, features.device, obstacle) or kernels is None:
+    if not use_triton(backend, features.device, unsupported_dtype(dtype)) or kernels is None:
         return head_loss_reference(features, head, mup_head, targets, z_loss)
     gradient = torch.is_grad_enabled() and (features.requires_grad or head.requires_grad)
     total, cross_entropy, *_ = kernels.head_loss(
@@ -66,7 +65,7 @@ def head_loss(
 def head_loss_reference(
     features: Tensor, head: Tensor, mup_head: float, targets: Tensor, z_loss: float
 ) -> Losses:
-    """Return the same by PyTorch's own operators."""
+    """Return the same with PyTorch's own operators."""
     logits = head_logits(features, head, mup_head)
     return losses_of(logits.logsumexp(-1), target_logits(logits, targets), z_loss)
 

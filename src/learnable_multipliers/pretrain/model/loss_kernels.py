@@ -1,7 +1,7 @@
 """Head and loss without the logits of a whole batch in memory.
 
-Logits are computed for some positions at a time and turned into their own gradients in place.
-Those of features and head follow at once, so the backward pass has only to scale them.
+Logits are computed for a chunk of positions at a time and replaced in place by their gradients. The
+gradients of features and head are computed right away, so the backward pass only scales them.
 """
 
 # Triton's constants are upper case.
@@ -42,7 +42,7 @@ def loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab
     target = tl.load(targets + row)
-    # Before the first reduction: every thread has it when the first of them writes.
+    # Before the first reduction, so every thread has read it before any of them writes.
     known = (target >= 0) & (target < vocab)
     target_logit = tl.load(start + target, mask=known, other=0.0).to(tl.float32) * factor
     offsets = tl.arange(0, BLOCK)
@@ -135,7 +135,7 @@ def _(
     return *losses, torch.empty_like(features[empty]), torch.empty_like(head[empty])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[2:])
 
 
@@ -144,4 +144,4 @@ def _backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     return dx * dtotal, dhead * dtotal, None, None, None, None, None, None
 
 
-head_loss.register_autograd(_backward, setup_context=_keep)
+head_loss.register_autograd(_backward, setup_context=_setup_context)

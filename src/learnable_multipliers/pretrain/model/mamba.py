@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: gated state-space heads behind a short causal convolution."""
+"""The Mamba-2 mixer: gated state-space heads after a short causal convolution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
 from learnable_multipliers.pretrain.model.config import ModelConfig
-from learnable_multipliers.pretrain.model.gate import gated_by
+from learnable_multipliers.pretrain.model.gate import silu_gate
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
-from learnable_multipliers.pretrain.model.ssd import KERNEL_TYPES, ssd
+from learnable_multipliers.pretrain.model.ssd import ssd
+from learnable_multipliers.pretrain.model.triton_support import unsupported_dtype
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import convolution_kernels as kernels
@@ -20,7 +21,7 @@ else:
     kernels = None
 
 KERNEL_TAPS = 4
-"""The taps that the kernels are written out for; it is what every Mamba-2 has."""
+"""Number of taps that the kernels support, which every Mamba-2 has."""
 
 
 class GatedRMSNorm(nn.Module):
@@ -32,7 +33,7 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize each group of features by itself."""
+        """Normalize each group of features separately."""
         grouped = x.unflatten(-1, (self.groups, -1))
         size = grouped.shape[-1]
         return F.rms_norm(grouped, (size,), None, self.eps).flatten(-2) * self.weight
@@ -90,7 +91,7 @@ class Mamba(nn.Module):
             self.D,
             self.chunk_size,
         ).flatten(-2)
-        gated = gated_by(y, z, self.mup_ssm_in * self.mup_z)
+        gated = silu_gate(y, z, self.mup_ssm_in * self.mup_z)
         return scaled(self.norm(gated), self.mup_ssm_out).to(z.dtype)
 
     def _taps(self) -> Tensor:
@@ -108,11 +109,11 @@ def convolve(
 ) -> tuple[Tensor, ...]:
     """Return silu(bias + weight * x), a causal convolution over time, in the dtype of x.
 
-    Chooses between PyTorch and Triton, by device and by the `backend` asked for. x is
+    Uses PyTorch or Triton, by device and `backend`. x is
     (batch, length, channels), weight (channels, taps), bias (channels,); what comes out is split
     into three, of `sizes` channels.
     """
-    if not use_triton(backend, x.device, _obstacle(x, weight)) or kernels is None:
+    if not use_triton(backend, x.device, _unsupported_reason(x, weight)) or kernels is None:
         parts = zip(x.split(sizes, -1), weight.split(sizes), bias.split(sizes), strict=True)
         return tuple(convolve_reference(*part) for part in parts)
     return kernels.convolve_silu(x, weight.float(), bias.float(), sizes)
@@ -131,10 +132,8 @@ def convolve_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(u).to(x.dtype)
 
 
-def _obstacle(x: Tensor, weight: Tensor) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
-    if x.dtype not in KERNEL_TYPES:
-        return f"the kernels do not take {x.dtype}"
+def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
     if weight.shape[1] != KERNEL_TAPS:
         return f"the kernels have {KERNEL_TAPS} taps, not {weight.shape[1]}"
-    return None
+    return unsupported_dtype(x.dtype)

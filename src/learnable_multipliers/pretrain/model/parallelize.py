@@ -108,7 +108,7 @@ def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
     # Each style has made a parameter of its own.
     model.tie_()
     # Called, the head returns the logits of all tokens; the loss reads its shard.
-    model.lm_head.used_by_shard = True  # pyright: ignore[reportArgumentType]
+    model.lm_head.computes_on_local_shard = True  # pyright: ignore[reportArgumentType]
     model.head_loss = vocab_parallel_loss(mesh, config.vocab_size)
 
 
@@ -179,7 +179,7 @@ def _shard_weight(module: nn.Module, dim: int, mesh: DeviceMesh) -> None:
     weight = module.get_parameter("weight")
     shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)])
     module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
-    module.used_by_shard = True  # pyright: ignore[reportArgumentType]
+    module.computes_on_local_shard = True  # pyright: ignore[reportArgumentType]
 
 
 def _first_row(vocab_size: int, mesh: DeviceMesh) -> int:

@@ -30,10 +30,10 @@ def weight_of(module: nn.Linear | nn.Embedding) -> Tensor:
     weight = module.weight
     if not isinstance(weight, DTensor):
         return weight
-    if not getattr(module, "used_by_shard", False):
+    if not getattr(module, "computes_on_local_shard", False):
         raise ValueError(
             f"a weight of shape {tuple(weight.shape)} is a DTensor with the placements "
-            f"{weight.placements}, but the block it belongs to computes on whole weights: "
+            f"{weight.placements}, but its block computes on whole weights: "
             "projections are joined and never call Linear.forward, so styles on single linears, "
             "such as ColwiseParallel, would train a wrong model without an error. Use "
             "tensor_parallelize in learnable_multipliers.pretrain.model.parallelize, and call an "
@@ -45,14 +45,14 @@ def weight_of(module: nn.Linear | nn.Embedding) -> Tensor:
 def project(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
     """Apply linears to the same features; return their outputs side by side.
 
-    To be split once: the gradients of nested splits are joined, and copied, once for each level.
+    Split the result only once: each nested split concatenates and copies gradients again.
     """
     weights = [weight_of(linear) for linear in linears]
     return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
 def project_sum(xs: Sequence[Tensor], linears: Sequence[nn.Linear]) -> Tensor:
-    """Apply each of `linears` to features of its own and add up what comes out."""
+    """Apply each linear to its own features and sum the outputs."""
     weights = [weight_of(linear) for linear in linears]
     if len(weights) == 1:
         return F.linear(xs[0], weights[0])

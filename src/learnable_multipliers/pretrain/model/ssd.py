@@ -1,8 +1,7 @@
 """The scan of Mamba2: a linear recurrence over time with one decay per head and step.
 
-"Transformers are SSMs" (Dao and Gu, 2024), section 6. `ssd` chooses between PyTorch and
-Triton, by device and by the `backend` asked for. No state goes in and none comes out: this is for
-training.
+"Transformers are SSMs" (Dao and Gu, 2024), section 6. `ssd` uses PyTorch or Triton, by device and
+`backend`. It takes and returns no state: it is for training.
 
 Shapes throughout: x (batch, length, heads, head_dim); dt (batch, length, heads), positive; A
 (heads,), negative; B and C (batch, length, groups, state); D (heads,). Head h reads the B and C
@@ -19,17 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learnable_multipliers.kernels._backend import HAS_TRITON, Backend, use_triton
+from learnable_multipliers.pretrain.model.triton_support import DTYPES
 
 if HAS_TRITON:
     from learnable_multipliers.pretrain.model import ssd_launch as launch
 else:
     launch = None
 
-KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 KERNEL_STATES = (16, 32, 64, 128, 256)
 KERNEL_CHUNKS = (16, 32, 64, 128)
-"""Steps of a chunk that the kernels have."""
+"""Chunk sizes of the kernels, in steps."""
 
 
 def ssd(
@@ -44,14 +43,14 @@ def ssd(
 ) -> Tensor:
     """Return the output of the scan, shaped like x.
 
-    `auto` takes Triton on a CUDA device where the kernels serve these dtypes and sizes, and
-    PyTorch elsewhere; `triton` raises where they do not. Chunks are a choice of the algorithm: the
-    kernels take the nearest they have, which changes the result by rounding alone.
+    `auto` uses Triton on a CUDA device if the kernels support these dtypes and sizes, else
+    PyTorch; `triton` raises if they do not. The chunk size belongs to the algorithm: the kernels
+    use the nearest one they have, which changes the result only by rounding.
     """
     _check(x, dt, A, B, C, D, chunk_size)
-    if not use_triton(backend, x.device, _obstacle(x, dt, B, C)) or launch is None:
+    if not use_triton(backend, x.device, _unsupported_reason(x, dt, B, C)) or launch is None:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size)
-    chunk_size = _kernel_chunk(chunk_size, x.dtype)
+    chunk_size = _nearest_chunk_size(chunk_size, x.dtype)
     return launch.ssd_scan(x, dt.float(), A.float(), B, C, D.float(), chunk_size)[0]
 
 
@@ -153,17 +152,17 @@ def _check(
         raise ValueError(f"{heads} heads cannot be divided evenly over {B.shape[2]} groups")
 
 
-def _kernel_chunk(chunk_size: int, dtype: torch.dtype) -> int:
-    """Return the longest chunk that the kernels have and was asked for, or their shortest."""
+def _nearest_chunk_size(chunk_size: int, dtype: torch.dtype) -> int:
+    """Return the largest chunk size of the kernels up to the given one, or their smallest."""
     # Off the tensor cores, longer chunks than this overflow the registers.
     longest = 64 if dtype == torch.float32 else KERNEL_CHUNKS[-1]
     sizes = [size for size in KERNEL_CHUNKS if size <= min(chunk_size, longest)]
     return max(sizes, default=KERNEL_CHUNKS[0])
 
 
-def _obstacle(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
-    """Return why the kernels cannot serve these tensors, or None if they can."""
-    if x.dtype not in KERNEL_TYPES or B.dtype != x.dtype or C.dtype != x.dtype:
+def _unsupported_reason(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> str | None:
+    """Return why the kernels do not support these tensors, or None if they do."""
+    if x.dtype not in DTYPES or B.dtype != x.dtype or C.dtype != x.dtype:
         return (
             "x, B and C must share one of bfloat16, float16 and float32; "
             f"they are {x.dtype}, {B.dtype} and {C.dtype}"

@@ -7,13 +7,13 @@ L_ij = exp(a_i - a_j) for j <= i, G = C B^T, S the state that enters the chunk. 
     S_out = exp(a_last) S + sum_j exp(a_last - a_j) dt_j B_j x_j^T
 
 and the backward pass is its transpose. Matrices of chunk by chunk never leave the chip; states
-cross it once per kernel, as (state, head_dim). Exponents are never positive. Sums over heads go
-over a fixed order of programs, without atomics, so that results repeat bit for bit. Steps beyond
+cross it once per kernel, as (state, head_dim). Exponents are never positive. Sums over heads
+use a fixed order of programs, without atomics, so results are deterministic. Steps beyond
 the length are read as zeros, with dt = 0: they neither decay a state nor write to it.
 
-A program that has a single head must still run a loop, of as many passes as it is told (`one`):
-without a loop the ptxas of CUDA 12.8, which Triton 3.6 brings, computes addresses of operands in
-shared memory from a register that nothing has written.
+A program with a single head still runs a loop, whose length is the argument `one`: without a loop,
+the ptxas of CUDA 12.8 in Triton 3.6 computes addresses of operands in shared memory from an
+uninitialized register.
 """
 
 # Triton's block sizes are upper case, and A, B, C and D are the letters of the paper.
@@ -336,7 +336,7 @@ def scores_kernel(
 
 
 @triton.jit(do_not_specialize=["one"])
-def keys_kernel(
+def bc_grad_kernel(
     values,
     keys,
     states,
@@ -362,9 +362,9 @@ def keys_kernel(
     BLOCK_STATE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     PER_GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
+    FOR_C: tl.constexpr,
 ):
-    """Sum the part of dC (of queries, from dy and S) or dB (from x and dS_out) over some heads.
+    """Sum the part of dC (FOR_C, from dy and S) or dB (from x and dS_out) over some heads.
 
     A program has a block of the state: `reached` and `crossings` are in parts. Per head,
     `reached` is exp(a_i) dy_i . S^T C_i or exp(a_last - a_j) x_j . dS_out^T B_j, and
@@ -398,7 +398,7 @@ def keys_kernel(
         b_values = _load(values + head * values_head, rows, values_time, dims, inside)
         b_decay = tl.load(decays + row + rows)
         b_state = tl.load(states + here + state_offsets)
-        if QUERIES:
+        if FOR_C:
             b_part = tl.dot(b_values, tl.trans(b_state), input_precision="ieee")
             b_part = b_part * tl.exp2(b_decay)[:, None]
             b_sum += b_part
@@ -418,7 +418,7 @@ def keys_kernel(
 
 
 @triton.jit
-def rates_kernel(
+def dt_grad_kernel(
     A,
     steps,
     mixed,
@@ -474,7 +474,7 @@ def rates_kernel(
 
 
 @triton.jit
-def sums_kernel(
+def reduce_parts_kernel(
     within,
     through,
     sums,

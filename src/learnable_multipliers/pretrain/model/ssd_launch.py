@@ -1,8 +1,8 @@
-"""Launches the Triton kernels of the scan, as operators that torch.compile does not look into.
+"""Launches the Triton kernels of the scan, as operators that are opaque to torch.compile.
 
-The backward pass keeps the inputs and the state that enters each chunk, in the dtype of x: the
-recurrence of states runs in float32 registers, and whatever reads a state multiplies it on tensor
-cores in that dtype, so a wider copy would be rounded all the same. All else is computed again.
+The backward pass saves the inputs and the state that enters each chunk, in the dtype of x: the
+recurrence of states runs in float32 registers, and every product with a state runs on tensor cores
+in that dtype, so a wider copy would be rounded anyway. Everything else is recomputed.
 """
 
 # A, B, C and D are the letters of the paper.
@@ -18,14 +18,15 @@ import triton
 from torch import Tensor
 
 from learnable_multipliers.pretrain.model.ssd_kernels import (
+    bc_grad_kernel,
     decays_kernel,
-    keys_kernel,
-    rates_kernel,
+    dt_grad_kernel,
+    reduce_parts_kernel,
     rows_kernel,
     scores_kernel,
     states_kernel,
-    sums_kernel,
 )
+from learnable_multipliers.pretrain.model.triton_support import last_dim_contiguous
 
 _STATES = {
     2: {"BLOCK_DIM": 64, "BLOCK_STATE": 128, "num_warps": 4, "num_stages": 2},
@@ -44,11 +45,11 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
         2: {"BLOCK_COLS": 64, "BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 4, "num_stages": 2},
         4: {"BLOCK_COLS": 32, "BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
-    "queries": {
+    "c_grads": {
         2: {"BLOCK_STATE": 64, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
         4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
-    "keys": {
+    "b_grads": {
         2: {"BLOCK_STATE": 128, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 3},
         4: {"BLOCK_STATE": 32, "NUM_HEADS": 24, "num_warps": 8, "num_stages": 1},
     },
@@ -56,11 +57,11 @@ SETTINGS: dict[str, dict[int, dict[str, int]]] = {
 """How each kernel runs, by bytes of a number of x: largest tiles, most heads, Triton's options.
 
 In 16 bits the fastest that `benchmarks/ssd.py` found on an H200 for heads of 64 in chunks of
-128, with 24 heads and a state of 128 and with 48 and 256. `scores` spills some registers and is
-faster so than with more warps. `maxnreg` bounds registers per thread.
+128, with 24 heads and a state of 128 and with 48 and 256. `scores` spills some registers, which is
+faster than more warps. `maxnreg` bounds registers per thread.
 """
 
-# What each tile of a setting is a part of.
+# Tile of a setting -> the dimension that it divides.
 _WHOLES = {
     "BLOCK_DIM": "HEAD_DIM",
     "BLOCK_STATE": "STATE",
@@ -80,7 +81,7 @@ def ssd_scan(
 
     dt, A and D are float32; x, B and C share a dtype and may be strided views.
     """
-    x, B, C = (_readable(tensor) for tensor in (x, B, C))
+    x, B, C = (last_dim_contiguous(tensor) for tensor in (x, B, C))
     scan = Scan(x, dt, A, B, chunk_size)
     states = scan.states("states", x, B)
     return scan.rows("outputs", x, C, B, states, D), states
@@ -108,26 +109,26 @@ def ssd_scan_backward(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, dt, A, B, C and D."""
-    dy, x, B, C = (_readable(tensor) for tensor in (dy, x, B, C))
+    dy, x, B, C = (last_dim_contiguous(tensor) for tensor in (dy, x, B, C))
     scan = Scan(x, dt, A, B, chunk_size)
     state_grads = scan.states("state_grads", dy, C)
     dx = scan.rows("inputs", dy, B, C, state_grads, D)
-    # Each program writes its part of a sum, and another kernel adds the parts in order.
+    # Each program writes its part of a sum; another kernel adds the parts in a fixed order.
     mixed, direct, skips, b_within, c_within = scan.scores(x, dy, B, C)
-    reads, _, c_through = scan.keys("queries", dy, C, states, state_grads)
-    writes, crossings, b_through = scan.keys("keys", x, B, states, state_grads)
-    ddt, rates = scan.rates(A, mixed, direct, reads, writes, crossings)
+    reads, _, c_through = scan.bc_grads("c_grads", dy, C, states, state_grads)
+    writes, crossings, b_through = scan.bc_grads("b_grads", x, B, states, state_grads)
+    ddt, rates = scan.dt_grads(A, mixed, direct, reads, writes, crossings)
     dB, dC = add_parts(b_within, b_through, B.dtype), add_parts(c_within, c_through, C.dtype)
     return dx, ddt, rates.sum((0, 1)), dB, dC, skips.sum((0, 1, 2))
 
 
 @ssd_scan_backward.register_fake
 def _(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    # What the kernels write is contiguous, whatever the strides of the inputs.
+    # The kernels write contiguous tensors for any strides of the inputs.
     return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:6])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.chunk_size = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
@@ -139,11 +140,11 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | N
     return (*ssd_scan_backward(dy, *ctx.saved_tensors, ctx.chunk_size), None)
 
 
-ssd_scan.register_autograd(_backward, setup_context=_keep)
+ssd_scan.register_autograd(_backward, setup_context=_setup_context)
 
 
 class Scan:
-    """The launches of one scan, a method for each kernel, and what they share."""
+    """The launches of one scan: a method for each kernel, and the tensors they share."""
 
     def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, chunk: int):
         self.batch, self.length, self.heads, head_dim = x.shape
@@ -208,10 +209,10 @@ class Scan:
         )
         return results
 
-    def keys(
+    def bc_grads(
         self, name: str, values: Tensor, keys: Tensor, states: Tensor, state_grads: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return `reached`, `crossings` (of keys alone) and parts of dC or dB through states."""
+        """Return `reached`, `crossings` (only for B) and the parts of dC or dB through states."""
         options = self._options(name)
         blocks = options["STATE"] // options["BLOCK_STATE"]
         splits = options["PER_GROUP"] // options["NUM_HEADS"]
@@ -223,22 +224,22 @@ class Scan:
         )
         tensors = values, keys, states, state_grads, self.decays, self.steps, *results
         sizes = self.length, self.heads, self.groups, 1
-        keys_kernel[self._grid(self.groups * splits * blocks)](
-            *tensors, *_strides(values, keys), *sizes, QUERIES=name == "queries", **options
+        bc_grad_kernel[self._grid(self.groups * splits * blocks)](
+            *tensors, *_strides(values, keys), *sizes, FOR_C=name == "c_grads", **options
         )
         return results
 
-    def rates(self, A: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor]:
+    def dt_grads(self, A: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of dt, and that of A by batch and chunk.
 
-        `sums` are `mixed`, `direct`, those reached by queries and by keys, and `crossings`.
+        `sums` are `mixed`, `direct`, `reached` of C and of B, and `crossings`.
         """
         mixed, _, reads, writes, _ = sums
         ddt = self.steps.new_empty(self.batch, self.length, self.heads)
         rates = self.steps.new_empty(self.batch, self.chunks, self.heads)
         tensors = A, self.steps, *sums, ddt, rates
         sizes = self.length, self.chunks * self.chunk, self.heads
-        rates_kernel[self._grid(triton.cdiv(self.heads, _BLOCK_HEADS))](
+        dt_grad_kernel[self._grid(triton.cdiv(self.heads, _BLOCK_HEADS))](
             *tensors,
             *sizes,
             MIXED_PARTS=len(mixed),
@@ -252,7 +253,7 @@ class Scan:
         return programs, self.chunks, self.batch
 
     def _options(self, name: str) -> dict[str, int]:
-        """Return a kernel's constants and options, its tiles cut to divide their wholes."""
+        """Return a kernel's constants and options, with tiles that divide their dimensions."""
         options = self.constants | {"CHUNK": self.chunk} | SETTINGS[name][self.element_size]
         for tile, whole in _WHOLES.items():
             if tile in options:
@@ -262,19 +263,14 @@ class Scan:
 
 
 def add_parts(within: Tensor, through: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of two lists of parts."""
+    """Return the sum over two stacks of parts."""
     sums = within.new_empty(within.shape[1:], dtype=dtype)
     size = sums.numel()
     parts = {"WITHIN": len(within), "THROUGH": len(through)}
-    sums_kernel[(triton.cdiv(size, _BLOCK_SUM),)](
+    reduce_parts_kernel[(triton.cdiv(size, _BLOCK_SUM),)](
         within, through, sums, size, BLOCK=_BLOCK_SUM, **parts
     )
     return sums
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last axis is contiguous; strides of the others are the kernels' own."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:

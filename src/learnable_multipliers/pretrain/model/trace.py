@@ -1,7 +1,7 @@
 """The forward pass with every activation named, for measurements.
 
-`Layer.forward` joins projections and is compiled; here each step is taken by itself and eagerly,
-with the same modules. Training does not come through here, so what is measured costs it nothing.
+`Layer.forward` joins projections and is compiled; here each step runs separately and eagerly, with
+the same modules. Training does not use this path, so measurements cost it nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learnable_multipliers._initialize import SSM_ROLES
-from learnable_multipliers.pretrain.model.attention import Angles, Attention, angles
+from learnable_multipliers.pretrain.model.attention import Attention, RotaryTable, rotary_table
 from learnable_multipliers.pretrain.model.hybrid import MLP, HybridLM, Layer
 from learnable_multipliers.pretrain.model.mamba import Mamba
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
@@ -42,12 +42,12 @@ def trace(model: HybridLM, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
     `head` comes sequence by sequence: the logits of all together may not fit into memory.
     """
     backbone, config = model.model, model.config
-    by = angles(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
+    rotary = rotary_table(tokens.shape[1], config.head_dim, config.rope_theta, tokens.device)
     h = scaled(backbone.embed_tokens(tokens), backbone.mup_embedding)
     for layer in backbone.layers:
         assert isinstance(layer, Layer)
         yield "residual", h
-        h = yield from _layer(layer, h, by)
+        h = yield from _layer(layer, h, rotary)
     yield "residual", h
     features = backbone.final_layernorm(h)
     yield "head_input", features
@@ -55,11 +55,11 @@ def trace(model: HybridLM, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "head", project(sequence, [model.lm_head])
 
 
-def _layer(layer: Layer, h: Tensor, by: Angles) -> Named:
+def _layer(layer: Layer, h: Tensor, rotary: RotaryTable) -> Named:
     x = layer.input_layernorm(h)
     yield "mixer_input", x
     if layer.self_attn is not None:
-        h = h + (yield from _attention(layer.self_attn, x, by))
+        h = h + (yield from _attention(layer.self_attn, x, rotary))
     if layer.mamba is not None:
         h = h + (yield from _mamba(layer.mamba, x))
     if layer.feed_forward is not None and layer.pre_ff_layernorm is not None:
@@ -67,11 +67,11 @@ def _layer(layer: Layer, h: Tensor, by: Angles) -> Named:
     return h
 
 
-def _attention(attention: Attention, x: Tensor, by: Angles) -> Named:
+def _attention(attention: Attention, x: Tensor, rotary: RotaryTable) -> Named:
     projected = project(x, attention.inputs)
     sizes = [linear.out_features for linear in attention.inputs]
     yield from zip(("query", "key", "value"), projected.split(sizes, -1), strict=True)
-    inner = attention.attend(projected, by)
+    inner = attention.attend(projected, rotary)
     yield "attention_inner", inner
     out = project_sum([inner], [attention.o_proj])
     yield "attention-out", out

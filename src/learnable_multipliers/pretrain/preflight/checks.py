@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.trainer import memory
 from learnable_multipliers.pretrain.trainer.device import Device
 
 Verdict = Literal["ok", "warning", "failed"]
-LESS_MEMORY = f"{memory.LESS_MEMORY}; lrm train RECIPE --dry-run shows what needs how much"
+MEMORY_ADVICE = f"{memory.MEMORY_ADVICE}; lrm train RECIPE --dry-run shows what needs how much"
 # Training needs the first; reports and logs need the second.
 _NEEDED = ("numpy", "safetensors", "tiktoken", "tokenizers")
 _SHOWING = ("jinja2", "matplotlib", "tensorboard")
@@ -116,7 +116,7 @@ def check_compiler(device: Device) -> str:
 
 
 def check_folder(out: Path) -> str:
-    """Check that a run can write to its folder; leaves nothing behind."""
+    """Check that a run can write to its folder; removes what it writes."""
     found = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not found.is_dir():
         raise CheckError(f"{found} is a file")
@@ -162,10 +162,10 @@ def check_memory(device: Device, needed: int, source: str, ranks: int = 1) -> st
         return f"{text}; how much is free is not known"
     text += f", {size(free)} free"
     if needed > free * (1 + _ERROR if device.device.type == "cuda" else 1):
-        raise CheckError(text, LESS_MEMORY)
+        raise CheckError(text, MEMORY_ADVICE)
     if needed * (1 + _ERROR) > free:
         text += f"; the estimate may be off by {_ERROR:.0%}"
-        raise CheckError(text, f"if memory runs out, {LESS_MEMORY}", "warning")
+        raise CheckError(text, f"if memory runs out, {MEMORY_ADVICE}", "warning")
     return text
 
 

@@ -1,6 +1,6 @@
 """Checks before a run: machine, data, settings, memory, a few steps, a checkpoint, the speed.
 
-Each check stands by itself: one that fails is reported, and the others still run.
+The checks are independent: a failure is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
-from learnable_multipliers.pretrain.distributed import Axes, planned_axes
+from learnable_multipliers.pretrain.distributed import Axes, resolve_axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.preflight import checks
 from learnable_multipliers.pretrain.preflight.checks import (
@@ -33,15 +33,19 @@ from learnable_multipliers.pretrain.preflight.checks import (
 )
 from learnable_multipliers.pretrain.preflight.resume_check import compare
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
-from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.device import (
+    Device,
+    choose_device,
+    performance_warnings,
+)
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
-from learnable_multipliers.pretrain.trainer.trainer import resolved
 
 _SETTINGS = "change the setting it names; lrm train RECIPE --help explains every setting"
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
@@ -76,16 +80,16 @@ def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
         ("settings", run.check_settings, _SETTINGS),
         ("plan", run.check_plan, "lrm plan MODEL shows the plan; optimizer.rules can change it"),
         ("fast paths", run.check_fast_paths, _SETTINGS),
-        ("memory", run.check_memory, checks.LESS_MEMORY),
+        ("memory", run.check_memory, checks.MEMORY_ADVICE),
         ("disk", run.check_disk, "free some space, or choose another disk: --out"),
-        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.LESS_MEMORY),
-        ("speed", lambda: check_speed(run.short_run), checks.LESS_MEMORY),
+        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.MEMORY_ADVICE),
+        ("speed", lambda: check_speed(run.short_run), checks.MEMORY_ADVICE),
         (
             "save and load",
             lambda: check_save_and_load(run.short_run),
             f"check the disk of {config.out}",
         ),
-        ("checkpoints", run.check_checkpoints, "restore one, or start the run anew"),
+        ("checkpoints", run.check_checkpoints, "restore one, or start a new run"),
     ):
         yield run_check(name, check, advice)
 
@@ -118,7 +122,7 @@ class _Preflight:
     @property
     def axes(self) -> Axes:
         parallel = self.config.parallel
-        return planned_axes(parallel.data, parallel.shard, parallel.tensor)
+        return resolve_axes(parallel.data, parallel.shard, parallel.tensor)
 
     @cached_property
     def short_run(self) -> ShortRun:
@@ -132,7 +136,7 @@ class _Preflight:
                 raise skipped("only a model sharded over ranks fits into memory; not one process")
         # Only one attempt: what fails now would fail again.
         self._fits = False
-        device = self.device.of_rank(math.prod(axes))
+        device = self.device.for_world_size(math.prod(axes))
         return ShortRun(self.config, device, self.data, axes.dp_degree)
 
     def check_device(self) -> str:
@@ -164,7 +168,7 @@ class _Preflight:
         return "tokens are as the manifest says"
 
     def check_settings(self) -> str:
-        self.config = self.valid = resolved(self.config, self.data)
+        self.config = self.valid = resolve_config(self.config, self.data)
         return "valid"
 
     def check_plan(self) -> str:
@@ -178,7 +182,7 @@ class _Preflight:
         config = self.valid
         if self.device.device.type != "cuda":
             return "only CUDA devices have kernels and CUDA graphs"
-        if slow := slow_paths(config, self.device.of_rank(math.prod(self.axes))):
+        if slow := performance_warnings(config, self.device.for_world_size(math.prod(self.axes))):
             text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
             raise CheckError(text, advice, "warning")
         return "every kernel and CUDA graphs serve this run"
@@ -186,7 +190,7 @@ class _Preflight:
     def check_memory(self) -> str:
         # Without a plan there is nothing to estimate.
         _ = self.planned
-        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.LESS_MEMORY)
+        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.MEMORY_ADVICE)
         self._fits = result.verdict != "failed"
         if result.verdict != "ok":
             raise CheckError(result.text, result.advice, result.verdict)

@@ -10,14 +10,18 @@ from learnable_multipliers._formats import count, size
 from learnable_multipliers._plan import render
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.distributed import Axes, planned_axes
+from learnable_multipliers.pretrain.distributed import Axes, resolve_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.trainer.device import Device, choose_device, slow_paths
-from learnable_multipliers.pretrain.trainer.memory import estimate, shortage
+from learnable_multipliers.pretrain.trainer.device import (
+    Device,
+    choose_device,
+    performance_warnings,
+)
+from learnable_multipliers.pretrain.trainer.memory import estimate, memory_warning
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.schedule import Schedule, repetition
-from learnable_multipliers.pretrain.trainer.trainer import resolved
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
+from learnable_multipliers.pretrain.trainer.schedule import Schedule, repeated_data_warning
 
 # How much of the first batch is shown.
 _TOKENS, _LINES = 48, 8
@@ -27,18 +31,18 @@ def describe(config: TrainConfig, columns: int | None = None) -> str:
     """Return the description of a run, with the plan as wide as the terminal."""
     device = choose_device(config.runtime)
     data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-    config = resolved(config, data)
+    config = resolve_config(config, data)
     with torch.device("meta"):
         model = HybridLM(config.model)
     planned = make_plan(model, config.optimizer)
     taken = Schedule.of_run(config)
     lines = [render(planned, columns), ""]
     lines += _run(config, data, taken) + [""]
-    axes = planned_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
+    axes = resolve_axes(config.parallel.data, config.parallel.shard, config.parallel.tensor)
     lines += _memory(config, device, axes) + [""]
-    slow = slow_paths(config, device.of_rank(math.prod(axes)))
+    slow = performance_warnings(config, device.for_world_size(math.prod(axes)))
     if slow:
-        lines += ["Slower than it could be:", *(f"  {path.in_words}" for path in slow), ""]
+        lines += ["Slower than it could be:", *(f"  {path.message}" for path in slow), ""]
     lines += _first_batch(data, taken[0].sequences)
     return "\n".join(lines)
 
@@ -58,7 +62,7 @@ def _run(config: TrainConfig, data: TrainingData, taken: Schedule) -> list[str]:
         f"  learning rate: first {taken[0].lr_factor * config.optimizer.lr:.3g}, peak {peak:.3g}, "
         f"final {last.lr_factor * config.optimizer.lr:.3g}",
     ]
-    repeated = repetition(config.schedule, data.num_tokens)
+    repeated = repeated_data_warning(config.schedule, data.num_tokens)
     return lines if repeated is None else [*lines, f"  Warning: {repeated}"]
 
 
@@ -74,7 +78,7 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
     ]
     if not estimated.accumulates:
         lines.append("  Gradients are written while activations are freed: the larger one counts.")
-    short = shortage(estimated, device)
+    short = memory_warning(estimated, device)
     return lines if short is None else [*lines, f"  Does not fit: {short}"]
 
 

@@ -10,7 +10,7 @@ from learnable_multipliers._names import named_parameters
 from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers.optim import LearnableMultipliers
 from learnable_multipliers.optim._muon import is_hidden
-from learnable_multipliers.pretrain.config import OptimizerConfig, Variant
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig, Variant
 from learnable_multipliers.pretrain.rivals.adamc import AdamC
 from learnable_multipliers.pretrain.rivals.cautious import Cautious
 from learnable_multipliers.pretrain.rivals.hyperball import Hyperball

@@ -25,14 +25,6 @@ class Exchange:
     numbers: Mapping[tuple[int, int], int]
     """By (sender, receiver); pairs without any are left out."""
 
-    def sent(self, rank: int) -> int:
-        """Return the numbers in the buffer that a rank sends from, its own among them."""
-        return sum(n for (sender, _), n in self.numbers.items() if sender == rank)
-
-    def received(self, rank: int) -> int:
-        """Return the numbers in the buffer that a rank receives into."""
-        return sum(n for (_, receiver), n in self.numbers.items() if receiver == rank)
-
 
 @dataclass(frozen=True)
 class MuonWork:

@@ -1,8 +1,8 @@
-"""The folder where torch.compile and Triton keep compiled code for the next run.
+"""A persistent cache folder for torch.compile and Triton.
 
-torch's default is among temporary files, which a reboot or the end of a job removes. Runs can share
-a folder: torch renames complete files into it. It executes what it reads there, so nobody but the
-user may write to it.
+torch's default is a temporary folder, removed by a reboot or the end of a job. Runs can share the
+folder, since torch writes files atomically. torch executes files from it, so only the user may have
+write access.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.pretrain.trainer.device import SlowPath
+from learnable_multipliers.pretrain.trainer.device import PerformanceWarning
 
 _CPUINFO = Path("/proc/cpuinfo")
 _ROOM = 4 << 20
-"""Bytes that must fit, as much as a small model compiles to."""
+"""Free bytes needed: the compiled code of a small model."""
 
 
-def set_compile_cache(base: Path) -> SlowPath | None:
-    """Compile into a folder of the user, unless the environment names another.
+def set_compile_cache(base: Path) -> PerformanceWarning | None:
+    """Set the cache folder of compiled code, unless the environment does.
 
-    Call it before anything is compiled. Returns why a later start may have to compile again.
+    Call it before anything is compiled. Return a warning if a later start may compile again.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return None
     try:
         folder = _prepared(base / "compiled")
     except OSError as error:
-        return SlowPath(
+        return PerformanceWarning(
             f"{base / 'compiled'} cannot keep compiled code ({error.strerror or error}): torch "
             "keeps it among temporary files, and a later start may have to compile again",
             "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to",
@@ -43,7 +43,7 @@ def set_compile_cache(base: Path) -> SlowPath | None:
 
 
 def _prepared(parent: Path) -> Path:
-    """Return the folder for this machine in one that only the user can write to."""
+    """Return this machine's folder inside one that only the user can write to."""
     parent.parent.mkdir(parents=True, exist_ok=True)
     parent.mkdir(mode=0o700, exist_ok=True)
     found = parent.stat()
@@ -57,9 +57,9 @@ def _prepared(parent: Path) -> Path:
 
 
 def _machine() -> str:
-    """Return a name for what compiled code depends on and torch's keys leave out.
+    """Return a hash of what compiled code depends on but torch's keys omit.
 
-    C++ is compiled for all instructions of this CPU, and home folders are shared by machines.
+    C++ is compiled for this CPU's instructions, and machines may share a home folder.
     """
     flags = ""
     if _CPUINFO.is_file():

@@ -1,7 +1,7 @@
-"""Where a run computes, in which precision, and which settings make that slow.
+"""Device and precision of a run, and warnings about settings that make it slow.
 
-Kernels and CUDA graphs do not serve every shape; PyTorch then does the work, slower. Runs warn
-about that before they start.
+Kernels and CUDA graphs do not support every shape; a run then falls back to PyTorch and warns
+before it starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from learnable_multipliers.kernels._backend import HAS_TRITON
-from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig, check_threads
-from learnable_multipliers.pretrain.model.attention import kernels_take
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
+from learnable_multipliers.pretrain.cores import check_threads
+from learnable_multipliers.pretrain.model.attention import rotary_kernels_support
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
@@ -40,7 +41,7 @@ class Device:
     """Whether forward and backward are captured as a CUDA graph."""
     name: str
     peak_tflops: float | None
-    """None where it is not known: no MFU then."""
+    """None if unknown; MFU is then not logged."""
 
     @property
     def precision(self) -> str:
@@ -58,7 +59,7 @@ class Device:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
-    def of_rank(self, size: int) -> Device:
+    def for_world_size(self, size: int) -> Device:
         """Return how one of `size` ranks uses the device.
 
         Several ranks reduce gradients during backward, which is then not captured.
@@ -71,7 +72,7 @@ class Device:
             torch.accelerator.synchronize(self.device)
 
     def peak_memory(self) -> int | None:
-        """Return the most bytes ever allocated on the device; None unless it is a CUDA device."""
+        """Return the peak bytes allocated on a CUDA device, else None."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
 
@@ -88,7 +89,7 @@ def choose_device(config: RuntimeConfig) -> Device:
     try:
         device = torch.device(kind)
         if kind == "cuda" and "LOCAL_RANK" in os.environ:
-            # Each process of a node has its own GPU; a launcher may let it see no other.
+            # One GPU per process of a node; a launcher may show a process only its own.
             count = max(1, torch.cuda.device_count())
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % count)
         torch.empty(1, device=device)
@@ -122,30 +123,30 @@ def choose_device(config: RuntimeConfig) -> Device:
 # -- slow paths --------------------------------------------------------------------------------
 
 
-class SlowPath(NamedTuple):
+class PerformanceWarning(NamedTuple):
     """A part of a run that is slower than it could be."""
 
     text: str
-    """Which setting is the cause, and what it costs."""
+    """The setting that causes it, and its cost."""
     advice: str
     """What to do."""
 
     @property
-    def in_words(self) -> str:
+    def message(self) -> str:
         """Cause and advice in one sentence."""
         return f"{self.text}; {self.advice}"
 
 
-def slow_paths(config: TrainConfig, device: Device) -> list[SlowPath]:
-    """Return all slow paths of a run; other devices than CUDA's have only one path."""
+def performance_warnings(config: TrainConfig, device: Device) -> list[PerformanceWarning]:
+    """Return the warnings for a run; only CUDA devices have faster paths."""
     if device.device.type != "cuda":
         return []
     return [*_without_kernels(config.model), *_without_graphs(config, device)]
 
 
-def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
+def _without_kernels(model: ModelConfig) -> Iterator[PerformanceWarning]:
     if not HAS_TRITON:
-        yield SlowPath(
+        yield PerformanceWarning(
             "the package triton is not installed: PyTorch computes the optimizer's step, the scan, "
             "the convolution and the rotary positions, several times slower",
             "pip install triton",
@@ -154,38 +155,38 @@ def _without_kernels(model: ModelConfig) -> Iterator[SlowPath]:
     served = {"ssm_head_dim": KERNEL_HEAD_DIMS, "ssm_state_size": KERNEL_STATES}
     for name, sizes in served.items() if model.has_ssm else ():
         if getattr(model, name) not in sizes:
-            yield SlowPath(
+            yield PerformanceWarning(
                 f"model.{name} is {getattr(model, name)}, which the kernels of the scan do not "
-                "take: PyTorch scans, 2.5 to 3.3 times slower and with much more memory",
+                "support: falls back to PyTorch, 2.5 to 3.3 times slower and with much more memory",
                 f"choose one of {', '.join(map(str, sizes))} if the shape is yours to choose",
             )
     if model.has_ssm and model.ssm_conv_size != KERNEL_TAPS:
-        yield SlowPath(
+        yield PerformanceWarning(
             f"model.ssm_conv_size is {model.ssm_conv_size}, which the kernels of the convolution "
-            "do not take: PyTorch convolves, slower and with more memory",
+            "do not support: falls back to PyTorch, slower and with more memory",
             f"choose {KERNEL_TAPS} if the shape is yours to choose",
         )
-    if model.has_attention and not kernels_take(model.head_dim):
-        yield SlowPath(
-            f"model.head_dim is {model.head_dim}, which the kernels of the rotary positions do not "
-            "take: PyTorch turns queries and keys, slower",
+    if model.has_attention and not rotary_kernels_support(model.head_dim):
+        yield PerformanceWarning(
+            f"model.head_dim is {model.head_dim}, which the rotary kernels do not support: "
+            "falls back to PyTorch, which is slower",
             "choose a power of two of at least 16 if the shape is yours to choose",
         )
 
 
-def _without_graphs(config: TrainConfig, device: Device) -> Iterator[SlowPath]:
+def _without_graphs(config: TrainConfig, device: Device) -> Iterator[PerformanceWarning]:
     if not device.captured:
         if config.runtime.cuda_graph == "on":
-            yield SlowPath(
-                "runtime.cuda_graph=on has no effect: ranks exchange gradients in the middle of a "
-                "pass, and it is not captured as a CUDA graph",
+            yield PerformanceWarning(
+                "runtime.cuda_graph=on has no effect: ranks exchange gradients during the backward "
+                "pass, which is then not captured as a CUDA graph",
                 "set it to auto",
             )
         return
     micro = config.data.micro_batch_sequences
     uneven = [n for n in Schedule.of_run(config).batch_sizes if micro and n % min(micro, n)]
     if uneven:
-        yield SlowPath(
+        yield PerformanceWarning(
             f"data.micro_batch_sequences={micro} does not divide batches of "
             f"{', '.join(map(str, uneven))} sequences: their passes are not captured as CUDA "
             "graphs, and the GPU waits for Python",

@@ -28,7 +28,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return nats per token and bits per byte of held-out text, the same tokens every time.
 
-    Of validation text as much as the config says, of other text all.
+    Up to `log.evaluate_tokens` of the validation text; all of other text.
     """
     was_training = model.training
     model.eval()
@@ -37,8 +37,8 @@ def evaluate(
     total, count = torch.zeros((), dtype=torch.float64), 0
     most = config.log.evaluate_tokens if split == VALID else 0
     for tokens in data.held_out(batch_size, most, device.device, split):
-        # Not compiled: a pass without gradients, and one for a smaller last batch, would be
-        # compiled anew, which takes longer than it saves.
+        # Not compiled: recompiling without gradients, and for a smaller last batch, takes longer
+        # than it saves.
         with torch.compiler.set_stance("force_eager"), device.autocast():
             loss = model.loss(tokens).cross_entropy
         size = tokens.shape[0] * (tokens.shape[1] - 1)
@@ -47,7 +47,7 @@ def evaluate(
     model.train(was_training)
     return {
         "loss": total.item() / count,
-        # Bytes of these very tokens: some text has longer tokens than the rest.
+        # The bytes of exactly these tokens, since token lengths vary over the text.
         "bits_per_byte": total.item() / math.log(2) / data.held_out_bytes(count, split),
         "evaluated_tokens": count,
     }
@@ -57,17 +57,17 @@ def evaluate(
 def generate(
     model: HybridLM, prompt: Tensor, num_tokens: int, context: int, seed: int
 ) -> Tensor | None:
-    """Return `prompt`, (length,), and `num_tokens` more, sampled from the likeliest tokens.
+    """Return `prompt` (length,) and `num_tokens` more, sampled from the most likely tokens.
 
-    None where the logits are not finite: a diverged model has no likeliest tokens.
+    Return None if the logits are not finite, as in a diverged model.
 
-    Each token is a fresh forward pass over the last `context` tokens: slow and simple, for
-    samples during training. For anything else, generate from an exported model.
+    Each token takes a forward pass over the last `context` tokens: slow and simple, for samples
+    during training. For anything else, generate from an exported model.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(num_tokens):
-        # Not compiled: every length would be compiled anew.
+        # Not compiled: every length would be recompiled.
         with torch.compiler.set_stance("force_eager"):
             logits = model(tokens[None, -context:])[0, -1].float().cpu()
         if not logits.isfinite().all():
@@ -81,7 +81,7 @@ def generate(
 def sample_text(
     model: HybridLM, data: TrainingData, config: TrainConfig, device: Device
 ) -> str | None:
-    """Return what the model writes after the prompt of the config; None if it has diverged."""
+    """Return the text generated after the config's prompt; None if the model has diverged."""
     prompt = torch.tensor(data.encode(config.log.prompt) or [data.eos], device=device.device)
     context = min(256, config.data.sequence_length)
     with device.autocast():

@@ -11,7 +11,7 @@ from typing import Any, Self
 class Interrupt:
     """Ctrl-C, SIGTERM and a lost terminal end a run after the current step, with a checkpoint.
 
-    Within this context the first signal is noted; a second one ends the process at once.
+    Within this context the first signal is recorded; a second one ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,10 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python takes signals on its main thread alone; elsewhere the caller is in charge.
+        # Python handles signals only on its main thread; elsewhere the caller is in charge.
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM]
-            # Windows has no SIGHUP; under nohup a run is meant to outlive its terminal.
+            # Windows has no SIGHUP; under nohup a run outlives its terminal.
             if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
                 numbers.append(signal.SIGHUP)
             self._before = {number: signal.signal(number, self._note) for number in numbers}

@@ -33,15 +33,17 @@ from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4
-_ALONE = Axes()
+_SINGLE_PROCESS = Axes()
 _LIBRARIES = 64 * 2**20
 """What cuBLAS allocates for itself on a CUDA device."""
 _ACTIVATIONS = "activations of a micro-batch"
 _ERROR = 0.25
-"""How far above the memory of a device an estimate must lie to be believed."""
+"""Relative error of estimates: a run is rejected only if it exceeds the memory by more."""
 _MEMINFO = Path("/proc/meminfo")
-LESS_MEMORY = "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
-"""What to do where memory is short."""
+MEMORY_ADVICE = (
+    "give --data.micro-batch-sequences a smaller number or set --runtime.recompute layers"
+)
+"""Advice for a run that needs too much memory."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class MemoryEstimate:
         return sum(self.rows.values()) - overlap
 
 
-def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> MemoryEstimate:
+def estimate(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) -> MemoryEstimate:
     """Return the estimate of a run's memory on each rank."""
     length = config.data.sequence_length
     # A chunk is no longer than the sequence.
     shape = replace(config.model, ssm_chunk_size=min(config.model.ssm_chunk_size, length))
     with torch.device("meta"):
         plan = make_plan(HybridLM(shape), config.optimizer)
-        # Factors that multipliers take over are in no forward pass.
+        # Factors folded into multipliers are not in the forward pass.
         shape = replace(shape, **{name: 1.0 for name, _ in plan.folds})
         sharded = replace(config, model=rank_shape(shape, axes.tensor))
         model = HybridLM(sharded.model)
@@ -101,33 +103,33 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> Memory
     return MemoryEstimate(rows, sequences * axes.dp_degree < config.data.batch_sequences)
 
 
-def check_fits(config: TrainConfig, device: Device, axes: Axes = _ALONE) -> None:
+def check_fits(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) -> None:
     """Raise a ValueError for a run that the device cannot hold, before anything is built."""
-    short = shortage(estimate(config, device, axes), device)
+    short = memory_warning(estimate(config, device, axes), device)
     if short is not None:
         raise ValueError(f"{short}; --dry-run shows what takes how much")
 
 
-def shortage(estimated: MemoryEstimate, device: Device) -> str | None:
-    """Return what to say of a run that the device cannot hold; None of others."""
+def memory_warning(estimated: MemoryEstimate, device: Device) -> str | None:
+    """Return a warning if the device cannot hold a run, else None."""
     total = total_memory(device.device)
     if total is None or estimated.peak <= total * (1 + _ERROR):
         return None
     return (
         f"this run needs about {size(estimated.peak)} of memory (estimated from shapes), and "
-        f"{device.name} has {size(total)}: {LESS_MEMORY}, or choose a smaller model"
+        f"{device.name} has {size(total)}: {MEMORY_ADVICE}, or choose a smaller model"
     )
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of a device, those of a CPU with its swap; None where they are not known."""
+    """Return the bytes of a device, for a CPU with swap; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return system_memory("MemTotal", "SwapTotal") if device.type == "cpu" else None
 
 
 def system_memory(*names: str) -> int | None:
-    """Return the bytes of what Linux counts under some names; None on another system."""
+    """Return the sum of some fields of /proc/meminfo in bytes; None on other systems."""
     if not _MEMINFO.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
@@ -161,10 +163,10 @@ def state_bytes(
         if parameter.dtype != torch.float32 or (matrix is not None and matrix.carries):
             sizes["raw weights"] += each
         if matrix is not None and matrix.carries:
-            # Their shapes alone: the machine may have no room for them.
+            # Shapes only: the machine may not have the memory.
             with torch.device("meta"):
                 carried = sum(value.numel() for value in initial_values(matrix).values())
-            # As if every rank held all of them: column multipliers are whole, and they are small.
+            # Counted as replicated: column multipliers are, and all of them are small.
             sizes["multipliers and their moments"] += 3 * _FLOAT * carried
     return sizes
 
@@ -177,9 +179,9 @@ def activation_bytes(
     Args:
         in_chunks: Kernels compute the loss, and keep no logits.
     """
-    kept = _Kept(model, device, in_chunks)
-    per_token = model.num_layers * kept.layer() + kept.head()
-    weights = model.num_layers * kept.layer_weights() + kept.head_weight()
+    saved = _SavedActivations(model, device, in_chunks)
+    per_token = model.num_layers * saved.layer() + saved.head()
+    weights = model.num_layers * saved.layer_weights() + saved.head_weight()
     return num_tokens * per_token + weights
 
 
@@ -195,15 +197,15 @@ def recomputed_bytes(
         loss: Bytes that the loss takes beside what the head keeps.
         in_chunks: Kernels compute the loss, and keep no logits.
     """
-    kept = _Kept(model, device, in_chunks)
+    saved = _SavedActivations(model, device, in_chunks)
     inputs = num_tokens * _FLOAT * model.num_layers * model.hidden_size
-    layer = num_tokens * kept.layer() + kept.layer_weights()
-    head = num_tokens * kept.head() + kept.head_weight() + loss
+    layer = num_tokens * saved.layer() + saved.layer_weights()
+    head = num_tokens * saved.head() + saved.head_weight() + loss
     return inputs + max(layer + layer // 5, head)
 
 
-class _Kept:
-    """What autograd keeps, in bytes per token; compiled layers compute cheap tensors again."""
+class _SavedActivations:
+    """Activations that autograd saves, in bytes per token; compiled layers recompute cheap ones."""
 
     def __init__(self, model: ModelConfig, device: Device, in_chunks: bool):
         self.model, self.eager = model, not device.compiled

@@ -26,7 +26,7 @@ def store_matrices_(model: HybridLM, config: TrainConfig) -> None:
 
 
 def check_param_dtype(config: TrainConfig, device: Device, num_ranks: int) -> None:
-    """Raise a ValueError where matrices cannot be stored in the precision that is asked for."""
+    """Raise a ValueError if matrices cannot be stored in the configured dtype."""
     name = config.runtime.param_dtype
     if name == "float32":
         return

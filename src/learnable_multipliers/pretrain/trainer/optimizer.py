@@ -13,7 +13,7 @@ from learnable_multipliers._planner import plan
 from learnable_multipliers.optim import AdamW, Muon, param_groups
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._muon import is_hidden
-from learnable_multipliers.pretrain.config import OptimizerConfig
+from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
 from learnable_multipliers.pretrain.rivals.catalogue import make_rival
 from learnable_multipliers.pretrain.rules import parse_rules
 
@@ -78,7 +78,7 @@ def _roles(entry: PlanEntry) -> list[str]:
 
 
 def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
-    """Raise a ValueError for a weight that one step would decay to nothing or beyond."""
+    """Raise a ValueError for a weight that one step would decay to zero or flip."""
     for entry in planned.entries:
         default = 0.0 if entry.vector else config.weight_decay
         decay = default if entry.weight_decay is None else entry.weight_decay
@@ -88,8 +88,8 @@ def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
         if lr * decay >= 1:
             raise ValueError(
                 f"{entry.name} would train with learning rate {lr:g} and weight decay {decay:g}: "
-                "their product must be below 1, or a step decays it to nothing or beyond; lower "
-                "optimizer.lr, or what the rules and factors by role make of it"
+                "their product must be below 1, or one step decays it to zero or flips its sign; "
+                "lower optimizer.lr, or the factors of the rules and roles"
             )
 
 

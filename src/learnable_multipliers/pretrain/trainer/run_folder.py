@@ -17,9 +17,8 @@ import torch
 from learnable_multipliers._atomic import replace_file
 from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
+from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
-from learnable_multipliers.pretrain.checkpoint.atomic import lock, make_folder
-from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
 from learnable_multipliers.pretrain.distributed import World
@@ -42,7 +41,7 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 class RunFolder:
-    """Locked by one run at a time; only the first rank writes, on other ranks nothing happens."""
+    """A folder locked by one run; only the first rank writes, other ranks do nothing."""
 
     def __init__(self, config: TrainConfig, world: World, observer: Observer | None):
         self.path, self.checkpoints = config.out, checkpoint_folder(config.out)
@@ -61,7 +60,7 @@ class RunFolder:
             raise ValueError(f"{path} is a file: choose another folder (--out)")
         if resume and not checkpoints.steps(self.checkpoints):
             raise checkpoints.CheckpointError(
-                f"{path} holds no checkpoint to resume from: start the run anew, without "
+                f"{path} holds no checkpoint to resume from: start a new run, without "
                 "--resume and in an empty folder"
             )
         make_folder(path)
@@ -74,7 +73,7 @@ class RunFolder:
                 "another folder (--out)"
             ) from error
         if self._lock is None:
-            self.warn(0, f"{path} cannot be locked: see that no other process trains in it")
+            self.warn(0, f"{path} cannot be locked: make sure that no other process trains in it")
         if not resume:
             try:
                 check_unused(path)
@@ -112,12 +111,12 @@ class RunFolder:
         if step and last is None:
             self.warn(
                 step,
-                f"{self.path / METRICS} has nothing from before step {step:,}: was it removed?",
+                f"{self.path / METRICS} has no records before step {step:,}: was it removed?",
             )
         return last if last is not None and last.get("kind") == "end" else None
 
     def warn(self, step: int, text: str, topic: str | None = None) -> None:
-        """Give the observer a warning, once per topic where one is named."""
+        """Send a warning to the observer, at most once per topic."""
         if not self._world.is_first or topic in self._warned:
             return
         if topic is not None:
@@ -135,11 +134,11 @@ class RunFolder:
         *,
         ended: bool = False,
     ) -> None:
-        """Write what the run is; on a resume, what is damaged of that and what it runs on now.
+        """Write the run's description; on a resume, damaged files and the current environment.
 
         Args:
             data: Fingerprint of the text, with its tokenizer.
-            ended: There are no steps left: nothing runs from here.
+            ended: Whether no steps are left.
         """
         if not self._world.is_first:
             return
@@ -160,7 +159,7 @@ class RunFolder:
             self._write(f"resumed-{step:08d}.json", found)
 
     def _kept(self, step: int, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
-        """Return the description that a resumed run has already, or write it."""
+        """Return the existing description of a resumed run, or write it."""
         if self._config.resume:
             try:
                 return read_verified(self.path / name)
@@ -171,7 +170,7 @@ class RunFolder:
 
     def _warn_of_damage(self, step: int, what: str) -> None:
         if self._config.resume:
-            self.warn(step, f"{what}: written again, as the run is resumed now")
+            self.warn(step, f"{what}: written again from the resumed run")
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
         replace_file(self.path / name, (json.dumps(add_checksum(data), indent=1) + "\n").encode())
@@ -182,10 +181,10 @@ class RunFolder:
             self.log.flush()
 
     def go_back_to(self, step: int) -> None:
-        """Set aside the checkpoints after a step, and drop the records after it."""
+        """Set aside the checkpoints after a step, and drop later records."""
         if self._world.is_first:
             for path in checkpoints.set_aside_after(self.checkpoints, step):
-                self.warn(step, f"set aside, to be looked at or removed: {path}")
+                self.warn(step, f"checkpoint set aside for inspection: {path}")
         if self.log is not None:
             self.log.truncate_after(step)
 
@@ -205,7 +204,7 @@ class RunFolder:
 
 
 def check_unused(path: Path) -> None:
-    """Raise a ValueError if a new run would mix with what is in a folder."""
+    """Raise a ValueError if a folder holds files that a new run would mix with."""
     metrics = path / METRICS
     if checkpoints.steps(checkpoint_folder(path)):
         raise ValueError(
@@ -225,26 +224,6 @@ def check_unused(path: Path) -> None:
         )
 
 
-def is_run(source: Path) -> bool:
-    """Return whether a folder is that of a run, or of one checkpoint."""
-    written = any((source / name).is_file() for name in (MANIFEST, METRICS))
-    return written or checkpoint_folder(source).is_dir()
-
-
-def load_checkpoint(source: Path) -> tuple[checkpoints.Checkpoint, list[str]]:
-    """Return one checkpoint, or the newest good one of a run and what is wrong with newer ones."""
-    if (source / MANIFEST).is_file():
-        return checkpoints.load(source), []
-    if not is_run(source):
-        raise ValueError(
-            f"{source} is neither a run nor a checkpoint: give the folder that lrm train wrote "
-            "(--out), or one of those in its checkpoints folder"
-        )
-    if not checkpoints.steps(checkpoint_folder(source)):
-        raise ValueError(f"{source} holds no checkpoint yet: a run saves one when it ends or stops")
-    return checkpoints.load_newest(checkpoint_folder(source))
-
-
 def environment(device: str) -> dict[str, Any]:
     """Return command, commit, versions and device."""
     versions = {name: found.version for name in _PACKAGES for found in distributions(name=name)}
@@ -260,7 +239,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the source tree this code runs from; None where it is in none."""
+    """Return the commit of the source tree that contains this code; None without one."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -277,7 +256,7 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        # An installed copy may lie inside somebody else's repository: ours knows this file.
+        # An installed copy may be inside another repository: only ours tracks this file.
         git("ls-files", "--error-unmatch", Path(__file__).name)
         package = str(here.parents[1])
         # Records and docs may change: they are not what runs. A new file of the package is.

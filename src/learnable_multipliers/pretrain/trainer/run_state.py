@@ -22,21 +22,21 @@ from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Everything but the tensors."""
+    """Everything except the tensors."""
 
     samples: int
     """Sequences trained on."""
     passed_over: int
-    """Sequences of the data that were left out for a spike."""
+    """Sequences of the data that were skipped after a spike."""
     seconds: float
     skipped_steps: int
     loss: LossReading
-    """Over the steps since the last record of it."""
+    """Losses since the last record."""
     spikes: SpikeState
     config: dict[str, Any]
     """Of the run."""
     model: dict[str, Any]
-    """Config of the model; its fixed factors are 1 where multipliers took them over."""
+    """Config of the model; fixed factors that were folded into multipliers are 1."""
     data: str
     """Fingerprint of the data."""
     tokenizer: str
@@ -55,7 +55,7 @@ def parse_state(checkpoint: Checkpoint, kind: Any, values: Any, where: str) -> A
         return from_dict(kind, values, where)
     except ValueError as error:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} is not one that this release reads: {error}"
+            f"the checkpoint of step {checkpoint.step} cannot be read by this release: {error}"
         ) from error
 
 
@@ -70,7 +70,7 @@ def model_config(checkpoint: Checkpoint) -> ModelConfig:
 def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError if the weights in a checkpoint do not fit a model config.
 
-    Nothing is allocated for the model: a file of a few bytes may claim any size.
+    Nothing is allocated for the model, since a small file may claim any size.
     """
     found = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
     try:
@@ -95,7 +95,7 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _param_dtype(checkpoint: Checkpoint) -> Any:
-    """Return the precision that a checkpoint says its matrices are stored in."""
+    """Return the storage dtype of the matrices, as the checkpoint states it."""
     found: Any = checkpoint.state
     for key in ("config", "runtime", "param_dtype"):
         found = found.get(key) if isinstance(found, dict) else None
@@ -139,19 +139,19 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Che
 def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
     """Raise a ValueError if a run would continue with other settings than it began with.
 
-    Another schedule is the same run as long as it has the same steps so far: a run at its constant
-    rate can be made longer, or shorter with its decay at once.
+    The schedule may change if the steps taken so far stay the same: a run at its constant rate can
+    be made longer, or start its decay right away.
     """
-    now, may_change = to_dict(config), _MAY_CHANGE
-    if _same_steps(config, before, taken):
-        may_change = may_change | {"schedule"}
-    # What the release that began it did not have was as it is by default.
+    # Fields missing from older checkpoints take their defaults.
     before = {
         section: {**values, **before.get(section, {})}
         if isinstance(values, dict) and isinstance(before.get(section, {}), dict)
         else before.get(section)
         for section, values in {**dict.fromkeys(before), **to_dict(TrainConfig())}.items()
     }
+    now, may_change = to_dict(config), _MAY_CHANGE
+    if _same_steps(config, before, taken):
+        may_change = may_change | {"schedule"}
     changed = [
         f"{where}: {old} -> {new}"
         for section in sorted({*now, *before} - may_change)

@@ -17,9 +17,9 @@ from learnable_multipliers._formats import count
 from learnable_multipliers.pretrain.config import ScheduleConfig, TrainConfig
 
 MOST_EPOCHS = 4
-"""Beyond about as many, repeated text is worth little (Muennighoff et al. 2023)."""
+"""Text repeated more often than this helps little (Muennighoff et al. 2023)."""
 _MAX_STAGES = 10_000
-"""Of a ramp-up: each is kept in memory."""
+"""Maximum stages of a ramp-up, which are kept in memory."""
 
 
 class Step(NamedTuple):
@@ -32,9 +32,9 @@ class Step(NamedTuple):
     sequences: int
     """Sequences in the batch of this step."""
     lr_factor: float
-    """What the peak learning rate is multiplied by, the rule for small batches included."""
+    """Factor on the peak learning rate, including the square-root rule for small batches."""
     multiplier_factor: float = 1.0
-    """What the multipliers' rate over the matrices' is multiplied by."""
+    """Factor on the multipliers' relative learning rate."""
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int) -> float:
@@ -60,7 +60,7 @@ def learning_rate_factor(config: ScheduleConfig, tokens: int) -> float:
 
 
 def multiplier_factor(config: ScheduleConfig, tokens: int) -> float:
-    """Return what undoes the warmup or the decay for multipliers that leave it out; 1 elsewhere."""
+    """Return the factor that undoes warmup or decay for multipliers that leave it out, else 1."""
     left_out = "no-warmup" if tokens < config.warmup_tokens else "no-decay"
     return 1 / learning_rate_factor(config, tokens) if config.multipliers == left_out else 1.0
 
@@ -79,7 +79,7 @@ def batch_sequences(config: ScheduleConfig, tokens: int, full_sequences: int) ->
 
 
 class Schedule(Sequence[Step]):
-    """Every step of a run, in order; computed when asked for, so that a run may have any length.
+    """Every step of a run, in order; computed lazily, so a run may have any length.
 
     The batch of a step is that of the tokens before it; its rate that of the tokens after it, so
     that the first step is not lost to a rate of zero and the last one is at 1/decay_factor. The
@@ -122,7 +122,7 @@ class Schedule(Sequence[Step]):
                 yield self._of_stage(stage, step)
 
     def tokens_before(self, step: int) -> int:
-        """Return the tokens seen before a step; of one past the last, those of the whole run."""
+        """Return the tokens seen before a step; at the number of steps, those of the whole run."""
         stage = self._stage(step)
         return stage.tokens_before + (step - stage.step) * stage.sequences * self._length
 
@@ -170,25 +170,6 @@ class Schedule(Sequence[Step]):
         return Step(step, before, stage.sequences, factor, relative)
 
 
-class TokensAfter(Sequence[int]):
-    """The tokens seen after 0, 1, 2, ... and all steps of a schedule."""
-
-    def __init__(self, plan: Schedule):
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return len(self._plan) + 1
-
-    @overload
-    def __getitem__(self, index: int, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> list[int]: ...
-    def __getitem__(self, index: int | slice, /) -> int | list[int]:
-        found = range(len(self))[index]
-        before = self._plan.tokens_before
-        return before(found) if isinstance(found, int) else [before(step) for step in found]
-
-
 def check_divisible(plan: Schedule, dp_degree: int) -> None:
     """Raise a ValueError if a batch of the run cannot be divided among data-parallel ranks."""
     for sequences in plan.batch_sizes:
@@ -200,15 +181,15 @@ def check_divisible(plan: Schedule, dp_degree: int) -> None:
             )
 
 
-def repetition(config: ScheduleConfig, num_tokens: int) -> str | None:
-    """Return what to say of a run that reads data of so many tokens too often; None of others."""
+def repeated_data_warning(config: ScheduleConfig, num_tokens: int) -> str | None:
+    """Return a warning if a run repeats data of so many tokens too often, else None."""
     most = MOST_EPOCHS * num_tokens
     if config.tokens <= most:
         return None
     return (
         f"the run reads its {count(num_tokens)} tokens of data {config.tokens / num_tokens:.1f} "
-        f"times, and text repeated more than about {MOST_EPOCHS} times teaches little: shorten the "
-        f"run (--schedule.tokens {most}) or give it more text"
+        f"times, but repeating text more than about {MOST_EPOCHS} times helps little: shorten the "
+        f"run (--schedule.tokens {most}) or use more text"
     )
 
 

@@ -21,7 +21,7 @@ from learnable_multipliers.symmetry._serialization import from_json_data, to_jso
 
 
 def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
-    """Return a model's symmetries under a plan, from the cache folder where they are known.
+    """Return a model's symmetries under a plan, from the cache folder if they are known.
 
     A file there that is damaged, or not what its name says, is replaced; a folder that cannot be
     written to is not used.
@@ -36,7 +36,7 @@ def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
     found = find_symmetries(build(config, seed=0), plan)
     text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(found)}))
     with suppress(OSError):
-        # Under a temporary name of its own: several runs may find the same at once.
+        # Atomic, with a unique temporary name: several runs may write it at the same time.
         write_output(path, text.encode())
     return found
 
@@ -44,7 +44,7 @@ def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
 def _key(config: ModelConfig, plan: Plan) -> str:
     """Return a hash of all that a search depends on: the model, what matrices carry, and our code.
 
-    Rates and decays of the plan are no part of it.
+    Learning rates and decays of the plan are not part of it.
     """
     matrices = {entry.name: asdict(entry.matrix) for entry in plan.entries if entry.matrix}
     what = json.dumps([to_dict(config), matrices, _source()], sort_keys=True)

@@ -1,4 +1,4 @@
-"""The trainer: from a config to a trained model, its metrics and its checkpoints."""
+"""The trainer: runs a config, and writes metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
-from learnable_multipliers.pretrain.distributed import join
+from learnable_multipliers.pretrain.distributed import init_world
 from learnable_multipliers.pretrain.metrics.log import Observer
-from learnable_multipliers.pretrain.metrics.meters import LossMeter, Stopwatch, describe_weights
+from learnable_multipliers.pretrain.metrics.meters import (
+    LossMeter,
+    LossReading,
+    Stopwatch,
+    describe_weights,
+)
 from learnable_multipliers.pretrain.metrics.signals import Signals
 from learnable_multipliers.pretrain.model.parallelize import parallelize
-from learnable_multipliers.pretrain.rules import read_rules
 from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
-from learnable_multipliers.pretrain.trainer.device import choose_device, slow_paths
+from learnable_multipliers.pretrain.trainer.device import choose_device, performance_warnings
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
 from learnable_multipliers.pretrain.trainer.model import build_model, check_param_dtype
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
+from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
@@ -47,29 +52,27 @@ from learnable_multipliers.pretrain.trainer.symmetries import symmetries_of
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 _WRONG_DATA = 1 << 16
-"""Stands for wrong data where ranks agree on a number, and is larger than that of any signal."""
-_PATIENCE = 0.5
-"""Seconds between looks at the check of the data."""
-_VOCAB_MULTIPLE = 64
-"""Of the vocabulary's size, where data decide it: a GPU takes twice as long with an odd one."""
+"""Marks wrong data where ranks agree on a number; larger than any signal number."""
+_POLL_SECONDS = 0.5
+"""Interval for polling the data check."""
 
 
 class Trainer:
     """One run, step by step."""
 
     stopped_by: signal.Signals | None = None
-    """The signal that ended the run before its last step."""
+    """The signal that stopped the run before its last step."""
     diverged: str | None = None
-    """Why the run has diverged, known once it has ended; None if it has not."""
+    """Why the run has diverged, set when it ends; None if it has not."""
 
     def __init__(self, config: TrainConfig, observer: Observer | None = None):
         self.device = choose_device(config.runtime)
         self._cold_start = set_compile_cache(cache_folder()) if self.device.compiles else None
         self.data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
-        self.config = config = resolved(config, self.data)
-        self.world = join(**to_dict(config.parallel), device_type=self.device.device.type)
-        self.device = self.device.of_rank(self.world.size)
-        # Before there is a folder, so that a run that cannot be leaves none.
+        self.config = config = resolve_config(config, self.data)
+        self.world = init_world(**to_dict(config.parallel), device_type=self.device.device.type)
+        self.device = self.device.for_world_size(self.world.size)
+        # Validate before creating the run folder.
         self.schedule = schedule.Schedule.of_run(config)
         schedule.check_divisible(self.schedule, self.world.axes.dp_degree)
         check_param_dtype(config, self.device, self.world.size)
@@ -85,7 +88,7 @@ class Trainer:
 
     def _set_up(self, config: TrainConfig) -> None:
         self.model = build_model(config, self.device.device)
-        # Before the model is parallelized: here every rank holds all of it.
+        # Before parallelizing, while every rank holds the whole model.
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
@@ -118,12 +121,13 @@ class Trainer:
             ended=self._ended,
         )
         if not self._ended:
-            if (text := schedule.repetition(config.schedule, self.data.num_tokens)) is not None:
-                self._warn(text)
-            for path in slow_paths(config, self.device):
-                self._warn(path.in_words)
+            repeated = schedule.repeated_data_warning(config.schedule, self.data.num_tokens)
+            if repeated is not None:
+                self._warn(repeated)
+            for warning in performance_warnings(config, self.device):
+                self._warn(warning.message)
             if self._cold_start is not None:
-                self._warn(self._cold_start.in_words)
+                self._warn(self._cold_start.message)
         if self.device.compiled:
             self.model.compile_layers_()
         if config.runtime.recompute == "layers":
@@ -144,26 +148,25 @@ class Trainer:
     def steps(self, interrupt: Interrupt | None = None) -> Iterator[int]:
         """Train, yielding the number of steps done after each step; then save and close the run.
 
-        All ranks stop after the same step, whichever of them received a signal or found that the
-        data are not what their manifest says.
+        All ranks stop after the same step, whichever rank received a signal or found wrong data.
         """
         first = self.step
         while self.step < len(self.schedule) and self.stopped_by is None:
             with self._stopwatch, self.world.collective():
                 self._take_step()
             if self.step == first + 1:
-                # Not before, so that no first step waits for it.
+                # After the first step, so it is not delayed.
                 self._data_check.start()
             yield self.step
-            number = self._agreed(interrupt.received or 0 if interrupt is not None else 0)
+            number = self._agree_on_stop(interrupt.received or 0 if interrupt is not None else 0)
             self.stopped_by = signal.Signals(number) if number else None
         if self.stopped_by is not None:
             self._warn(f"{self.stopped_by.name}: saving step {self.step:,}")
-        # The end of a run is not recorded before that either.
+        # Before recording the end of the run.
         self._wait_for_data_check()
         if self.stopped_by is None and not self._ended:
             if self._held_out_loss is None:
-                # Stopped after its last step, and resumed.
+                # The run was stopped after its last step, and resumed.
                 self._held_out_loss = self._evaluate()["loss"]
             self.diverged, memory = self.divergence(), self.device.peak_memory()
             self._record(
@@ -177,14 +180,14 @@ class Trainer:
             with self.world.collective():
                 path = self.save()
             if self.diverged is not None and self.world.is_first:
-                # Nothing resumes from it or exports it.
+                # It must be neither resumed from nor exported.
                 path = checkpoints.set_aside(path, "diverged")
-                self._warn(f"the model as it diverged, to be looked at or removed: {path}")
+                self._warn(f"diverged model kept for inspection: {path}")
         self.close()
-        self.world.leave()
+        self.world.destroy()
 
     def divergence(self) -> str | None:
-        """Return why a run that ended here would have diverged, the same on all ranks."""
+        """Return why a run that ends here has diverged, else None; the same on all ranks."""
         skipped = self._losses.read().skipped_in_a_row
         guess = math.log(self.config.model.vocab_size)
         return self.world.broadcast(
@@ -192,13 +195,13 @@ class Trainer:
         )
 
     def raise_if_diverged(self) -> None:
-        """Raise a DivergenceError if the run has ended, and diverged."""
+        """Raise a DivergenceError if the run has ended and diverged."""
         if self.diverged is not None:
             saved = checkpoints.steps(self._folder.checkpoints)
-            raise spikes.DivergenceError(spikes.end_message(self.diverged, saved))
+            raise spikes.DivergenceError(spikes.diverged_message(self.diverged, saved))
 
-    def _agreed(self, number: int) -> int:
-        """Return the largest number of all ranks; raise on all if one of them has wrong data."""
+    def _agree_on_stop(self, number: int) -> int:
+        """Return the maximum of all ranks; raise on all ranks if one of them has wrong data."""
         found = self.world.all_reduce_max(_WRONG_DATA if self._data_check.failed else number)
         if found == _WRONG_DATA:
             self.world.run_on_all(self._data_check.raise_if_failed)
@@ -231,8 +234,8 @@ class Trainer:
             name = str(error).partition(" ")[0]
             raise checkpoints.CheckpointError(
                 f"step {self.step + 1:,}: {name} is not what the optimizer's state makes it: the "
-                "files of the checkpoint that was resumed do not belong together, or memory is "
-                "faulty. Remove that checkpoint and resume from the one before"
+                "files of the resumed checkpoint do not belong together, or memory is faulty. "
+                "Remove that checkpoint and resume from the previous one"
             ) from error
         self._losses.add(loss, self.optimizer.skipped_last)
         self._train_step.clear()
@@ -241,7 +244,7 @@ class Trainer:
         self._after_step(lr)
 
     def close(self) -> None:
-        """Close the metrics and release the folder; a run that ended has done so itself."""
+        """Close the metrics and release the folder; a run does so itself when it ends."""
         self._data_check.close()
         self._folder.close()
 
@@ -251,18 +254,13 @@ class Trainer:
         return self.samples * self.config.data.sequence_length
 
     @property
-    def tokens_after(self) -> schedule.TokensAfter:
-        """Tokens trained on after 0, 1, 2, ... and all steps of the run."""
-        return schedule.TokensAfter(self.schedule)
-
-    @property
     def seconds(self) -> float:
-        """Seconds spent in steps, over all processes of the run."""
+        """Seconds spent in steps, including those before a resume."""
         return self._stopwatch.seconds
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing because a loss or gradient was not finite."""
+        """Steps that were skipped because a loss or gradient was not finite."""
         return self._skipped_before + self.optimizer.num_skipped
 
     # -- metrics ------------------------------------------------------------------------------
@@ -275,14 +273,14 @@ class Trainer:
 
         logged = due(log.every) or (last and bool(log.every)) or self.step == 1
         if logged:
-            self._record_training(lr)
+            self._record_training(lr, self._observe_losses())
         if (logged or due(self.config.spikes.max_skipped)) and self._rolled_back():
             return
         weights = due(log.weights_every) or last or self.step == 1
         signals = due(log.signals_every) or last or self.step == 1
         evaluation = due(log.evaluate_every) or last
         sample = bool(log.sample_tokens) and (due(log.sample_every) or last)
-        # While the loss is in doubt no checkpoint may displace a good one.
+        # During a possible spike, no checkpoint may replace a good one.
         checkpoint = due(self.config.checkpoint.every) and not last
         checkpoint = checkpoint and not (self._spikes.high or self._losses.read().skipped_in_a_row)
         if weights:
@@ -298,25 +296,29 @@ class Trainer:
         if sample:
             text = sample_text(self.model, self.data, self.config, self.device)
             if text is None:
-                self._warn(f"step {self.step:,}: no sample, the model's logits are not finite")
+                self._warn(f"step {self.step:,}: no sample: the model's logits are not finite")
             else:
                 self._record("sample", prompt=log.prompt, text=text)
         if checkpoint:
             self.save()
         if weights or signals or evaluation or sample or checkpoint:
             self._restart_clock()
-        # At the end there is no time for patience.
+        # At the last step, judge immediately.
         if last and (reason := self.divergence()) is not None:
             self._roll_back(reason)
 
     def _evaluate(self, split: str = VALID) -> dict[str, float]:
         return evaluate(self.model, self.data, self.config, self.device, split)
 
-    def _record_training(self, lr: float) -> None:
+    def _observe_losses(self) -> LossReading:
+        """Return the losses since the last record, reset their meter and update the spike state."""
         losses = self._losses.read()
         self._losses.reset()
         point = spikes.LossPoint(self.step, losses.mean)
         self._spikes = spikes.observe(self._spikes, point, self.config.spikes)
+        return losses
+
+    def _record_training(self, lr: float, losses: LossReading) -> None:
         norm = self.optimizer.grad_norm
         self.device.synchronize()
         then, tokens = self._mark
@@ -344,7 +346,7 @@ class Trainer:
         self._record("weights", **describe_weights(self.optimizer, self.plan, health.readings))
         found: dict[str, Any] = {"alarms": [alarm.text for alarm in health.alarms]}
         if last:
-            # Of every tensor, so not in every record.
+            # One reading per tensor: only in the last record.
             found["readings"] = [asdict(reading) for reading in health.readings]
         self._record("health", **health.metrics(), **found)
         for alarm in health.alarms:
@@ -352,8 +354,8 @@ class Trainer:
 
     def _record(self, kind: str, **values: Any) -> None:
         if self._folder.log is not None:
-            # A rollback is a record of the first step that is repeated: a resume from the
-            # checkpoint drops it, and writes it again.
+            # A rollback is recorded at the first repeated step: a resume from the checkpoint drops
+            # the record and writes it again.
             step = self.step + (kind == "rollback")
             self._folder.log.log(step, {"kind": kind, "tokens": self.tokens, **values})
 
@@ -365,7 +367,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint and return its folder."""
         self._wait_for_data_check()
-        # Before a checkpoint of the same step is published.
+        # Before publishing a checkpoint of the same step.
         self.world.run_on_all(self._folder.flush)
         state = RunState(
             samples=self.samples,
@@ -388,22 +390,22 @@ class Trainer:
         )
 
     def _wait_for_data_check(self) -> None:
-        """Wait until the data of every node are known to be right; raise if they are not.
+        """Wait until the data of every node are verified; raise if they are wrong.
 
-        Ranks ask each other again and again: one that waits in silence would be taken for dead.
+        Poll collectively, so no rank hits the collective timeout.
         """
         check, began = self._data_check, time.monotonic()
-        while self._agreed(int(not check.has_ended())):
-            check.wait(_PATIENCE)
-            if time.monotonic() - began > _PATIENCE:
-                text = "no checkpoint is published before all data are checked: waiting for that"
+        while self._agree_on_stop(int(not check.has_ended())):
+            check.wait(_POLL_SECONDS)
+            if time.monotonic() - began > _POLL_SECONDS:
+                text = "waiting for the data check, before which no checkpoint is published"
                 self._folder.warn(self.step, text, topic="data check")
 
     def _num_to_keep(self) -> int:
-        """Return how many checkpoints to keep; a rollback needs those at multiples of `every`."""
+        """Return how many checkpoints to keep; rollbacks need those at multiples of `every`."""
         config = self.config.checkpoint
         if self.diverged is not None:
-            # None of before may make room for the last one.
+            # Keep all earlier ones in addition to the diverged one.
             return len(checkpoints.steps(self._folder.checkpoints)) + 1
         if not self.config.spikes.max_rollbacks or self.step == len(self.schedule):
             return config.keep
@@ -417,8 +419,8 @@ class Trainer:
         check_same_settings(self.config, state.config, loaded.step)
         if state.data != self.data.fingerprint:
             raise ValueError(
-                f"the data at {self.data.folder} are not those the run started with: their "
-                "tokens or their tokenizer differ; give those with --data.path, or start a new run"
+                f"the data at {self.data.folder} are not those the run started with: tokens or "
+                "tokenizer differ; set --data.path to the original data, or start a new run"
             )
         self._restore(loaded, state)
         self._stopwatch = Stopwatch(state.seconds)
@@ -444,26 +446,26 @@ class Trainer:
     # -- loss spikes --------------------------------------------------------------------------
 
     def _rolled_back(self) -> bool:
-        """Handle a loss spike, or too many skipped steps; return whether the run rolled back."""
+        """Handle a loss spike or too many skipped steps; return whether the run rolled back."""
         config, skipped = self.config.spikes, self._losses.read().skipped_in_a_row
         endless = 0 < config.max_skipped <= skipped
         if not endless and not spikes.is_spike(self._spikes, config):
             return False
-        reason = spikes.in_words(self._spikes, skipped)
+        reason = spikes.describe_spike(self._spikes, skipped)
         if self._roll_back(reason):
             return True
         saved = checkpoints.steps(self._folder.checkpoints)
         if endless:
-            raise spikes.DivergenceError(spikes.divergence_message(self.step, skipped, saved))
-        self._warn(f"{reason}; {spikes.continue_message(config, saved)}")
-        self._spikes = spikes.accepted(self._spikes)
+            raise spikes.DivergenceError(spikes.skipped_steps_message(self.step, skipped, saved))
+        self._warn(f"{reason}; {spikes.spike_ignored_message(config, saved)}")
+        self._spikes = spikes.reset_after_spike(self._spikes)
         return False
 
     def _roll_back(self, reason: str) -> bool:
         """Continue from before the spike with the data after it; return whether it was possible.
 
-        No checkpoint is written: a run that is killed afterwards and resumed meets the same spike
-        and rolls back again.
+        No checkpoint is written: a run that is killed and resumed meets the same spike and rolls
+        back again.
         """
         if self._spikes.num_rollbacks >= self.config.spikes.max_rollbacks:
             return False
@@ -478,7 +480,7 @@ class Trainer:
         for trouble in wrong:
             self._warn(f"not used: {trouble}")
         if loaded is None:
-            self._warn("no checkpoint is from before the loss spike: cannot roll back")
+            self._warn("there is no checkpoint from before the loss spike: cannot roll back")
             return False
         self._folder.go_back_to(loaded.step)
         self._restore(loaded, state_of(loaded))
@@ -499,15 +501,3 @@ class Trainer:
         )
         self._restart_clock()
         return True
-
-
-def resolved(config: TrainConfig, data: TrainingData) -> TrainConfig:
-    """Return a config with vocabulary size, name and rules of files filled in, checked."""
-    if config.model.vocab_size == 0:
-        vocab_size = math.ceil(data.manifest.vocab_size / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        model = replace(config.model, vocab_size=vocab_size)
-        config = replace(config, model=model)
-    config = replace(config, name=config.name or config.out.resolve().name)
-    config.check()
-    optimizer = replace(config.optimizer, rules=read_rules(config.optimizer.rules))
-    return replace(config, optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""The text of each token of a tokenizer, as bytes: joined, they are the text of any ids."""
+"""The bytes of each token of a tokenizer; joined, they decode any ids."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def pieces_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
-    """Return the text of each id, nothing for special tokens and gaps.
+def token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    """Return the bytes of each id, empty for special tokens and gaps.
 
-    Serves byte-level tokenizers, and those that mark spaces as SentencePiece does.
+    Supports byte-level tokenizers and those that mark spaces like SentencePiece.
     """
     decoder = json.loads(tokenizer.to_str())["decoder"] or {}
     parts = [decoder, *decoder.get("decoders", ())]
@@ -29,9 +29,8 @@ def pieces_of(tokenizer: Tokenizer) -> tuple[bytes, ...]:
         text_of = _marked
     else:
         raise ValueError(
-            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) is not known here, so "
-            "that what a model writes cannot be read: leave out the tasks that are answered in "
-            "writing"
+            f"the tokenizer's decoder ({', '.join(sorted(map(str, kinds)))}) is not supported, so "
+            "generated tokens cannot be read: leave out the generation tasks"
         )
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

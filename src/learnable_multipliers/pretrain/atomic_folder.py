@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -19,9 +19,6 @@ try:
     import fcntl
 except ImportError:  # Windows has no flock.
     fcntl = None
-
-MANIFEST_FILE = "manifest.json"
-"""Marks a folder as a token dataset."""
 
 
 def make_folder(path: Path) -> None:
@@ -64,30 +61,33 @@ def publish(partial: Path, target: Path, unsynced: Iterable[Path]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder. It is hidden first, so that a crash never leaves half of it visible."""
+    """Remove a folder; it is hidden first, so a crash never leaves half of it visible."""
     gone = hidden_sibling(folder)
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 @contextmanager
-def new_folder(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]:
+def new_folder(
+    target: Path, *, check_replaceable: Callable[[Path], None] | None = None
+) -> Iterator[Path]:
     """Yield a folder to write to; it becomes `target` at the end, or is removed on any error.
 
-    Entered before any work is done, it fails at once where it cannot be made.
+    Enter it before any work, so it fails early if the folder cannot be created.
 
     Args:
-        overwrite: Whether a dataset may be replaced; None if there is no such option to name.
+        check_replaceable: Raises a FileExistsError unless an existing `target` may be replaced;
+            None: nothing may be.
     """
     clear_leftovers(target)
-    _check_target(target, overwrite)
+    _check_target(target, check_replaceable)
     partial, old = hidden_sibling(target), hidden_sibling(target, "old")
-    with new_parents(target), _naming(target, partial):
+    with new_parents(target), _errors_naming(target, partial):
         partial.mkdir()
         descriptor = lock(partial)
         try:
             yield partial
-            _check_target(target, overwrite)
+            _check_target(target, check_replaceable)
             if target.exists():
                 target.rename(old)
             try:
@@ -106,8 +106,8 @@ def new_folder(target: Path, *, overwrite: bool | None = None) -> Iterator[Path]
 
 
 @contextmanager
-def _naming(target: Path, partial: Path) -> Iterator[None]:
-    """Let a failed write name the folder that was asked for, and say what became of it."""
+def _errors_naming(target: Path, partial: Path) -> Iterator[None]:
+    """Make a failed write name the target folder and say that nothing was kept."""
     try:
         yield
     except OSError as error:
@@ -122,10 +122,10 @@ def _naming(target: Path, partial: Path) -> Iterator[None]:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Remove what killed processes left beside `target`.
+    """Remove leftovers of killed processes next to `target`.
 
-    A process may have died after it moved the old folder away and before it published the new one:
-    then the old one is put back.
+    If a process died between moving the old folder away and publishing the new one, the old one is
+    restored.
     """
     for partial in target.parent.glob(f".{escape(target.name)}.*.partial"):
         with suppress(BlockingIOError, FileNotFoundError):
@@ -140,15 +140,10 @@ def clear_leftovers(target: Path) -> None:
             old.rename(target)
 
 
-def _check_target(target: Path, overwrite: bool | None) -> None:
-    """Raise unless `target` is free, or a dataset that may be overwritten."""
+def _check_target(target: Path, check_replaceable: Callable[[Path], None] | None) -> None:
+    """Raise unless `target` is free, or may be replaced."""
     if not target.exists() and not target.is_symlink():
         return
-    if not overwrite:
-        option = "" if overwrite is None else " or give --overwrite"
-        raise FileExistsError(f"{target} exists; choose another folder{option}")
-    is_empty = target.is_dir() and not any(target.iterdir())
-    if target.is_symlink() or not (is_empty or (target / MANIFEST_FILE).is_file()):
-        raise FileExistsError(
-            f"{target} is not a token dataset, so it is not overwritten; choose another folder"
-        )
+    if check_replaceable is None:
+        raise FileExistsError(f"{target} exists; choose another folder")
+    check_replaceable(target)
