@@ -153,12 +153,12 @@ def _reseal_data(root: Path, path: Path) -> None:
 
 
 def _reseal_json(root: Path, path: Path) -> None:
-    """Seal a file of JSON anew, if it was sealed and is still an object."""
+    """Seal a JSON file again, if it was sealed and is still an object."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return
-    # What is not sealed is not written anew: its duplicate keys would be gone.
+    # Unsealed content is not rewritten, which would drop its duplicate keys.
     if isinstance(content, dict) and KEY in content:
         _write_sealed(path, content)
 

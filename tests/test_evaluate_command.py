@@ -101,7 +101,7 @@ def test_the_last_checkpoints_are_averaged_in_score(ask, copied, sets):
         assert value == pytest.approx((each[0][key] + each[1][key]) / 2, abs=1e-5), key
     code, _, told = ask("evaluate", "run", "--last", 9, *shared)
     assert code == 1
-    assert f"holds {len(saved)} checkpoints, and 9 were asked for" in told
+    assert f"9 checkpoints were requested, but run/checkpoints holds {len(saved)}" in told
 
 
 def test_other_precision_or_length_leaves_earlier_results_alone(ask, copied, sets):

@@ -1,8 +1,8 @@
-"""Greedy generation. No padding or masking: needs torch alone.
+"""Greedy generation. No padding or masking: prompts of a batch advance token by token together.
 
-The prompts of a batch are read together up to the length of the shortest, then one token at a time:
-the prompt's own tokens first, then generated ones. So any causal model works, and an answer depends
-on the other prompts of the batch only through rounding.
+The prompts are read together up to the length of the shortest, then one token at a time: the
+prompt's own tokens first, then generated ones. So any causal model works, and an answer depends on
+the other prompts of the batch only through rounding. Needs only torch.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class _Splitter:
         return _HashedText(text, len(data), hashlib.blake2b(data, digest_size=16, key=key).digest())
 
     def check(self, splits: dict[str, list[Shard]]) -> None:
-        """Raise if a split that was asked for came out empty."""
+        """Raise if a requested split is empty."""
         count = sum(shard.documents for shards in splits.values() for shard in shards)
         names = ", ".join(self._corpus.names)
         if not splits:

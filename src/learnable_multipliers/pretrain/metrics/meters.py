@@ -28,7 +28,7 @@ class LossReading:
     left_out: int = 0
     """Steps whose loss was not finite."""
     skipped_in_a_row: int = 0
-    """Latest steps in a row that were skipped; a reset does not change it."""
+    """Consecutive skipped steps up to now; a reset does not change it."""
 
     @property
     def mean(self) -> float | None:
@@ -48,7 +48,7 @@ class LossMeter:
         self._left_out, self._skipped = torch.tensor(counts, device=device).unbind()
 
     def add(self, loss: Tensor, skipped: Tensor | None) -> None:
-        """Add a step; a loss that is not finite is counted and left out of the mean.
+        """Add a step; a non-finite loss is counted and excluded from the mean.
 
         `skipped` is what the optimizer says of the step, the same on all ranks.
         """
@@ -65,7 +65,7 @@ class LossMeter:
         return LossReading(self._total.item(), self._steps, left_out, skipped)
 
     def reset(self) -> None:
-        """Start a new mean; the count of skipped steps in a row continues."""
+        """Start a new mean; the count of consecutive skipped steps continues."""
         self._total = torch.zeros_like(self._total)
         self._left_out = torch.zeros_like(self._left_out)
         self._steps = 0

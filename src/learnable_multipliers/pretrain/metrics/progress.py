@@ -17,11 +17,11 @@ from learnable_multipliers._formats import count, duration
 _WINDOW = 600.0
 """Seconds over which the speed is averaged; at least eight steps."""
 _PLAIN_LINES = 40
-"""Lines of a whole run where there is no terminal."""
+"""Lines of a whole run without a terminal."""
 _LONGEST_NAME = 24
 
-# The numbers shown of each kind of record, by key: name and format. In order of importance, with
-# the width of a terminal from which on there is room for them.
+# Numbers shown of each kind of record: key -> format and minimum width of the terminal. In order of
+# importance.
 _SHOWN: dict[str, tuple[str, int]] = {
     "train/loss": ("loss {:.3f}", 0),
     "eval/loss": ("held-out {:.3f}", 80),
@@ -99,14 +99,14 @@ class Display:
         if kind == "train":
             self._trained_at[name] = step
         elif self._trained_at[name] == 1 < step:
-            # If only the first step is logged, its loss is not that of a later one.
+            # If only the first step is logged, do not show its loss at later ones.
             shown = {key: "" for key in _SHOWN if key.startswith("train/")}
         for key, (text, _) in _SHOWN.items():
             value = record.get(key.removeprefix(f"{kind}/"))
             if value is not None:
                 shown[key] = text.format(count(value) if "tok/s" in text else value)
         if "train/loss" in shown and record.get("skipped_steps"):
-            # Beside the loss: a column of its own would be empty in nearly all runs.
+            # Next to the loss: a separate column would be empty in nearly all runs.
             shown["train/loss"] += f"  {record['skipped_steps']:,} skipped"
         self._progress.update(self._tasks[name], **shown)
         if not self._is_live:
@@ -133,7 +133,7 @@ class Display:
 
 
 def _columns(width: int) -> list[ProgressColumn]:
-    """Return what a terminal of some width has room for."""
+    """Return the columns that fit the width of a terminal."""
     fits = (key for key, (_, least) in _SHOWN.items() if width >= least)
     name, step, *numbers = (
         TextColumn(f"{{task.fields[{field}]}}", markup=False) for field in ("name", "step", *fits)

@@ -25,7 +25,7 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM, Layer
 from learnable_multipliers.pretrain.model.trace import INPUTS, trace
 
 MAX_SEQUENCES, MAX_TOKENS = 8, 16384
-"""Of the held-out text that activations are measured on."""
+"""Size of the held-out text that activations are measured on."""
 NUM_QUANTILES = 21
 _COUNTED_TOKENS = 1 << 24
 """Training tokens that are counted for the frequencies of the embedding's rows."""
@@ -52,7 +52,7 @@ class Signals:
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._tokens = tokens
         middles, members = decades(occurrences)
-        # Share of the steps in which a token occurs, where its occurrences are independent.
+        # Fraction of steps in which a token occurs, if occurrences are independent.
         shares = members * -torch.expm1(-occurrences.double())
         self._bands = {
             "occurrences": middles,
@@ -81,7 +81,7 @@ class Signals:
 
     @torch.no_grad()
     def measure(self, autocast: AbstractContextManager[object] | None = None) -> dict[str, Any]:
-        """Return the record of this moment, the forward pass in the precision of `autocast`."""
+        """Return the record for the current weights, with the forward pass in `autocast`."""
         model, plan = self._model, self._plan
         with autocast or nullcontext():
             sizes, common = read_activations(model, self._tokens)
@@ -116,7 +116,8 @@ class Signals:
 
 
 def read_activations(model: HybridLM, tokens: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the rms of each activation of `trace` by layer, and the share of common direction."""
+    """Return the rms of each activation of `trace` by layer, and the fraction of common
+    direction."""
     sizes: dict[str, list[Tensor]] = {}
     common = []
     for name, value in trace(model, tokens):
@@ -124,13 +125,13 @@ def read_activations(model: HybridLM, tokens: Tensor) -> tuple[dict[str, Tensor]
         if name == "residual":
             common.append(common_direction(value))
     stacked = {name: torch.stack(values) for name, values in sizes.items()}
-    # Sequences are equally long.
+    # All sequences have the same length.
     stacked["head"] = stacked["head"].square().mean(0, keepdim=True).sqrt()
     return stacked, torch.stack(common)
 
 
 def activations(sizes: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the sizes that are recorded, with the fixed factors in them."""
+    """Return the recorded sizes, including the fixed factors."""
     found = {
         "embedding": sizes["residual"][0],
         "logits": abs(config.mup_head) * sizes["head"][0],
@@ -138,7 +139,7 @@ def activations(sizes: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     }
     if config.has_attention:
         key_factor = config.mup_attention_in**2 * abs(config.mup_key)
-        # mup_attention_out lies before the projection.
+        # mup_attention_out is applied before the projection.
         found["attention_out"] = sizes["attention-out"]
         found["query_key"] = key_factor * sizes["query"] * sizes["key"]
     if config.has_ssm:
@@ -255,7 +256,7 @@ def band_rms(rows: Tensor, members: Tensor) -> Tensor:
 
 
 def parameters(model: HybridLM) -> dict[str, Tensor]:
-    """Return the rms of the parameters that are no matrices: filters, skips and norms."""
+    """Return the rms of parameters that are not matrices: filters, skips and norms."""
     found: dict[str, list[Tensor]] = {}
     for layer in model.model.layers:
         assert isinstance(layer, Layer)
@@ -274,7 +275,7 @@ def parameters(model: HybridLM) -> dict[str, Tensor]:
 
 
 def to_host(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree of tensors as one of numbers and lists, by a single transfer."""
+    """Return a tree of tensors as numbers and lists, with a single transfer."""
     leaves = list(_leaves(tree))
     flat = iter(torch.cat([leaf.flatten() for leaf in leaves]).tolist())
 

@@ -151,7 +151,7 @@ class HybridLM(nn.Module):
         return self.head_loss(features, head, self.mup_head, tokens[:, 1:], z_loss)
 
     def tie_(self) -> None:
-        """Make embedding and head one parameter, where the config asks for it."""
+        """Tie embedding and head, if configured."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -180,7 +180,7 @@ class HybridLM(nn.Module):
                 module.weight.grad_dtype = grad_dtype
 
     def recompute_layers_(self) -> None:
-        """Keep the inputs of layers for the backward pass, which computes the rest again.
+        """Save only the inputs of layers for the backward pass, which recomputes the layers.
 
         A compiled layer is computed again by the same code.
         """
@@ -224,7 +224,7 @@ class HybridLM(nn.Module):
 
 
 def build(config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> HybridLM:
-    """Return a model with fresh weights; the same seed gives the same ones on every device."""
+    """Return an initialized model; the same seed gives the same weights on every device."""
     model = empty_model(config)
     initialize_weights_(model, torch.Generator().manual_seed(seed))
     return model.to(device)
@@ -235,7 +235,7 @@ def empty_model(config: ModelConfig) -> HybridLM:
     with torch.device("meta"):
         model = HybridLM(config)
     model.to_empty(device="cpu")
-    # Leaving the meta device makes new parameters, two of a tied one.
+    # Leaving the meta device creates new parameters, and unties tied ones.
     model.tie_()
     return model
 

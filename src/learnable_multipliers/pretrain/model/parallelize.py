@@ -1,4 +1,4 @@
-"""How a model is parallelized: tensor parallelism, FSDP2 and DDP; its forward pass knows of none.
+"""Parallelize a model with tensor parallelism, FSDP2 and DDP, without changes to its forward pass.
 
 Tensor parallelism is a `ParallelStyle` for each block, applied by `parallelize_module`. Attention
 is sharded by heads, MLPs by hidden features, embedding and head by rows of the vocabulary. Hooks
@@ -45,9 +45,9 @@ class ParallelModel:
     loss: Callable[[Tensor, float], Losses]
     """Tokens and the weight of the z-loss -> losses."""
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context of all micro-batches but the last, whose gradients are not exchanged yet."""
+    """The context of all micro-batches except the last, which do not exchange gradients."""
     dp_degree: int = 1
-    """Data-parallel degree: gradients are averaged over as many parts of the batch."""
+    """Data-parallel degree, over which gradients are averaged."""
     dp_group: Any = None
     """The process group of DDP, whose ranks hold replicas of every parameter."""
 
@@ -105,7 +105,7 @@ def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
             module.num_kv_heads //= degree
             # Its input and output are exchanged, which those of the other mixer are not.
             module.joinable = False
-    # Each style has made a parameter of its own.
+    # Each style has made a separate parameter.
     model.tie_()
     # Called, the head returns the logits of all tokens; the loss reads its shard.
     model.lm_head.computes_on_local_shard = True  # pyright: ignore[reportArgumentType]
@@ -113,7 +113,7 @@ def tensor_parallelize(model: HybridLM, mesh: DeviceMesh) -> None:
 
 
 def rank_shape(config: ModelConfig, degree: int) -> ModelConfig:
-    """Return the shape of what one tensor-parallel rank computes, the largest if they differ.
+    """Return the model shape of one tensor-parallel rank, the largest if they differ.
 
     Raises:
         ValueError: The model cannot be sharded over as many ranks.
@@ -175,7 +175,7 @@ class EmbeddingParallel(ParallelStyle):
 
 
 def _shard_weight(module: nn.Module, dim: int, mesh: DeviceMesh) -> None:
-    """Leave this rank its shard of a weight, and let its block compute on that."""
+    """Shard a weight, and let its block compute on the local shard."""
     weight = module.get_parameter("weight")
     shard = distribute_tensor(weight.detach(), mesh, [Shard(dim)])
     module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
@@ -187,7 +187,7 @@ def _first_row(vocab_size: int, mesh: DeviceMesh) -> int:
 
 
 def vocab_parallel_loss(mesh: DeviceMesh, vocab_size: int) -> Callable[..., Losses]:
-    """Return `head_loss` for ranks that each hold rows of the head."""
+    """Return `head_loss` with a head sharded by rows."""
     first_row = _first_row(vocab_size, mesh)
 
     def loss(
@@ -212,5 +212,5 @@ def copy_to_tp(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of what the ranks have; each gets the whole gradient."""
+    """Return the sum over ranks; each rank gets the whole gradient."""
     return DTensor.from_local(x, mesh, [Partial()], run_check=False).full_tensor()

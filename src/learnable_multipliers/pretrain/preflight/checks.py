@@ -27,7 +27,7 @@ _SHOWING = ("jinja2", "matplotlib", "tensorboard")
 _SHARED = Path("/dev/shm")
 _LEAST_SHARED = 64 * 2**20
 _ERROR = 0.15
-"""How far the estimate of memory may be from the peak, as a share of it."""
+"""Relative error allowed between the estimate of memory and the peak."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 class CheckError(Exception):
-    """What a check raises that does not pass; one that passes returns a text.
+    """Raised by a check that does not pass; a check that passes returns a text.
 
     Args:
         advice: What to do; empty for the usual advice of the check.
@@ -69,7 +69,7 @@ def run_check(name: str, check: Callable[[], str], advice: str) -> CheckResult:
         return CheckResult(name, "ok", check())
     except CheckError as error:
         return CheckResult(name, error.verdict, str(error), error.advice or advice)
-    # Whatever goes wrong here would have gone wrong in the run.
+    # Any error here would have occurred in the run.
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         if not isinstance(error, ValueError | OSError):
@@ -170,7 +170,7 @@ def check_memory(device: Device, needed: int, source: str, ranks: int = 1) -> st
 
 
 def free_memory(device: Device) -> int | None:
-    """Return the free bytes of a device, or None where they are not known."""
+    """Return the free bytes of a device, or None if unknown."""
     if device.device.type == "cuda":
         return torch.cuda.mem_get_info(device.device)[0]
     return memory.system_memory("MemAvailable") if device.device.type == "cpu" else None

@@ -53,20 +53,20 @@ _FOLDER = "make it writable, or choose another folder: --out"
 _SHARED = "raise it in a container (--shm-size 1g): runs of several processes need it"
 _BUG = "report this list: it is a bug in this package or in torch"
 _NEAR = 1.0
-"""Largest difference between the first loss and that of guessing, in nats."""
+"""Maximum difference between the first loss and that of guessing, in nats."""
 _MISSING = {
     "device": "there is no device to compute on",
     "data": "there are no data",
     "valid": "the settings are not valid",
     "planned": "there is no plan",
 }
-"""Why a check is skipped that needs what an earlier one did not find."""
+"""Reasons for skipping a check that needs the result of an earlier one."""
 _TIMED, _SECONDS = 5, 10.0
-"""How many steps are timed, and for how long at most."""
+"""Number of timed steps, and the maximum time for them."""
 
 
 def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
-    """Yield one check result after another, as they come."""
+    """Yield the result of each check as it completes."""
     run = _Preflight(config)
     for name, check, advice in (
         ("packages", checks.check_packages, _INSTALL),
@@ -103,12 +103,12 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 
 class _Preflight:
-    """The checks of one run, and what earlier checks found out for later ones."""
+    """The checks of one run, and the results that later checks need."""
 
     device: Device
     data: TrainingData
     valid: TrainConfig
-    """The config with what depends on the data filled in."""
+    """The config, with settings that depend on the data filled in."""
     planned: tuple[HybridLM, Plan]
 
     def __init__(self, config: TrainConfig):
@@ -130,7 +130,7 @@ class _Preflight:
             raise skipped("the model is not known to fit into memory")
         axes = self.axes
         if max(axes.shard, axes.tensor) > 1:
-            # The short run is one process with a whole model.
+            # The short run is a single process with the whole model.
             whole = run_check("", lambda: self._compare_memory(Axes(axes.dp_degree)), "")
             if whole.verdict == "failed":
                 raise skipped("only a model sharded over ranks fits into memory; not one process")
@@ -210,7 +210,7 @@ class _Preflight:
 
     def check_disk(self) -> str:
         state = state_bytes(self.config, *self.planned)
-        # A checkpoint holds everything that lasts from step to step.
+        # A checkpoint holds all state that persists between steps.
         checkpoint = sum(state.values()) - state["gradients"]
         return checks.check_disk(self.config.out, checkpoint, self.config.checkpoint.keep)
 
@@ -270,7 +270,7 @@ class ShortRun:
         return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
 
     def timed(self, what: Callable[[], object]) -> float:
-        """Return the seconds that something takes on the device."""
+        """Return the seconds of a function on the device."""
         self.device.synchronize()
         began = time.perf_counter()
         what()
@@ -294,7 +294,7 @@ def _peak_with_layers(config: TrainConfig, device: Device, data: TrainingData, l
     # A captured graph needs the memory of the pass it captures.
     run = ShortRun(config, replace(device, captured=False), data)
     for _ in range(2):
-        # The first step compiles, which takes memory of its own.
+        # The first step compiles, which takes additional memory.
         torch.cuda.reset_peak_memory_stats(device.device)
         run.gradients(repeats=1 if run.sequences == config.data.batch_sequences else 2)
         run.step(config.optimizer.lr)
@@ -322,7 +322,7 @@ def check_zero_step(run: ShortRun) -> str:
 
 
 def check_save_and_load(run: ShortRun) -> str:
-    """Save a checkpoint where the run would, load it into a new model, and compare all of it."""
+    """Save a checkpoint where the run would, load it into a new model, and compare everything."""
     config = run.config
     expected = tensors_of(run.model, run.optimizer)
     with tempfile.TemporaryDirectory(
@@ -333,7 +333,7 @@ def check_save_and_load(run: ShortRun) -> str:
         written = sum(file.stat().st_size for file in path.iterdir())
         loaded = checkpoints.load(path)
         seconds = time.perf_counter() - began
-        # On the host: a device may have no room for two.
+        # On the host, since a device may not have memory for two.
         model = build_model(replace(config, seed=config.seed + 1))
         optimizer, _ = make_optimizer(model, config.optimizer)
         # State is created on first use, and bound to the model again after loading.

@@ -83,7 +83,7 @@ def _memory(config: TrainConfig, device: Device, axes: Axes) -> list[str]:
 
 
 def _first_batch(data: TrainingData, sequences: int) -> list[str]:
-    # One sequence is read: a batch for another machine may not fit into this one.
+    # Read one sequence: a batch meant for another machine may not fit into this one.
     first = data.batch(0, 1, torch.device("cpu"))[0]
     text = printable(data.decode(first[:_TOKENS].tolist()))
     return [

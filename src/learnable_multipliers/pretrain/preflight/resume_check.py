@@ -1,4 +1,4 @@
-"""Check that a run which is killed and resumed is the run that never stopped, bit for bit.
+"""Check that a killed and resumed run equals an uninterrupted run bit for bit.
 
 Runs are compared by their tensors, their counters and their metrics.
 """
@@ -28,13 +28,13 @@ from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
 MEASURED = frozenset({"seconds", "tokens_per_second", "mfu", "memory"})
 """Wall-clock and device metrics, excluded from the comparison."""
-# The folder of a run and its logging are part of its config, and do not change what it computes.
+# Settings of folder and logging, which do not change what a run computes.
 _NOT_COMPUTED = MEASURED | {"config"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, and where it differs."""
+    """Number of compared values, and the differences."""
 
     what: str
     compared: int
@@ -44,7 +44,7 @@ class Comparison:
 def check_resume(
     config: TrainConfig, half: int, report: Callable[[str], None] = lambda part: None
 ) -> list[Comparison]:
-    """Train the first steps of a run twice, once with a kill on the way; compare the results.
+    """Train the first steps of a run twice, once killed and resumed, and compare the results.
 
     A checkpoint is saved after `half` steps. The process is killed some steps later, so that there
     are lines in the log which resuming must remove. `report` is called with the progress.
@@ -56,7 +56,7 @@ def check_resume(
             f"the run has {len(planned):,} steps: --steps, half of what is trained, must lie "
             f"between 1 and {len(planned) // 2:,}, got {half:,}"
         )
-    # Other loggers would record runs that are only tests.
+    # Other loggers would record these test runs.
     log = replace(config.log, tensorboard=False, wandb="", trackio="", drift=False)
     config = replace(config, name=config.name or "run", log=log)
     whole = replace(
@@ -82,7 +82,7 @@ def check_resume(
 
 
 def _train(config: TrainConfig, until: int, *, killed: bool = False) -> str | None:
-    """Train in a new process; return why it has diverged, if so. Its errors are raised here."""
+    """Train in a new process; return why it has diverged, if so. Re-raise its errors."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(_train_here, config, until, killed).result()

@@ -1,1 +1,1 @@
-"""What a train step costs on many ranks, on paper: bytes, messages and seconds."""
+"""Forecast the cost of a train step on many ranks: bytes, messages and seconds."""

@@ -18,7 +18,7 @@ from learnable_multipliers.pretrain.trainer.device import PEAK_TFLOPS
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What GPUs and links reach; every number is assumed, none measured."""
+    """Speed of GPUs and links; all numbers are assumed, not measured."""
 
     gpus_per_node: int = 8
     """GPUs of a node."""
@@ -39,7 +39,7 @@ class Cluster:
 
 
 class Span(NamedTuple):
-    """How the ranks of a process group lie on nodes."""
+    """Distribution of the ranks of a process group over nodes."""
 
     per_node: int
     nodes: int
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 def span(axes: Axes, over: Over, cluster: Cluster) -> Span:
-    """Return how the ranks along an axis lie on nodes."""
+    """Return the distribution of the ranks along an axis over nodes."""
     strides = {"data": axes.shard * axes.tensor, "shard": axes.tensor}
     size = math.prod(axes) if over == "all" else getattr(axes, over)
     per_node = min(size, max(1, cluster.gpus_per_node // strides.get(over, 1)))
@@ -59,7 +59,8 @@ def span(axes: Axes, over: Over, cluster: Cluster) -> Span:
 
 
 def bytes_sent(collective: Collective, size: int) -> float:
-    """Return what each of `size` ranks sends: (n - 1) / n of the tensor, twice to reduce it."""
+    """Return the bytes each of `size` ranks sends: (n - 1) / n of the tensor, twice for a
+    reduction."""
     return _num_passes(collective) * (size - 1) / size * collective.num_bytes
 
 
@@ -93,7 +94,7 @@ def _num_passes(collective: Collective) -> int:
 
 
 class Load(NamedTuple):
-    """What one rank sends, or receives, in an all-to-all."""
+    """Numbers that one rank sends, or receives, in an all-to-all."""
 
     inside: int = 0
     """Numbers for ranks of its node."""
@@ -108,7 +109,8 @@ class Load(NamedTuple):
 
 
 def loads(exchange: Exchange, cluster: Cluster) -> list[Load]:
-    """Return the loads of all ranks, sending and receiving; what stays on a rank is no message."""
+    """Return the loads of all ranks, sending and receiving; numbers that stay on a rank are
+    excluded."""
     found: dict[tuple[str, int], Load] = {}
     for (sender, receiver), number in exchange.numbers.items():
         if sender == receiver:

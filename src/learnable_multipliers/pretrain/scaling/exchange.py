@@ -1,4 +1,4 @@
-"""Muon's exchange: which rank orthogonalizes which matrix, and what is sent for that.
+"""Muon's exchange: which rank orthogonalizes which matrix, and the numbers sent for it.
 
 The formulas of `optim/_distributed_batches.py` for any number of ranks, without ranks.
 """
@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.scaling.weights import Weight
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all-to-all: the numbers that go from one rank to another, or stay on one."""
+    """One all-to-all: counts of numbers sent from rank to rank, or kept on a rank."""
 
     numbers: Mapping[tuple[int, int], int]
     """By (sender, receiver); pairs without any are left out."""
@@ -28,12 +28,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class MuonWork:
-    """The work of a step that ranks share."""
+    """The work of a step that is divided among ranks."""
 
     there: Exchange
     """Updates, each number once, to the owners of their matrices."""
     back: Exchange
-    """Results, to all ranks that hold a part or a copy of it."""
+    """Results, to all ranks that hold a part or a copy."""
     flops: tuple[int, ...]
     """Of Newton-Schulz, by rank."""
 

@@ -1,4 +1,4 @@
-"""Seconds of a train step on a cluster, part by part, and what of it waits for links."""
+"""Forecast the seconds of a train step on a cluster, by part, and its exposed communication."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Batch:
     tokens: int = 2**22
     """Tokens of the whole batch."""
     micro_tokens: int = 2**14
-    """Most tokens of a micro-batch on one data-parallel rank."""
+    """Maximum tokens of a micro-batch on one data-parallel rank."""
 
     def micro_batches(self, axes: Axes) -> tuple[int, float]:
         """Return how many micro-batches a rank has, and the tokens of each."""
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one rank sends in a step for one purpose: the busiest rank where they differ."""
+    """Communication of the busiest rank in a step, for one purpose."""
 
     what: str
     kind: str
@@ -62,7 +62,7 @@ class Row:
     num_bytes: float
     """Bytes sent in a step."""
     messages: int
-    """Messages one after another in a step."""
+    """Sequential messages in a step."""
     seconds: float
 
 
@@ -75,25 +75,25 @@ class Forecast:
     compute: float
     """Forward and backward."""
     exposed: float
-    """FSDP2's collectives that no computation hides."""
+    """Exposed time of FSDP2's collectives."""
     tensor: float
-    """Collectives of tensor parallelism, which nothing hides."""
+    """Collectives of tensor parallelism, all exposed."""
     sums: float
     """The optimizer's packed all-reduce."""
     exchange: float
     """Muon's two all-to-alls."""
     newton_schulz: float
-    """The busiest rank's."""
+    """Newton-Schulz on the busiest rank."""
 
     @property
     def step(self) -> float:
-        """The whole step, as the code is: the optimizer overlaps nothing."""
+        """The whole step; in the current code the optimizer overlaps nothing."""
         optimizer = self.sums + self.exchange + self.newton_schulz
         return self.compute + self.exposed + self.tensor + optimizer
 
     @property
     def hideable(self) -> float:
-        """What is saved at most if matrices travel while others are orthogonalized."""
+        """Upper bound of the time saved by overlapping the exchange with Newton-Schulz."""
         return min(self.exchange, self.newton_schulz)
 
 
@@ -120,7 +120,7 @@ def forecast(
         return sum(seconds(one, span(axes, one.over, cluster), cluster) for one in collectives)
 
     times = [[total([one]) for one in some] for some in (forward, backward)]
-    # The root's gradients are scattered over shards, then summed over replicas.
+    # Gradients of the root unit are reduce-scattered over shards, then summed over replicas.
     last = (axes.shard > 1) + (axes.data > 1)
     operations = 2 * num_parameters(weights, axes) * tokens
     one_pass = operations / (cluster.flops * cluster.mfu)
@@ -151,7 +151,7 @@ def forecast(
 def exposed_seconds(
     forward: list[float], backward: list[float], one_pass: float, *, last: int = 1
 ) -> float:
-    """Return what computation does not hide of FSDP2's collectives in one micro-batch.
+    """Return the exposed time of FSDP2's collectives in one micro-batch.
 
     The first all-gather and the `last` collectives of the backward pass, all of the root, have
     nothing beside them. The others run beside the pass they belong to, as far as it lasts.

@@ -28,12 +28,12 @@ class Collective:
     """One collective, the same on all ranks that take part."""
 
     what: str
-    """What it is for."""
+    """Its purpose."""
     kind: Kind
     over: Over
     """The axis of the mesh whose ranks take part, or all ranks."""
     num_bytes: int
-    """The whole tensor: what is gathered, scattered or reduced."""
+    """Bytes of the whole tensor that is gathered, scattered or reduced."""
 
 
 # -- FSDP2, of one micro-batch ----------------------------------------------------------------
@@ -54,7 +54,7 @@ def fsdp_backward(weights: Sequence[Weight], axes: Axes, tensor_rank: int = 0) -
         return found
     units = list(dict.fromkeys(weight.unit for weight in weights if weight.unit != ROOT))
     if axes.shard > 1:
-        # The root's weights stay gathered from the forward pass on.
+        # The root unit stays gathered after the forward pass.
         found += [_gathered(weights, unit, axes, tensor_rank) for unit in reversed(units)]
     for unit in [*reversed(units), ROOT]:
         trained = [weight for weight in weights if weight.is_trained and weight.unit == unit]

@@ -1,4 +1,4 @@
-"""The parameters of a model as its ranks share them: shapes, FSDP2 units, tensor-parallel dims."""
+"""The parameters of a model as sharded over ranks: shapes, FSDP2 units, tensor-parallel dims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TENSOR_DIMS: dict[str, int] = {
     **dict.fromkeys(("o_proj", "down_proj"), 1),
 }
 ROOT = ""
-"""The unit of what is in no layer: embedding, last norm and head."""
+"""The FSDP2 unit outside of the layers: embedding, last norm and head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     matrix: Matrix | None
-    """What the plan says of it; None for a vector."""
+    """Its entry in the plan; None for a vector."""
     is_trained: bool
     unit: str
-    """The module that FSDP2 gathers it with."""
+    """The FSDP2 unit that it is gathered with."""
     tensor_dim: int | None
     """The dim that tensor parallelism shards."""
 
@@ -49,7 +49,7 @@ class Weight:
         return found
 
     def tensor_shape(self, axes: Axes, tensor_rank: int = 0) -> tuple[int, ...]:
-        """Return the shape of what one tensor-parallel rank computes with."""
+        """Return the shape on one tensor-parallel rank."""
         whole = Axes(tensor=axes.tensor)
         return tuple(map(len, box_of(self.shape, self.chunks(whole, tensor_rank=tensor_rank))))
 

@@ -1,4 +1,4 @@
-"""The model of a run, as it starts."""
+"""Build the model of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from learnable_multipliers.pretrain.trainer.device import Device
 
 
 def build_model(config: TrainConfig, device: torch.device | str = "cpu") -> HybridLM:
-    """Return the model with the weights of the run's seed, stored as the run asks for."""
+    """Return the model with the weights of the run's seed, in the configured storage dtype."""
     model = build(config.model, config.seed, device)
     store_matrices_(model, config)
     return model
 
 
 def store_matrices_(model: HybridLM, config: TrainConfig) -> None:
-    """Store the matrices of a model's layers as a run asks for."""
+    """Store the matrices of a model's layers in the configured dtype."""
     dtype = getattr(torch, config.runtime.param_dtype)
     if dtype != torch.float32:
-        # A sum over micro-batches would lose what is small in bfloat16.
+        # A sum over micro-batches in bfloat16 would lose small gradients.
         adds_up = config.data.micro_batch_sequences > 0
         model.store_matrices_(dtype, torch.float32 if adds_up else dtype)
 

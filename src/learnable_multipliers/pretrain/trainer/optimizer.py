@@ -1,4 +1,4 @@
-"""From a config to a plan and an optimizer."""
+"""Make the plan and the optimizer of a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from learnable_multipliers.pretrain.rules import parse_rules
 
 
 def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
-    """Decide how each matrix is trained and what it carries; leaves the model alone."""
+    """Return the plan of a config for a model, which is not changed."""
     rules = parse_rules(config.rules)
     carries = config.placement != "none" or bool(rules)
     folds = config.multiplier_init == "fold" and carries and bool(fixed_multipliers(model))
@@ -36,7 +36,7 @@ def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
 
 
 def _with_factors(planned: Plan, config: OptimizerConfig) -> Plan:
-    """Return a plan with the factors on learning rates and decays that a config gives to roles."""
+    """Return a plan with the config's factors on learning rates and decays by role."""
     lr, decay, norm = config.lr_factors, config.weight_decay_factors, config.norm_scale
     there = dict.fromkeys(role for entry in planned.entries for role in _roles(entry))
     for name, factors in (
@@ -94,7 +94,7 @@ def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[MultiplierOptimizer, Plan]:
-    """Return the optimizer, and the plan it trains by; folds fixed factors where asked to."""
+    """Return the optimizer and its plan, after folding fixed factors if configured."""
     planned = initialize_(model, make_plan(model, config))
     return optimizer_for(model, planned, config), planned
 
@@ -102,7 +102,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[Multiplie
 def optimizer_for(
     model: nn.Module, planned: Plan, config: OptimizerConfig, replica_group: Any = None
 ) -> MultiplierOptimizer:
-    """Return the optimizer of a model that is planned and initialized, and spread over ranks.
+    """Return the optimizer of an initialized and parallelized model.
 
     Args:
         replica_group: The ranks that hold replicas of every parameter: they agree on steps to

@@ -17,7 +17,7 @@ from learnable_multipliers.pretrain.model.parallelize import ParallelModel
 from learnable_multipliers.pretrain.trainer.device import Device
 
 _EAGER_RUNS = 3
-"""Micro-batches before capture: compilation and autotuning must be over by then."""
+"""Micro-batches before capture, so compilation and autotuning are done."""
 
 
 class TrainStep:
@@ -29,7 +29,7 @@ class TrainStep:
         self._parallel = parallel or ParallelModel(model.loss)
         self._device, self._z_loss = device, z_loss
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        # What the captured graph serves: the shape of a micro-batch, and sequences in the batch.
+        # Key of the captured graph: shape of a micro-batch, and sequences in the batch.
         self._key: tuple[torch.Size, int] | None = None
         self._seen = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -46,7 +46,7 @@ class TrainStep:
         num_left = sequences // self._parallel.dp_degree
         for tokens in batches:
             num_left -= len(tokens)
-            # Ranks reduce their gradients with the last micro-batch.
+            # Gradients are reduced over ranks in the last micro-batch.
             with self._parallel.no_sync() if num_left else nullcontext():
                 total += len(tokens) / sequences * self._micro_batch(tokens, sequences)
         return total
@@ -87,7 +87,7 @@ class TrainStep:
     def _compute(self, tokens: Tensor, sequences: int) -> Tensor:
         with self._device.autocast():
             losses = self._parallel.loss(tokens, self._z_loss)
-        # Ranks' gradients are averaged, and each has its part of the sum.
+        # Gradients are averaged over ranks, and each rank has a part of the sum.
         share = len(tokens) * self._parallel.dp_degree / sequences
         (losses.total * share).backward()
         return losses.cross_entropy
@@ -98,7 +98,7 @@ class TrainStep:
         self._tokens = tokens.clone()
         if self._accumulates:
             for parameter in self._trained:
-                # As wide as what is added to it, which may be wider than the weight.
+                # In the dtype of the gradients, which may be wider than the weight.
                 dtype = getattr(parameter, "grad_dtype", None)
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         torch.cuda.synchronize()
