@@ -198,11 +198,11 @@ BAD = {
     "decay": ({"weight_decay": math.nan}, "weight_decay must be a number of at least 0, got nan"),
     "lr and decay": (
         {"lr": 20.0, "weight_decay": 0.1},
-        "lr times weight_decay is 2: a step would decay a weight to nothing",
+        "lr times weight_decay is 2: one step would decay a weight to zero",
     ),
     "multipliers' rate and decay": (
         {"lr": 0.01, "multiplier_lr_scale": 100.0, "multiplier_weight_decay": 2.0},
-        "a step would decay a multiplier to nothing",
+        "one step would decay a multiplier to zero",
     ),
     "scale": ({"multiplier_lr_scale": math.inf}, "multiplier_lr_scale must be a number"),
     "multipliers' decay": ({"multiplier_weight_decay": -1.0}, "multiplier_weight_decay must be"),

@@ -47,12 +47,17 @@ def high(*losses):
         (SpikeState([3.0] * 5, high(4.0), 99), 0, 4.1, "loss spike: 4.000 at step 100"),
         (SpikeState([3.0] * 5, high(None), 99), 1, 4.1, None),
         # Before the first window is full nothing is high.
-        (SpikeState([5.6, 9.0]), 0, 9.0, "the loss is 9.000, and a uniform guess has 5.500"),
+        (SpikeState([5.6, 9.0]), 0, 9.0, "the loss is 9.000, above the 5.500 of a uniform guess"),
         (SpikeState([5.6, 6.4]), 0, 6.4, None),
         (SpikeState([11.0, 10.0]), 0, 10.0, None),
         (SpikeState([9.0] * 2, [], 4), 0, 9.0, None),
         # What a run went on with after a spike.
-        (SpikeState([9.0] * 2, [], 5), 0, 9.0, "the loss is 9.000, and a uniform guess has 5.500"),
+        (
+            SpikeState([9.0] * 2, [], 5),
+            0,
+            9.0,
+            "the loss is 9.000, above the 5.500 of a uniform guess",
+        ),
         # Learned by heart: the loss on held-out text alone says nothing.
         (SpikeState([3.0, 0.1]), 0, 9.0, None),
     ],

@@ -445,7 +445,11 @@ def test_a_limit_takes_items_from_all_over_the_file(folder):
         ),
         ("arc_easy", '{"question": "q", "choices": ["a"], "label": 1}', "choice 1, counted from 0"),
         ("arc_easy", '{"question": "q", "choices": ["a", ""], "label": 0}', "choice 1 is empty"),
-        ("arc_easy", '{"question": 3, "choices": ["a"], "label": 0}', "question is 3, not a text"),
+        (
+            "arc_easy",
+            '{"question": 3, "choices": ["a"], "label": 0}',
+            "question is 3, not a string",
+        ),
         ("lambada", '{"text": "one"}', "text is a single word"),
     ],
 )

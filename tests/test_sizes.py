@@ -81,7 +81,7 @@ def test_a_run_that_no_machine_can_hold_is_refused_before_there_is_a_folder(
         ("simulate --start-rms nan", "--start-rms must lie between 0 and 1e+15, got nan"),
         ("simulate --optimizer muon --momentum 0.9999999999999 --steps 9", "averages over"),
         ("data prepare --out x --vocab-size -1 --sources x.txt", "no file or folder"),
-        ("data prepare /dev/zero --out x", "/dev/zero is no regular file"),
+        ("data prepare /dev/zero --out x", "/dev/zero is not a regular file"),
         ("train tiny --runtime.num-threads 1e6 --dry-run", "num_threads must be at most"),
     ],
 )

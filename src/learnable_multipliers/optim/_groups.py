@@ -214,14 +214,14 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
     raw_lr = lr * group.get("raw_lr_scale", 1.0)
     if raw_lr * decay >= 1:
         raise ValueError(
-            f"lr times weight_decay is {raw_lr * decay:g}: a step would decay a weight to nothing "
-            "or beyond; lower one of them"
+            f"lr times weight_decay is {raw_lr * decay:g}: one step would decay a weight to zero "
+            "or flip its sign; lower one of them"
         )
     scale, pull = (group.get(n) or 0.0 for n in ("multiplier_lr_scale", "multiplier_weight_decay"))
     if lr * scale * pull >= 1:
         raise ValueError(
-            f"lr times multiplier_lr_scale and multiplier_weight_decay is {lr * scale * pull:g}: a "
-            "step would decay a multiplier to nothing or beyond; lower one of them"
+            f"lr times multiplier_lr_scale and multiplier_weight_decay is {lr * scale * pull:g}: "
+            "one step would decay a multiplier to zero or flip its sign; lower one of them"
         )
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 <= as_number(name, beta) < 1:
