@@ -35,6 +35,13 @@ from learnable_multipliers.optim._groups import (
     plan_for,
 )
 from learnable_multipliers.optim._sharding import dtensor_like
+from learnable_multipliers.optim._wrapped_rates import (
+    MAX_MULTIPLIER_LR,
+    MULTIPLIER_LR,
+    default_multiplier_lr_scale,
+    intended_lr,
+    update_size_is_lr,
+)
 from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
 
 _OURS = {
@@ -48,11 +55,6 @@ _OURS = {
 }
 _INNER = "inner."
 """Prefix of the wrapped optimizer's entries in a saved state."""
-_UPDATE_SIZE_IS_LR = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lion"}
-"""Classes whose updates are about as large as the learning rate, whatever the gradients."""
-_FIRST_MULTIPLIER_LR = 1e-3
-_MOST_MULTIPLIER_LR = 1e-2
-"""Learning rate of multipliers above which a scale that was not given causes a warning."""
 _STEPPING: set[int] = set()
 """Ids of wrapped optimizers whose step was called by their wrapper."""
 
@@ -141,9 +143,9 @@ class LearnableMultipliers(MultiplierOptimizer):
             settings = {key: value for key, value in group.items() if key not in _OURS}
             named = [(names[p], p) for p in group["params"]]
             if multiplier_lr_scale is None:
-                settings["multiplier_lr_scale"] = _multiplier_lr_scale(optimizer, group)
+                settings["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
-        derives = multiplier_lr_scale is None and not _steps_by_lr(optimizer)
+        derives = multiplier_lr_scale is None and not update_size_is_lr(optimizer)
         # The constructor's rate of each group, and the scale derived from it. Empty if the scale is
         # given or 1.
         self._derived = [
@@ -267,8 +269,8 @@ class LearnableMultipliers(MultiplierOptimizer):
             ours, theirs = self.param_groups[index], self.inner.param_groups[index]
             # Unless it was set by hand, or loaded.
             if ours["multiplier_lr_scale"] == scale:
-                lr = _intended_lr({**theirs, **ours}, first)
-                ours["multiplier_lr_scale"] = _FIRST_MULTIPLIER_LR / lr
+                lr = intended_lr({**theirs, **ours}, first)
+                ours["multiplier_lr_scale"] = MULTIPLIER_LR / lr
                 self._derived[index] = (first, ours["multiplier_lr_scale"])
 
     def _warn_rates(self) -> None:
@@ -276,7 +278,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if not self._derived or self._has_warned:
             return
         rates = [float(g["lr"]) * g["multiplier_lr_scale"] for g in self.param_groups]
-        if max(rates) > _MOST_MULTIPLIER_LR:
+        if max(rates) > MAX_MULTIPLIER_LR:
             self._has_warned = True
             warnings.warn(
                 f"multipliers train at a learning rate of {max(rates):.2g} now, as that of "
@@ -513,30 +515,6 @@ def _check_caller(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.dtype == parameter.dtype
-
-
-def _multiplier_lr_scale(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """Return the default scale of a group's learning rate for its multipliers."""
-    if _steps_by_lr(optimizer):
-        return 1.0
-    lr = _intended_lr(group, 0.0)
-    if lr == 0:
-        raise ValueError(
-            f"{type(optimizer).__name__} has a learning rate of 0, from which none follows for "
-            "the multipliers: give multiplier_lr_scale"
-        )
-    return _FIRST_MULTIPLIER_LR / lr
-
-
-def _steps_by_lr(optimizer: Optimizer) -> bool:
-    return any(base.__name__ in _UPDATE_SIZE_IS_LR for base in type(optimizer).__mro__)
-
-
-def _intended_lr(group: dict[str, Any], first: float) -> float:
-    """Return the rate that a group is meant to reach, as noted by schedulers if there are any."""
-    noted = float(group.get("max_lr") or group.get("initial_lr") or 0.0)
-    # Without a scheduler: warmup by hand starts below the constructor's rate.
-    return noted or max(first, float(group["lr"]))
 
 
 def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
