@@ -96,6 +96,32 @@ def test_stock_adamw_trains_the_explicit_model_and_merging_keeps_what_it_learned
     torch.testing.assert_close(logits(lrm.merge(model)), before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD])
+def test_another_optimizer_that_would_ignore_the_plan_raises_at_its_first_step(other):
+    model = HandWritten()
+    optimizer = other(lrm.param_groups(model, lrm.plan(model), weight_decay=0.1), lr=1e-2)
+    model(token_ids()).square().mean().backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=f"{other.__name__} ignores the plan"):
+        optimizer.step()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), old, rtol=0, atol=0)
+
+
+def test_another_optimizer_takes_the_groups_of_a_plan_without_multipliers():
+    ours, theirs = HandWritten(), HandWritten()
+    theirs.load_state_dict(ours.state_dict())
+    grouped = lrm.param_groups(theirs, lrm.plan(theirs, "none"), weight_decay=0.1)
+    optimizers = [
+        lrm.AdamW.from_model(ours, "none", lr=1e-2, weight_decay=0.1),
+        torch.optim.AdamW(grouped, lr=1e-2, betas=(0.9, 0.95)),
+    ]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        model(token_ids()).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(logits(ours), logits(theirs))
+
+
 def test_groups_of_another_models_plan_are_refused():
     plan = lrm.plan(build("llama"), "full")
     with pytest.raises(ValueError, match="does not fit"):

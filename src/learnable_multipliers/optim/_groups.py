@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
@@ -67,6 +70,7 @@ def param_groups(
         shared = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model)), **given}
         shared |= ddp_group_of(model)
         plan.resolve(model)
+        _register_plan_check()
     plan.check_initialized()
     check_still_frozen(plan, present)
     # The plan's entries by the names their weights have in this model.
@@ -105,6 +109,25 @@ def param_groups(
             unplanned.append(name)
     _check_fit(plan, unplanned, "has, beyond the plan,")
     return [_set_lr(group, lr, explicit) for group in groups.values()]
+
+
+@functools.cache
+def _register_plan_check() -> None:
+    """Let every optimizer of the process check its groups; only a step tells who uses them."""
+    register_optimizer_step_pre_hook(_check_plan_is_used)
+
+
+def _check_plan_is_used(optimizer: Optimizer, *_: Any) -> None:
+    """Raise if another optimizer was given our groups: it ignores the plan."""
+    # Our optimizers replace the plan in their groups by its fingerprint.
+    plans = (group.get("plan") for group in optimizer.param_groups)
+    if any(isinstance(plan, Plan) and plan.num_multipliers for plan in plans):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} ignores the plan in the groups of lrm.param_groups, and "
+            "would train without multipliers: use lrm.AdamW or lrm.Muon, wrap it with "
+            f"lrm.LearnableMultipliers.from_model({type(optimizer).__name__}, model, ...), or call "
+            "lrm.reparametrize(model, plan) before lrm.param_groups"
+        )
 
 
 def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
