@@ -9,7 +9,7 @@ from torch import nn
 
 from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._fused import QKV, known_layout
-from learnable_multipliers.roles._norms import Norms, inner_norms, norms_around
+from learnable_multipliers.roles._norms import CROSS_ATTENTION, Norms, inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
     UNKNOWN,
     ParameterRole,
@@ -217,7 +217,7 @@ def _is_cross_attention(site: Site) -> bool:
     if isinstance(cross := getattr(site.module, "is_cross_attention", None), bool):
         return cross
     label = f"{site.name.rpartition('.')[2]} {class_of(site.module).__name__}".lower()
-    return re.search(r"cross|encoder_?attn|enc_?dec|multihead_attn", label) is not None
+    return CROSS_ATTENTION.search(label) is not None
 
 
 def _projections(site: Site) -> dict[str, nn.Module]:

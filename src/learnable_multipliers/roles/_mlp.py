@@ -84,8 +84,10 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
         if linears.keys() != {up, down}:
             continue
         hidden, width = features(linears[up])
-        # A bottleneck goes the other way: what it calls up ends in the residual stream.
-        residual = not site.tree.widths() or width in site.tree.widths()
+        # An adapter goes the other way: what it calls up ends in the residual stream.
+        in_order = [leaf for leaf in linears if leaf in (up, down)] == [up, down]
+        widths = site.tree.widths()
+        residual = in_order and (not widths or width in widths | site.tree.norm_widths())
         if residual and features(linears[down]) == (width, hidden):
             parts = {up: [Part("ungated-up", hidden)]}
             yield from _matrices(site, parts, down, homogeneous)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from learnable_multipliers._names import class_of, named_parameters, unwrap, unwrap_module
+from learnable_multipliers._names import class_of, named_parameters, unwrap
+from learnable_multipliers.roles._heads import find_heads, is_position_table
 from learnable_multipliers.roles._mixers import (
     SSM_VECTORS,
     attention,
@@ -19,6 +20,7 @@ from learnable_multipliers.roles._mixers import (
 )
 from learnable_multipliers.roles._mlp import experts, mlp, sequential_mlp
 from learnable_multipliers.roles._norms import final_norm
+from learnable_multipliers.roles._peft import ADAPTED, is_adapter
 from learnable_multipliers.roles._tree import (
     UNKNOWN,
     ModelRoles,
@@ -26,32 +28,24 @@ from learnable_multipliers.roles._tree import (
     Part,
     Site,
     Tree,
-    features,
     is_conv1d,
+    is_embedding,
     is_flat,
     is_linear,
     is_norm,
 )
 
 _RECOGNIZERS = (torch_attention, attention, bert_layer, mamba2, experts, mlp, sequential_mlp)
-_HEADS = (
-    *("lm_head", "head", "output", "output_projection", "unembed", "unembedding", "embed_out"),
-    *("to_logits", "lm_loss", "proj_out", "generator_lm_head", "score", "classifier"),
-    "qa_outputs",
-)
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
-_ADAPTED = "base_layer"
-"""PEFT's attribute name of a layer that it has wrapped with adapters."""
-_PEFT = re.compile(rf"\.({_ADAPTED}|original_module|modules_to_save\.[^.]+)$")
 _MAGNITUDE = "weight_norm's scales: multipliers already"
 _DIRECTION = "weight_norm scales it already"
-_POSITIONS = re.compile(r"wpe$|.*pos(ition(al|s)?|s)?_?(emb|table)|embed_pos|positions?(_|$)")
 
 
 def read_roles(model: nn.Module) -> ModelRoles:
     """Return the roles of each parameter of `model`, by its name without wrappers."""
     model = unwrap(model)
     tree = Tree(model)
+    heads = find_heads(tree)
     groups: dict[str, ParameterRole] = {}
     for name, module in tree.modules.items():
         for recognize in _RECOGNIZERS:
@@ -62,13 +56,15 @@ def read_roles(model: nn.Module) -> ModelRoles:
         names.setdefault(parameter, []).append(name)
     found = []
     for parameter, (name, *aliases) in names.items():
-        role = _merge_aliases([_read(tree, groups, alias) for alias in (name, *aliases)])
+        role = _merge_aliases([_read(tree, groups, heads, alias) for alias in (name, *aliases)])
         frozen = not parameter.requires_grad
         found.append(replace(role, aliases=tuple(aliases), frozen=frozen))
     return ModelRoles(tuple(found), tuple(tree.assumptions))
 
 
-def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterRole:
+def _read(
+    tree: Tree, groups: dict[str, ParameterRole], heads: set[str], name: str
+) -> ParameterRole:
     """Return the role of a parameter under one of its names."""
     owner_name, _, leaf = name.rpartition(".")
     owner = tree.modules[owner_name]
@@ -79,21 +75,22 @@ def _read(tree: Tree, groups: dict[str, ParameterRole], name: str) -> ParameterR
         return _whole(name, shape, UNKNOWN, note, opaque=True, reparametrized=True)
     if note := _vector(owner_name, owner, leaf, shape):
         return ParameterRole(name=name, shape=shape, note=note)
-    if _is_adapter(tree, name):
+    if is_adapter(tree, name):
         return _whole(name, shape, "adapter", "adapter: a low-rank update", opaque=len(shape) != 2)
-    if (adapted := name.replace(f".{_ADAPTED}.", ".")) in groups:
+    if (adapted := name.replace(f".{ADAPTED}.", ".")) in groups:
         return replace(groups[adapted], name=name)
     if ".parametrizations." in f".{name}":
         note = "parametrized by other means"
         return _whole(name, shape, UNKNOWN, note, opaque=True, reparametrized=True)
-    if isinstance(owner, nn.Embedding):
-        position = _is_position_table(owner_name, owner)
-        note = "rows are positions" if position else "rows are tokens"
-        return _whole(name, shape, "position-embedding" if position else "embedding", note)
+    table = owner_name if is_embedding(owner) else name
+    if len(shape) == 2 and not is_linear(owner) and is_position_table(table, owner):
+        return _whole(name, shape, "position-embedding", "rows are positions")
+    if is_embedding(owner):
+        return _whole(name, shape, "embedding", "rows are tokens")
     if _is_router(tree, owner_name):
         return _whole(name, shape, "router", "chooses experts")
     if is_linear(owner) and leaf == "weight":
-        if _is_head(tree, owner_name):
+        if owner_name in heads:
             note = "gives the logits"
             return _whole(name, shape, "head", note, column_norm=final_norm(tree))
         note = f"{class_of(owner).__name__} in no recognized group"
@@ -126,53 +123,6 @@ def _whole(name: str, shape: tuple[int, ...], role: str, note: str, **more: Any)
     return ParameterRole(name=name, shape=shape, parts=(Part(role, shape[0]),), note=note, **more)
 
 
-def _is_adapter(tree: Tree, name: str) -> bool:
-    """Return whether a parameter belongs to an adapter, not to the adapted layer."""
-    path = name.split(".")
-    for depth, part in enumerate(path[:-1]):
-        holder = tree.modules[".".join(path[:depth])]
-        # PEFT keeps the adapted layer beside its adapters; others name them as the LoRA paper does.
-        if part != _ADAPTED and isinstance(getattr(holder, _ADAPTED, None), nn.Module):
-            return True
-    return any(part.startswith("lora_") for part in path)
-
-
-def _is_position_table(name: str, owner: nn.Embedding) -> bool:
-    leaf = name.rpartition(".")[2]
-    return _POSITIONS.match(leaf) is not None or "Positional" in class_of(owner).__name__
-
-
-def _is_head(tree: Tree, name: str) -> bool:
-    owner = tree.modules[name]
-    # PEFT puts a layer that it adapts, or trains a copy of, into a module of the layer's name.
-    name = _PEFT.sub("", name)
-    path = name.removeprefix(tree.root).removeprefix(".").split(".")
-    if any(part.isdigit() for part in path):
-        return False
-    holders = [*tree.lineage(name)]
-    if any(_output_embeddings(holder) in (owner, holders[0]) for holder in holders):
-        return True
-    # A linear map from a table's features back to its tokens, or a known name at the top.
-    out, into = features(owner)
-    back = any(
-        (table.num_embeddings, table.embedding_dim) == (out, into)
-        for place, table in tree.embeddings()
-        if not _is_position_table(place, table)
-    )
-    *inside, leaf = path
-    return (back and out != into) or (leaf in _HEADS and (back or not inside))
-
-
-def _output_embeddings(module: nn.Module) -> nn.Module | None:
-    """Return the head that a model of transformers names as its own."""
-    get_head = getattr(module, "get_output_embeddings", None)
-    try:
-        head = get_head() if callable(get_head) else None
-    except NotImplementedError:
-        return None
-    return unwrap_module(head) if isinstance(head, nn.Module) else None
-
-
 def _is_router(tree: Tree, name: str) -> bool:
     own, *holders = [*tree.lineage(name)][:3]
     names = [class_of(module).__name__ for module in (own, *holders[:1])]
@@ -198,7 +148,8 @@ def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]
     """Return why a parameter is a vector; empty if it is not."""
     if leaf.endswith("bias"):
         return "bias"
-    if isinstance(owner, nn.Embedding) and re.search(r"relative|bias", owner_name.split(".")[-1]):
+    table = owner_name.rpartition(".")[2] if is_embedding(owner) else leaf
+    if re.search(r"relative|(^|_)bias(es)?(_|$)", table):
         return "a table of attention biases"
     if is_norm(owner):
         return "norm: its weight scales what it feeds"
@@ -207,5 +158,5 @@ def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]
     if isinstance(owner, nn.Conv1d) and owner.groups == owner.in_channels > 1:
         # More than a row multiplier: it mixes a few steps in time too (paper app. C).
         return "one filter per channel: a row multiplier with a short memory"
-    is_layer = is_linear(owner) or isinstance(owner, nn.Embedding)
+    is_layer = is_linear(owner) or is_embedding(owner)
     return "vector" if len(shape) < 2 or (not is_layer and is_flat(shape)) else ""

@@ -50,6 +50,7 @@ _NORM_INSIDE = {
     "timm.models.vision_transformer.Attention",
 }
 """Classes whose `norm` feeds their last matrix; in others, a norm of this name may come first."""
+CROSS_ATTENTION = re.compile(r"cross|encoder_?attn|enc_?dec|multihead_attn")
 _NORMS_BEHIND = ("ResPostBlock", "SwinTransformerV2Block")
 """Layers of timm that normalize a block's output, with names of norms before a block."""
 
@@ -80,7 +81,7 @@ def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
     if _is_post_norm(tree, levels):
         tree.assume(RESIDUAL_POST_NORM)
         return Norms()
-    before, after = _sort(list(found), kind)
+    before, after = _sort(list(found), kind, name.rpartition(".")[2].lower())
     if class_of(tree.modules[levels[-1]]).__name__ in _NORMS_BEHIND:
         before, after = [], before
     norms = Norms(_learnable(found, before), _learnable(found, after))
@@ -136,49 +137,90 @@ def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
             first = getattr(tree.modules[level], flag, None)
             if isinstance(first, bool):
                 return not first
+        if any(path.endswith("_before") for path, _ in _norms_in(tree, level)):
+            return False
     layer = levels[-1]
     if not _in_list(layer):
         return False
+    for module in tree.lineage(layer):
+        # Wav2Vec2 and its descendants.
+        stable = getattr(getattr(module, "config", None), "do_stable_layer_norm", None)
+        if isinstance(stable, bool):
+            return not stable
     while layer:
-        layer = layer.rpartition(".")[0]
-        # A norm on the embedding says nothing about the end of the stack.
-        if any("emb" not in path.rpartition(".")[2] for path, _ in _norms_in(tree, layer)):
+        holder, _, leaf = layer.rpartition(".")
+        if _norm_follows(tree.modules[holder], leaf):
             return False
+        layer = holder
     return True
 
 
-def _sort(paths: list[str], kind: BlockKind) -> tuple[list[str], list[str]]:
-    """Return which of a layer's norms come before the block, and which after it."""
+def _norm_follows(holder: nn.Module, stack: str) -> bool:
+    """Return whether a norm follows a stack of layers among the parts of their holder."""
+    parts = children(holder)
+    place = list(parts).index(stack)
+    for position, (leaf, part) in enumerate(parts.items()):
+        name = leaf.lower()
+        of_tokens = "emb" in name and not re.search(r"^embedding_norm$|after$", name)
+        if of_tokens or name.startswith("vocab"):
+            continue
+        # Modules are usually created in the order in which they are used. Where not, names of final
+        # norms say so, and those of norms around a stack, which only pre-norm layers have.
+        last = position > place
+        if is_norm(part) and (last or _is_final(name) or re.search(r"(^|_)(pre|post)(_|$)", name)):
+            return True
+        if last and re.match(r"pooler|head|merger", name):
+            first = next((m for m in part.modules() if m._parameters), None)
+            if first is not None and is_norm(first):
+                return True
+    return False
+
+
+def _sort(paths: list[str], kind: BlockKind, block: str) -> tuple[list[str], list[str]]:
+    """Return which of a layer's norms come before the block of this name, and which after it."""
     names = {path: path.rpartition(".")[2].lower() for path in paths}
+    subject = {path: _subject(name, list(names.values())) for path, name in names.items()}
     behind = [path for path in paths if re.search(r"(^|_)post(_|norm|$)", names[path])]
     front = [path for path in paths if path not in behind]
-    own_mlp = [path for path in front if _subject(names[path]) == "mlp"]
+    own_mlp = [path for path in front if subject[path] == "mlp"]
     # Llama's `post_attention_layernorm` feeds its MLP. In Gemma 2 and OLMo 2 it follows
     # attention: there the MLP has a norm of its own, or every norm follows its block.
     ambiguous = [path for path in behind if re.match(r"post_att(entio)?n", names[path])]
     if front and not own_mlp:
         behind = [path for path in behind if path not in ambiguous]
         own_mlp = ambiguous
-    after = [path for path in behind if _subject(names[path]) == kind]
+    after = [path for path in behind if subject[path] == kind]
     if kind == "mixer":
-        return [path for path in front if _subject(names[path]) in ("mixer", "")], after
-    shared = [path for path in front if _subject(names[path]) == ""]
+        mixers = [path for path in front if subject[path] in ("mixer", "")]
+        # Of the norms of self- and cross-attention: `encoder_attn_layer_norm`; norm2 for attn2.
+        second = CROSS_ATTENTION.search(block) or block.endswith("2")
+        own = [path for path in mixers if names[path].startswith(block)]
+        own = own or [path for path in mixers if names[path].endswith("2" if second else "1")]
+        return own or mixers, after
+    shared = [path for path in front if subject[path] == ""]
     # One norm before parallel blocks feeds both, even if it counts as the first.
     numbered = [path for path in front if re.search(r"1$", names[path])]
     return own_mlp or shared or numbered, after
 
 
-def _subject(name: str) -> BlockKind | Literal[""]:
-    """Return the block that a norm's name refers to."""
+def _subject(name: str, siblings: list[str]) -> BlockKind | Literal[""]:
+    """Return the block that a norm's name refers to, among the norms of its layer."""
     of_mixer = re.search(r"att(entio)?n|(^|_)sa_|mixer|temporal|operator", name)
     of_mlp = re.search(r"mlp|ffn|(^|_)ff(_|\d|$)|feed_?forward|moe|channel", name)
     if of_mixer and not of_mlp:
         return "mixer"
     if of_mlp and not of_mixer:
         return "mlp"
-    if name.endswith("1"):
+    if name.endswith("after") and any(other.endswith("before") for other in siblings):
+        # ViT's `layernorm_before` attention, `layernorm_after` it.
+        return "mlp"
+    if name.endswith("before") and any(other.endswith("after") for other in siblings):
         return "mixer"
-    return "mlp" if name.endswith("2") else ""
+    # With cross-attention in between, the third is the MLP's.
+    last = "3" if any(other.endswith("3") for other in siblings) else "2"
+    if name.endswith(last):
+        return "mlp"
+    return "mixer" if name.endswith(("1", "2")) else ""
 
 
 def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
@@ -214,4 +256,7 @@ def _in_list(name: str) -> bool:
 
 def _is_final(name: str) -> bool:
     """Return whether this is the name of a model's final norm."""
-    return re.search(r"^norm$|final|norm_?f$|ln_?f$|out(put)?_?norm|head", name.lower()) is not None
+    return (
+        re.search(r"^norm$|final|norm_?f$|ln_?f$|out(put)?_?norm|norm_?out|head", name.lower())
+        is not None
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -110,15 +110,19 @@ class Tree:
                 return name
             name = f"{name}.{inside[0]}".removeprefix(".")
 
-    def embeddings(self) -> Iterator[tuple[str, nn.Embedding]]:
+    def embeddings(self) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
         """Yield the model's embedding tables."""
         for name, module in self.modules.items():
-            if isinstance(module, nn.Embedding):
+            if is_embedding(module):
                 yield name, module
 
     def widths(self) -> set[int]:
         """Return the widths of the model's residual streams: those of its embeddings."""
         return {table.embedding_dim for _, table in self.embeddings()}
+
+    def norm_widths(self) -> set[int]:
+        """Return the numbers of features that the model's norms scale."""
+        return {size for module in self.modules.values() if (size := norm_width(module))}
 
     def lineage(self, name: str) -> Iterator[nn.Module]:
         """Yield the module called `name` and the modules around it, innermost first."""
@@ -164,14 +168,23 @@ class Site:
         found = (n for n in names if n in inside and is_learnable_norm(inside[n]))
         return next(map(self.path, found), "")
 
-    def linear(self, leaf: str, *parts: Part, note: str = "", **more: Any) -> ParameterRole:
-        """Return the role of the weight of the linear layer at `leaf`."""
+    def linear(
+        self, leaf: str, *parts: Part, column_norm: str = "", note: str = "", **more: Any
+    ) -> ParameterRole:
+        """Return the role of the weight of the linear layer at `leaf`.
+
+        Args:
+            column_norm: The norm before it by its place and name. One of another width is not.
+        """
         layer = self.child(leaf)
+        if column_norm and norm_width(self.tree.modules[column_norm]) != features(layer)[1]:
+            column_norm = ""
         return ParameterRole(
             name=self.path(f"{leaf}.weight"),
             shape=weight_shape(layer),
             parts=parts,
             transposed=is_conv1d(layer),
+            column_norm=column_norm,
             note=note or f"{leaf} of {class_of(self.module).__name__}",
             **more,
         )
@@ -217,6 +230,11 @@ def is_linear(module: nn.Module) -> bool:
     return class_of(module).__name__.endswith("Linear") and getattr(weight, "ndim", 0) == 2
 
 
+def is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """Return whether this is a table of embeddings."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the stored shape of a layer's weight."""
     if isinstance(module, nn.Linear) and "weight" not in module._parameters:
@@ -247,6 +265,19 @@ def is_learnable_norm(module: nn.Module) -> bool:
         parameter.requires_grad and not name.endswith("bias")
         for name, parameter in module.named_parameters()
     )
+
+
+def norm_width(module: nn.Module) -> int:
+    """Return the number of features that a norm scales, each norm of a list alike; 0 if unknown."""
+    norms = children(module).values() if isinstance(module, nn.ModuleList) else [module]
+    sizes = {
+        parameter.numel()
+        for norm in norms
+        if is_norm(norm)
+        for name, parameter in norm.named_parameters()
+        if not name.endswith("bias")
+    }
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def is_flat(shape: Sequence[int]) -> bool:
