@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -42,17 +42,9 @@ from learnable_multipliers.optim._wrapped_rates import (
     intended_lr,
     update_size_is_lr,
 )
+from learnable_multipliers.optim._wrapped_settings import MirroredSettings, own_settings
 from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
 
-_OURS = {
-    "params",
-    "param_names",
-    "plan",
-    "format",
-    WRAPPED,
-    "multiplier_lr_scale",
-    "multiplier_weight_decay",
-}
 _INNER = "inner."
 """Prefix of the wrapped optimizer's entries in a saved state."""
 _STEPPING: set[int] = set()
@@ -79,7 +71,7 @@ class LearnableMultipliers(MultiplierOptimizer):
     """
 
     _settings = (
-        *(*MultiplierOptimizer._settings, "inner", "_adamw", "_last"),
+        *(*MultiplierOptimizer._settings, "inner", "_adamw", "_mirrored"),
         *("_inner_state_is_placeholder", "_derived", "_has_warned"),
     )
     _inner_state_is_placeholder = False
@@ -140,7 +132,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                     f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
                     "model's; build it from model.parameters()"
                 )
-            settings = {key: value for key, value in group.items() if key not in _OURS}
+            settings = own_settings(group)
             named = [(names[p], p) for p in group["params"]]
             if multiplier_lr_scale is None:
                 settings["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
@@ -167,8 +159,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         )
         # Every group has its settings; schedulers look up their names here.
         self.defaults = {**optimizer.defaults, **self.defaults}
-        # The wrapped optimizer's groups as last seen.
-        self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
+        self._mirrored = MirroredSettings(self.param_groups)
         # Last, so that an error above leaves the optimizer usable by itself.
         optimizer.register_step_pre_hook(_check_caller)
 
@@ -251,7 +242,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                     }
 
     def _step(self) -> None:
-        self._pull_settings()
+        self._mirrored.pull(self._group_pairs())
         if not self._has_stepped:
             self._derive_scales()
         self._warn_rates()
@@ -294,7 +285,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         then. Training discards this placeholder.
         """
         groups = [{**group} for group in self.inner.param_groups]
-        self._push_settings()
+        self._mirrored.push(self._group_pairs())
         held = [parameter for group in groups for parameter in group["params"]]
         grads = [parameter.grad for parameter in held]
         for group in self.inner.param_groups:
@@ -314,7 +305,7 @@ class LearnableMultipliers(MultiplierOptimizer):
 
         Tools that load flattened checkpoints look in `state` for the entries to load.
         """
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+        for ours, theirs in self._group_pairs():
             for parameter, held in zip(ours["params"], theirs["params"], strict=True):
                 kept = self.state[parameter]
                 for key in [key for key in kept if key.startswith(_INNER)]:
@@ -331,7 +322,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if self._inner_state_is_placeholder:
             self.inner.state.clear()
             self._inner_state_is_placeholder = False
-        self._push_settings()
+        self._mirrored.push(self._group_pairs())
         for raw in self._raw.values():
             raw.grad = None
         kept = []
@@ -348,7 +339,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             parameter.grad = grad
         for raw in self._raw.values():
             raw.grad = None
-        self._pull_notes()
+        self._mirrored.pull_all(self._group_pairs())
         self._mirror_state()
         for state in active:
             if state.owns_raw:
@@ -390,42 +381,18 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the wrapped optimizer; none can be added once it is wrapped."""
-        if hasattr(self, "_last"):
+        if hasattr(self, "_mirrored"):
             raise ValueError("add parameter groups to the optimizer before wrapping it")
         super().add_param_group(param_group)
 
-    def _push_settings(self) -> None:
-        """Copy to the wrapped optimizer what schedulers and users changed in our groups.
-
-        Only that: some optimizers keep notes of their own in their groups.
-        """
-        for ours, theirs, last in self._paired_groups():
-            theirs.update(_changes(ours, last))
-
-    def _pull_settings(self) -> None:
-        """Copy to our groups what a scheduler on the wrapped optimizer changed in its groups.
-
-        Changes in our own groups take precedence.
-        """
-        for ours, theirs, last in self._paired_groups():
-            own = _changes(ours, last)
-            changed = {k: v for k, v in _changes(theirs, last).items() if k not in own}
-            ours.update(changed)
-            last.update(changed)
-
-    def _pull_notes(self) -> None:
-        """Copy to our groups what the wrapped optimizer noted in its own."""
-        for ours, theirs, last in self._paired_groups():
-            ours.update({key: value for key, value in theirs.items() if key not in _OURS})
-            last.update({key: value for key, value in theirs.items() if key not in _OURS})
-
-    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-        yield from zip(self.param_groups, self.inner.param_groups, self._last, strict=True)
+    def _group_pairs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return each of our groups with the wrapped optimizer's."""
+        return list(zip(self.param_groups, self.inner.param_groups, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
         self._drop_replaced()
-        self._pull_settings()
+        self._mirrored.pull(self._group_pairs())
         if self.state and not self.inner.state and not self._has_stepped:
             # Our state was read before the first step. Checkpointing tools load only what they see
             # here, so the wrapped optimizer's state must be here, too.
@@ -474,10 +441,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         else:
             # Create no state yet: a framework may still replace parameters.
             self.inner.state.clear()
-        for ours, inner, last in self._paired_groups():
-            kept = {key: value for key, value in ours.items() if key not in _OURS}
-            inner.update(kept)
-            last.update(kept)
+        self._mirrored.push_all(self._group_pairs())
 
     def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
         """Load the wrapped optimizer's entries of a state."""
@@ -515,18 +479,6 @@ def _check_caller(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.dtype == parameter.dtype
-
-
-def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the wrapped optimizer that have changed."""
-    return {
-        key: value
-        for key, value in group.items()
-        # Numbers of an unpickled optimizer are equal, but not the same objects.
-        if key not in _OURS
-        and value is not last.get(key, value)
-        and not (isinstance(value, int | float) and value == last[key])
-    }
 
 
 def _sums(states: Sequence[ParameterState]) -> Tensor:
