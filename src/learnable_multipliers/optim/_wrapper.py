@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,10 +35,8 @@ from learnable_multipliers.optim._groups import (
 )
 from learnable_multipliers.optim._sharding import dtensor_like
 from learnable_multipliers.optim._wrapped_rates import (
-    MAX_MULTIPLIER_LR,
-    MULTIPLIER_LR,
+    DerivedScales,
     default_multiplier_lr_scale,
-    intended_lr,
     update_size_is_lr,
 )
 from learnable_multipliers.optim._wrapped_settings import MirroredSettings, own_settings
@@ -72,10 +69,9 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     _settings = (
         *(*MultiplierOptimizer._settings, "inner", "_adamw", "_mirrored"),
-        *("_inner_state_is_placeholder", "_derived", "_has_warned"),
+        *("_inner_state_is_placeholder", "_derived"),
     )
     _inner_state_is_placeholder = False
-    _has_warned = False
     _has_moved = False
 
     def __init__(
@@ -137,12 +133,10 @@ class LearnableMultipliers(MultiplierOptimizer):
             if multiplier_lr_scale is None:
                 settings["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
             groups.append({**settings, "params": named, **known})
-        derives = multiplier_lr_scale is None and not update_size_is_lr(optimizer)
-        # The constructor's rate of each group, and the scale derived from it. Empty if the scale is
-        # given or 1.
-        self._derived = [
-            (float(group["lr"]), group["multiplier_lr_scale"]) for group in groups if derives
-        ]
+        # None if the scale is given or 1.
+        self._derived = None
+        if multiplier_lr_scale is None and not update_size_is_lr(optimizer):
+            self._derived = DerivedScales(groups)
         self.inner = optimizer
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
@@ -243,40 +237,14 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def _step(self) -> None:
         self._mirrored.pull(self._group_pairs())
-        if not self._has_stepped:
-            self._derive_scales()
-        self._warn_rates()
+        if self._derived is not None:
+            if not self._has_stepped:
+                self._derived.update(self._group_pairs())
+            self._derived.warn_if_high(self.param_groups, self.inner)
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
             self._materialize_inner_state()
-
-    def _derive_scales(self) -> None:
-        """Set the scale of multipliers' rates if it was not given.
-
-        Schedulers are made after the optimizer, and may set rates of their own.
-        """
-        for index, (first, scale) in enumerate(self._derived):
-            ours, theirs = self.param_groups[index], self.inner.param_groups[index]
-            # Unless it was set by hand, or loaded.
-            if ours["multiplier_lr_scale"] == scale:
-                lr = intended_lr({**theirs, **ours}, first)
-                ours["multiplier_lr_scale"] = MULTIPLIER_LR / lr
-                self._derived[index] = (first, ours["multiplier_lr_scale"])
-
-    def _warn_rates(self) -> None:
-        """Warn once if multipliers train much faster than their scale was chosen for."""
-        if not self._derived or self._has_warned:
-            return
-        rates = [float(g["lr"]) * g["multiplier_lr_scale"] for g in self.param_groups]
-        if max(rates) > MAX_MULTIPLIER_LR:
-            self._has_warned = True
-            warnings.warn(
-                f"multipliers train at a learning rate of {max(rates):.2g} now, as that of "
-                f"{type(self.inner).__name__} has grown since the first step: give "
-                "multiplier_lr_scale, their rate over that of the optimizer",
-                stacklevel=4,
-            )
 
     def _materialize_inner_state(self) -> None:
         """Let the wrapped optimizer create its state, for checkpointing tools to see.
