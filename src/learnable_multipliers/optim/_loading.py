@@ -21,7 +21,7 @@ from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
-from learnable_multipliers.optim._wrapped_state import WRAPPED
+from learnable_multipliers.optim._wrapped_settings import WRAPPED
 
 FORMAT = 2
 """Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""

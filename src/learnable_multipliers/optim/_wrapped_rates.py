@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from learnable_multipliers.optim._wrapped_settings import GroupPair
+
 _MULTIPLIER_LR = 1e-3
 """AdamW's usual rate, which multipliers reach around optimizers whose rate is in other units."""
 _MAX_MULTIPLIER_LR = 1e-2
@@ -23,11 +25,10 @@ class DerivedScales:
         self._derived = [(float(group["lr"]), group["multiplier_lr_scale"]) for group in groups]
         self._has_warned = False
 
-    def update(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    def update(self, pairs: Sequence[GroupPair]) -> None:
         """Derive the scales again from the rates at the first step.
 
-        Schedulers are made after the optimizer, and may set rates of their own. Each pair is one of
-        our groups and the wrapped optimizer's.
+        Schedulers are made after the optimizer, and may set rates of their own.
         """
         for index, (first, scale) in enumerate(self._derived):
             ours, theirs = pairs[index]

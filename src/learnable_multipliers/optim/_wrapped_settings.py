@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from learnable_multipliers.optim._wrapped_state import WRAPPED
-
 _Group = dict[str, Any]
-_Pair = tuple[_Group, _Group]
+GroupPair = tuple[_Group, _Group]
 """A group of ours, and the wrapped optimizer's group of the same parameters."""
-
+WRAPPED = "wrapped"
+"""Key in our parameter groups: the class of the wrapped optimizer."""
 OURS = {
     "params",
     "param_names",
@@ -35,7 +34,7 @@ class MirroredSettings:
     def __init__(self, groups: Sequence[_Group]):
         self._last = [own_settings(group) for group in groups]
 
-    def push(self, pairs: Sequence[_Pair]) -> None:
+    def push(self, pairs: Sequence[GroupPair]) -> None:
         """Copy to the wrapped optimizer what schedulers and users changed in our groups.
 
         Only changes: some optimizers keep notes of their own in their groups.
@@ -43,7 +42,7 @@ class MirroredSettings:
         for (ours, theirs), last in zip(pairs, self._last, strict=True):
             theirs.update(_changes(ours, last))
 
-    def pull(self, pairs: Sequence[_Pair]) -> None:
+    def pull(self, pairs: Sequence[GroupPair]) -> None:
         """Copy to our groups what a scheduler on the wrapped optimizer changed in its groups.
 
         Changes in our own groups take precedence.
@@ -54,14 +53,14 @@ class MirroredSettings:
             ours.update(changed)
             last.update(changed)
 
-    def pull_all(self, pairs: Sequence[_Pair]) -> None:
+    def pull_all(self, pairs: Sequence[GroupPair]) -> None:
         """Copy to our groups all settings of the wrapped optimizer, with what its step noted."""
         for (ours, theirs), last in zip(pairs, self._last, strict=True):
             settings = own_settings(theirs)
             ours.update(settings)
             last.update(settings)
 
-    def push_all(self, pairs: Sequence[_Pair]) -> None:
+    def push_all(self, pairs: Sequence[GroupPair]) -> None:
         """Copy to the wrapped optimizer all settings of our groups, as after loading a state."""
         for (ours, theirs), last in zip(pairs, self._last, strict=True):
             settings = own_settings(ours)

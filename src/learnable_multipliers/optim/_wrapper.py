@@ -39,13 +39,14 @@ from learnable_multipliers.optim._wrapped_rates import (
     default_multiplier_lr_scale,
     update_size_is_lr,
 )
-from learnable_multipliers.optim._wrapped_settings import MirroredSettings, own_settings
-from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
-
-_INNER = "inner."
-"""Prefix of the wrapped optimizer's entries in a saved state."""
-_STEPPING: set[int] = set()
-"""Ids of wrapped optimizers whose step was called by their wrapper."""
+from learnable_multipliers.optim._wrapped_settings import WRAPPED, MirroredSettings, own_settings
+from learnable_multipliers.optim._wrapped_state import (
+    InnerState,
+    check_kept,
+    check_kind,
+    split_state,
+)
+from learnable_multipliers.optim._wrapped_step import check_caller, step_and_check
 
 
 class LearnableMultipliers(MultiplierOptimizer):
@@ -68,10 +69,9 @@ class LearnableMultipliers(MultiplierOptimizer):
     """
 
     _settings = (
-        *(*MultiplierOptimizer._settings, "inner", "_adamw", "_mirrored"),
-        *("_inner_state_is_placeholder", "_derived"),
+        *MultiplierOptimizer._settings,
+        *("inner", "_inner_state", "_adamw", "_mirrored", "_derived"),
     )
-    _inner_state_is_placeholder = False
     _has_moved = False
 
     def __init__(
@@ -138,6 +138,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if multiplier_lr_scale is None and not update_size_is_lr(optimizer):
             self._derived = DerivedScales(groups)
         self.inner = optimizer
+        self._inner_state = InnerState(optimizer)
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
             "multiplier_lr_scale": multiplier_lr_scale,
@@ -155,7 +156,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         self.defaults = {**optimizer.defaults, **self.defaults}
         self._mirrored = MirroredSettings(self.param_groups)
         # Last, so that an error above leaves the optimizer usable by itself.
-        optimizer.register_step_pre_hook(_check_caller)
+        optimizer.register_step_pre_hook(check_caller)
 
     # It takes one more argument, in front: the optimizer.
     @classmethod
@@ -244,42 +245,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
-            self._materialize_inner_state()
-
-    def _materialize_inner_state(self) -> None:
-        """Let the wrapped optimizer create its state, for checkpointing tools to see.
-
-        These tools take a step at rate 0 with zero gradients, and load only the entries they see
-        then. Training discards this placeholder.
-        """
-        groups = [{**group} for group in self.inner.param_groups]
-        self._mirrored.push(self._group_pairs())
-        held = [parameter for group in groups for parameter in group["params"]]
-        grads = [parameter.grad for parameter in held]
-        for group in self.inner.param_groups:
-            group["lr"] = group["lr"] * 0
-        for parameter in held:
-            parameter.grad = torch.zeros_like(parameter)
-        self._call_inner()
-        for parameter, grad in zip(held, grads, strict=True):
-            parameter.grad = grad
-        for group, before in zip(self.inner.param_groups, groups, strict=True):
-            group.update(before)
-        self._inner_state_is_placeholder = True
-        self._mirror_state()
-
-    def _mirror_state(self) -> None:
-        """Mirror the wrapped optimizer's state in ours, under `inner.` names.
-
-        Tools that load flattened checkpoints look in `state` for the entries to load.
-        """
-        for ours, theirs in self._group_pairs():
-            for parameter, held in zip(ours["params"], theirs["params"], strict=True):
-                kept = self.state[parameter]
-                for key in [key for key in kept if key.startswith(_INNER)]:
-                    del kept[key]
-                inner = self.inner.state.get(held, {})
-                kept.update({f"{_INNER}{key}": value for key, value in inner.items()})
+            self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
 
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
@@ -287,9 +253,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         # The wrapped optimizer steps on the host's word: it cannot read `go` on the device.
         if not bool(go):
             return
-        if self._inner_state_is_placeholder:
-            self.inner.state.clear()
-            self._inner_state_is_placeholder = False
+        self._inner_state.discard_placeholder()
         self._mirrored.push(self._group_pairs())
         for raw in self._raw.values():
             raw.grad = None
@@ -308,38 +272,19 @@ class LearnableMultipliers(MultiplierOptimizer):
         for raw in self._raw.values():
             raw.grad = None
         self._mirrored.pull_all(self._group_pairs())
-        self._mirror_state()
+        self._inner_state.mirror(self._group_pairs(), self.state)
         for state in active:
             if state.owns_raw:
                 write_effective_(state)
         bound.guard.remember(active)
 
-    def _call_inner(self) -> None:
-        _STEPPING.add(id(self.inner))
-        try:
-            self.inner.step()
-        finally:
-            _STEPPING.discard(id(self.inner))
-
     def _step_inner(self, active: ParameterSet) -> None:
-        """Step the wrapped optimizer; raise if it trained the model's weights, not the raw ones."""
         owned = [state for state in active if state.owns_raw]
-        versions = [state.parameter._version for state in owned]
-        # Only the values show writes through `.data`. Compare them until a step has moved weights.
-        before = None if self._has_moved else _sums(owned)
-        self._call_inner()
-        written = [s for s, old in zip(owned, versions, strict=True) if s.parameter._version != old]
-        if before is not None:
-            differ = (_sums(owned) != before).tolist()
-            written += [state for state, differs in zip(owned, differ, strict=True) if differs]
+        # Until a step has moved weights.
+        step_and_check(self.inner, owned, compare_values=not self._has_moved)
+        if not self._has_moved:
             moving = any(float(group["lr"]) != 0 for group in self.param_groups)
             self._has_moved = moving and bool(self.grad_norm)
-        if written:
-            raise RuntimeError(
-                f"{type(self.inner).__name__} wrote to {written[0].name} of the model and not to "
-                "the raw weight that stands for it in its parameter groups: it keeps a list of "
-                "parameters of its own. Wrap an optimizer that reads param_groups at every step"
-            )
         for state in active:
             held = self._raw.get(state.index, state.parameter)
             if not state.sharded and held.data_ptr() != state.raw.data_ptr():
@@ -365,14 +310,8 @@ class LearnableMultipliers(MultiplierOptimizer):
             # Our state was read before the first step. Checkpointing tools load only what they see
             # here, so the wrapped optimizer's state must be here, too.
             self._get_binding()
-            self._materialize_inner_state()
-        saved = super().state_dict()
-        for index, state in self.inner.state_dict()["state"].items():
-            kept = saved["state"].get(index, {})
-            ours = {key: value for key, value in kept.items() if not key.startswith(_INNER)}
-            inner = {f"{_INNER}{key}": value for key, value in state.items()}
-            saved["state"][index] = ours | inner
-        return saved
+            self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
+        return self._inner_state.merged(super().state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
@@ -382,75 +321,26 @@ class LearnableMultipliers(MultiplierOptimizer):
                 "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
                 "of what it averages. Start with fresh optimizer state"
             )
-        ours, theirs = {}, {}
-        for index, state in state_dict["state"].items():
-            if "exp_avg" in state or "momentum_buffer" in state:
-                raise ValueError(
-                    "this optimizer state was not saved by a wrapped optimizer: load it into the "
-                    "kind that saved it, or start with fresh optimizer state"
-                )
-            ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
-            inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
-            # Flattened states have an empty dict for each entry that was not saved.
-            if any(not isinstance(value, dict) or value for value in inner.values()):
-                theirs[index] = inner
+        ours, theirs = split_state(state_dict["state"])
         saved_groups = state_dict["param_groups"]
         check_kind(saved_groups, self.inner)
         if state_dict["state"]:
             self._get_binding()
             if not self.inner.state:
-                self._materialize_inner_state()
+                self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
             check_kept(saved_groups, theirs, stepped, self.inner)
         named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
         super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
         if state_dict["state"]:
-            self._load_inner(theirs, saved_groups)
+            has_stepped = bool(self._get_binding().steps.any())
+            self._inner_state.load(theirs, saved_groups, has_stepped)
+            self._inner_state.mirror(self._group_pairs(), self.state)
         else:
             # Create no state yet: a framework may still replace parameters.
             self.inner.state.clear()
         self._mirrored.push_all(self._group_pairs())
 
-    def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Load the wrapped optimizer's entries of a state."""
-        bound = self._get_binding()
-        # Parameters by the keys that the state was saved with: numbers, or the model's names in
-        # distributed checkpoints.
-        groups = [
-            {**group, "params": saved["params"]}
-            for group, saved in zip(
-                self.inner.state_dict()["param_groups"], saved_groups, strict=True
-            )
-        ]
-        made_early = bool(self.inner.state) and not self._inner_state_is_placeholder
-        if self._inner_state_is_placeholder:
-            # Free the placeholder before loading.
-            self.inner.state.clear()
-        self.inner.load_state_dict({"state": state, "param_groups": groups})
-        for kept in self.inner.state.values():
-            # torch keeps the tensors it is given: training would change the caller's state dict.
-            kept.update({k: v.clone() for k, v in kept.items() if isinstance(v, Tensor)})
-        self._mirror_state()
-        # A state that was saved before the first step is a placeholder, too.
-        self._inner_state_is_placeholder = not made_early and not bool(bound.steps.any())
-
-
-def _check_caller(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if a wrapped optimizer is stepped by itself: it would train no multipliers."""
-    if id(optimizer) not in _STEPPING:
-        raise RuntimeError(
-            f"step() was called on the {type(optimizer).__name__} inside lrm.LearnableMultipliers, "
-            "which would leave out the multipliers: call step() and zero_grad() on "
-            "lrm.LearnableMultipliers"
-        )
-
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.dtype == parameter.dtype
-
-
-def _sums(states: Sequence[ParameterState]) -> Tensor:
-    """Return a sum over each weight, to see whether it changes."""
-    # NaN would differ from itself.
-    sums = [state.weight.sum(dtype=torch.float64).nan_to_num() for state in states]
-    return torch.stack(sums) if sums else torch.zeros(0)
