@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import check_type, named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan, check_is_plan
+from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import (
@@ -26,20 +24,19 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._groups import (
-    MULTIPLIER_WEIGHT_DECAY,
-    check_still_frozen,
-    ddp_group_of,
-    param_groups,
-    plan_for,
-)
+from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, plan_for
 from learnable_multipliers.optim._sharding import dtensor_like
+from learnable_multipliers.optim._wrapped_groups import (
+    check_can_be_wrapped,
+    plain_groups,
+    planned_groups,
+)
 from learnable_multipliers.optim._wrapped_rates import (
     DerivedScales,
     default_multiplier_lr_scale,
     update_size_is_lr,
 )
-from learnable_multipliers.optim._wrapped_settings import WRAPPED, MirroredSettings, own_settings
+from learnable_multipliers.optim._wrapped_settings import WRAPPED, MirroredSettings
 from learnable_multipliers.optim._wrapped_state import (
     InnerState,
     check_kept,
@@ -94,45 +91,11 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
                 "that does not, or use it as it is"
             )
-        check_type(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
-        check_is_plan(plan)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise ValueError(
-                f"a step of {type(optimizer).__name__} computes the loss again for weights of its "
-                "own, which are raw weights here and not the model's: wrap an optimizer whose step "
-                "needs no closure"
-            )
-        check_still_frozen(plan, plan.resolve(model))
-        names = {parameter: name for name, parameter in named_parameters(model)}
-        fixed = [e.name for e in plan.entries if e.train == "multipliers"]
-        if fixed:
-            raise ValueError(
-                f"the plan fixes the raw weight of {fixed[0]}, which a wrapped optimizer would "
-                "train: use lrm.AdamW"
-            )
-        special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
-        if special:
-            raise ValueError(
-                f"the plan gives {special[0]} a learning rate or decay of its own; around another "
-                "optimizer, say that in its parameter groups"
-            )
-        frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-        known = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model))}
-        known |= {WRAPPED: type(optimizer).__name__, **ddp_group_of(model)}
-        groups = []
-        for group in optimizer.param_groups:
-            unknown = [tuple(p.shape) for p in group["params"] if p not in names]
-            if unknown:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
-                    "model's; build it from model.parameters()"
-                )
-            settings = own_settings(group)
-            named = [(names[p], p) for p in group["params"]]
-            if multiplier_lr_scale is None:
-                settings["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
-            groups.append({**settings, "params": named, **known})
+        check_can_be_wrapped(optimizer)
+        groups = planned_groups(optimizer, model, plan)
+        if multiplier_lr_scale is None:
+            for group in groups:
+                group["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
         # None if the scale is given or 1.
         self._derived = None
         if multiplier_lr_scale is None and not update_size_is_lr(optimizer):
@@ -182,16 +145,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         names = inspect.getfullargspec(cls.__init__).kwonlyargs
         own_settings = {name: settings.pop(name) for name in names if name in settings}
         plan = plan_for(model, placement, rules)
-        groups = []
-        for group in param_groups(model, plan):
-            own = {"params": group["params"]}
-            if "weight_decay" in group:
-                own["weight_decay"] = group["weight_decay"]
-            if group["raw_lr_scale"] != 1.0:
-                if "lr" not in settings:
-                    raise ValueError("a rule scales the learning rate: give lr=...")
-                own["lr"] = settings["lr"] * group["raw_lr_scale"]
-            groups.append(own)
+        groups = plain_groups(model, plan, settings.get("lr"))
         # The groups hold these settings now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
         planned = replace(plan, entries=entries)
