@@ -27,10 +27,10 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
+from learnable_multipliers.optim._group_checks import check_has_effect
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
-    check_has_effect,
     param_groups,
     plan_for,
 )

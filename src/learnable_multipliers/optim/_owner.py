@@ -19,13 +19,13 @@ from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterState, write_effective_
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
-from learnable_multipliers.optim._groups import (
+from learnable_multipliers.optim._group_checks import (
     check_named,
     check_parameters,
     check_settings,
-    joined_plan,
     names_in,
 )
+from learnable_multipliers.optim._groups import joined_plan
 from learnable_multipliers.optim._resync import find_changed, resync_raw_
 from learnable_multipliers.optim._sharding import full, is_sharded, local
 from learnable_multipliers.optim._torch_defaults import torch_defaults

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from learnable_multipliers._names import check_type, named_parameters, unwrap
 from learnable_multipliers._plan import Plan, check_is_plan
-from learnable_multipliers.optim._groups import check_still_frozen, ddp_group_of, param_groups
+from learnable_multipliers.optim._group_checks import check_still_frozen
+from learnable_multipliers.optim._groups import ddp_group_of, param_groups
 from learnable_multipliers.optim._wrapped_settings import WRAPPED, own_settings
 
 
