@@ -28,6 +28,7 @@ from learnable_multipliers.optim._group_checks import (
 from learnable_multipliers.optim._groups import joined_plan
 from learnable_multipliers.optim._resync import find_changed, resync_raw_
 from learnable_multipliers.optim._sharding import full, is_sharded, local
+from learnable_multipliers.optim._torch_adamw_state import import_torch_adamw
 from learnable_multipliers.optim._torch_defaults import torch_defaults
 from learnable_multipliers.optim._unwrap import innermost
 from learnable_multipliers.optim._write_guard import wrong_shape
@@ -265,7 +266,7 @@ class WeightOwner(Optimizer):
         # Raw weights that the saved run did not train have no moments yet.
         started = _loading.untrained(from_plan) if from_plan is not None else set()
         if not _loading.is_ours(saved):
-            saved = _loading.import_torch_adamw(groups, saved, self.plan)
+            saved = import_torch_adamw(groups, saved, self.plan)
         else:
             _loading.check_format(saved)
             saved = _loading.renamed(saved)
