@@ -7,7 +7,7 @@ import torch
 from torch.optim import _muon
 
 from learnable_multipliers.kernels._newton_schulz import symmetric_product
-from learnable_multipliers.optim._newton_schulz import (
+from learnable_multipliers.optim._orthogonalization import (
     COEFFICIENTS,
     gram_form,
     orthogonalize,

@@ -12,7 +12,7 @@ from torch import Tensor
 from learnable_multipliers._multiplier import Block, Matrix
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._newton_schulz import result_dtype
-from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
+from learnable_multipliers.optim._orthogonalization import Coefficients, orthogonalize
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Split = Literal["blocks", "heads"]

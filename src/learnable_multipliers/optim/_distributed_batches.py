@@ -26,7 +26,7 @@ from learnable_multipliers.optim._batches import (
     partition_shapes,
     update_dtype,
 )
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box
 
 _EMPTY = range(0)

@@ -22,7 +22,7 @@ from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._distributed_batches import DistributedBatches, gather_boxes
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, local_shard
 from learnable_multipliers.roles import QKV
 
