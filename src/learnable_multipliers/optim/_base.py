@@ -130,12 +130,13 @@ class MultiplierOptimizer(WeightOwner):
         """
         return cls(param_groups(model, plan_for(model, placement, rules)), **settings)
 
-    def _bind(self) -> None:
+    def _make_binding(self) -> Binding:
         if self._replicas is None:
             self._replicas = replicas_among(self._process_group or self._ddp_group)
-        super()._bind()
+        binding = super()._make_binding()
         if self._skipped is None:
-            self._skipped = SkippedSteps(self._get_binding().device)
+            self._skipped = SkippedSteps(binding.device)
+        return binding
 
     def _update_(
         self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
@@ -169,7 +170,7 @@ class MultiplierOptimizer(WeightOwner):
 
     def _step(self) -> None:
         self._warn_unfrozen()
-        bound = self._refreshed_binding()
+        bound = self._current_binding()
         with torch_defaults(bound.device):
             self._take_step(bound)
 
@@ -266,7 +267,7 @@ class MultiplierOptimizer(WeightOwner):
         `clip_multipliers` overrides the optimizer's setting.
         """
         _check_norm("max_norm", max_norm)
-        bound = self._refreshed_binding()
+        bound = self._current_binding()
         for packed in bound.packed.values():
             packed.write_factors_()
         active = bound.collect_gradients()

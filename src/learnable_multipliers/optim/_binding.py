@@ -86,7 +86,7 @@ class Binding:
             self._sums = PackedSums(self.process_group, shards, self.packed, widest, self.device)
         new = [state for state in states if "raw" not in saved[state.parameter]]
         for state in states:
-            self._bind(state, saved)
+            self._set_tensors(state, saved)
         self.write_factors_()
         for state in new:
             if state.owns_raw:
@@ -273,7 +273,7 @@ class Binding:
 
     # -- construction -------------------------------------------------------------------------
 
-    def _bind(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
+    def _set_tensors(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
         """Set the tensors of one parameter from the saved state; create those that are missing."""
         kept: dict[str, Tensor] = {"step": self.steps[state.index]}
         if MEAN_SQUARE in state.moment_names:

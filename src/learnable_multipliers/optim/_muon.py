@@ -177,21 +177,21 @@ class Muon(MultiplierOptimizer):
         after = torch.where(before == 0, square, before.lerp(square, (1 - beta2).to(before.dtype)))
         bound.mean_squares[at] = torch.where(go != 0, after, before)
 
-    def _bind(self) -> None:
-        super()._bind()
+    def _make_binding(self) -> Binding:
+        binding = super()._make_binding()
         self._partitions: WeakKeyDictionary[
             ParameterSet, tuple[_HiddenMatrices | None, ParameterSet]
         ] = WeakKeyDictionary()
-        bound = self._get_binding()
-        self._workers = bound.process_group
+        self._workers = binding.process_group
         if self._process_group is not None and dist.get_world_size(self._process_group) > 1:
             self._workers = self._process_group
         if self._workers is not None:
-            self._gather_boxes(bound, self._workers)
+            self._gather_boxes(binding, self._workers)
+        return binding
 
-    def _gather_boxes(self, bound: Binding, workers: dist.ProcessGroup) -> None:
+    def _gather_boxes(self, binding: Binding, workers: dist.ProcessGroup) -> None:
         """Gather the boxes of the hidden matrices on every rank."""
-        hidden = [state for state in bound.states if is_hidden(state.matrix)]
+        hidden = [state for state in binding.states if is_hidden(state.matrix)]
         shards = [local_shard(state.parameter, state.matrix) for state in hidden]
         layout = [
             (state.name, shard.num_shards, str(getattr(state.parameter, "placements", None)))
@@ -199,7 +199,7 @@ class Muon(MultiplierOptimizer):
         ]
         if hidden and layout != self._layout:
             # Once per layout: this is collective, and one rank may bind again when others do not.
-            boxes = gather_boxes(workers, [shard.box for shard in shards], bound.device)
+            boxes = gather_boxes(workers, [shard.box for shard in shards], binding.device)
             self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 

@@ -81,13 +81,13 @@ class WeightOwner(Optimizer):
 
         Read-only: `rewriting` is for changes.
         """
-        return self._get_binding().states.states
+        return self._cached_binding().states.states
 
     @contextmanager
     def rewriting(self, names: Collection[str]) -> Iterator[list[ParameterState]]:
         """Allow changes to raw weights and multipliers; write the weights from them on exit."""
         with torch.no_grad():
-            bound = self._refreshed_binding()
+            bound = self._current_binding()
             states = [state for state in bound.states if state.name in names]
             # Refuse first: an outside write would be overwritten silently.
             bound.guard.check_weights(states)
@@ -98,11 +98,11 @@ class WeightOwner(Optimizer):
                     write_effective_(state)
             bound.guard.remember(states)
 
-    def _refreshed_binding(self) -> Binding:
+    def _current_binding(self) -> Binding:
         """Return the binding, made again if parameters, their storage or the state changed."""
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
-        bound = self._get_binding()
+        bound = self._cached_binding()
         moved = bound.guard.moved()
         is_old = bool(moved) or not bound.is_current(self.param_groups, self.state)
         if self._has_stepped:
@@ -112,24 +112,24 @@ class WeightOwner(Optimizer):
             self._has_loaded = False
         if is_old:
             self._binding = None
-            bound = self._get_binding()
+            bound = self._cached_binding()
         if not self._has_stepped:
             # Weights may be loaded or initialized until training starts.
             resync_raw_(bound, find_changed(bound), False)
         return bound
 
-    def _get_binding(self) -> Binding:
-        """Return the binding, made from parameter groups and state at its first use."""
+    def _cached_binding(self) -> Binding:
+        """Return the binding as it was last made; make it at its first use."""
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         if self._binding is None:
             # Ordinary tensors, even if first accessed under torch.inference_mode.
             with torch.inference_mode(False), torch.no_grad(), torch_defaults(torch.device("cpu")):
-                self._bind()
-        assert self._binding is not None
+                self._binding = self._make_binding()
         return self._binding
 
-    def _bind(self) -> None:
+    def _make_binding(self) -> Binding:
+        """Return a new binding of the present parameters to the state."""
         self._drop_replaced()
         states: list[ParameterState] = []
         matrices = self._matrices()
@@ -154,7 +154,7 @@ class WeightOwner(Optimizer):
                         weight=local(parameter.detach()),
                     )
                 )
-        bound = Binding(
+        binding = Binding(
             states,
             self.param_groups,
             self.state,
@@ -162,12 +162,12 @@ class WeightOwner(Optimizer):
             self._process_groups,
             self._models,
         )
-        if self._process_group is not None and bound.process_group is not None:
+        if self._process_group is not None and binding.process_group is not None:
             raise ValueError(
                 "process_group is for parameters that are not sharded; sharded ones tell which "
                 "ranks share them, so leave it out"
             )
-        self._binding = bound
+        return binding
 
     @torch.no_grad()
     def sync_from_model_(self) -> None:
@@ -179,7 +179,7 @@ class WeightOwner(Optimizer):
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         self._binding = None
-        bound = self._get_binding()
+        bound = self._cached_binding()
         resync_raw_(bound, find_changed(bound), self._has_stepped)
         bound.guard.remember(bound.states)
 

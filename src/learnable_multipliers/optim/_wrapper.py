@@ -167,10 +167,10 @@ class LearnableMultipliers(MultiplierOptimizer):
         kept = self.inner.state.get(self._raw.get(state.index, state.parameter), {})
         return {name: value for name, value in kept.items() if isinstance(value, Tensor)}
 
-    def _bind(self) -> None:
-        super()._bind()
+    def _make_binding(self) -> Binding:
+        binding = super()._make_binding()
         self._raw: dict[int, nn.Parameter] = {}
-        states = iter(self.parameter_states())
+        states = iter(binding.states)
         for group in self.inner.param_groups:
             for place, held in enumerate(group["params"]):
                 state = next(states)
@@ -189,6 +189,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                         key: value.to(new.dtype) if _is_like(value, held) else value
                         for key, value in self.inner.state.pop(held).items()
                     }
+        return binding
 
     def _step(self) -> None:
         self._mirrored.pull(self._group_pairs())
@@ -263,7 +264,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         if self.state and not self.inner.state and not self._has_stepped:
             # Our state was read before the first step. Checkpointing tools load only what they see
             # here, so the wrapped optimizer's state must be here, too.
-            self._get_binding()
+            self._cached_binding()
             self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
         return self._inner_state.merged(super().state_dict())
 
@@ -279,7 +280,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         saved_groups = state_dict["param_groups"]
         check_kind(saved_groups, self.inner)
         if state_dict["state"]:
-            self._get_binding()
+            self._cached_binding()
             if not self.inner.state:
                 self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
@@ -287,7 +288,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
         super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
         if state_dict["state"]:
-            has_stepped = bool(self._get_binding().steps.any())
+            has_stepped = bool(self._cached_binding().steps.any())
             self._inner_state.load(theirs, saved_groups, has_stepped)
             self._inner_state.mirror(self._group_pairs(), self.state)
         else:
