@@ -114,11 +114,11 @@ def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     model, optimizer = sharded(kind, mesh)
     train(model, optimizer, range(2))
     kept = optimizer.state[model[0].weight]
-    bound = optimizer._cached_binding()
+    binding = optimizer._cached_binding()
     before = kept["row"].to_local().clone()
     train(model, optimizer, range(2, 3))
-    assert optimizer._cached_binding() is bound
-    state = next(state for state in bound.states if state.name == "0.weight")
+    assert optimizer._cached_binding() is binding
+    state = next(state for state in binding.states if state.name == "0.weight")
     assert optimizer.state[model[0].weight]["row"] is kept["row"]
     assert torch.equal(kept["row"].to_local(), state.multipliers["row"])
     assert (kept["row"].to_local() - before).abs().max() > 1e-4

@@ -139,10 +139,10 @@ class MultiplierOptimizer(WeightOwner):
         return binding
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         """Update raw weights with gradients, write effective weights; do nothing if `go` is 0."""
-        bound.kernels.adamw_(active, hyper, clip, go)
+        binding.kernels.adamw_(active, hyper, clip, go)
 
     def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
         """Return the learning rate of a raw weight."""
@@ -170,59 +170,61 @@ class MultiplierOptimizer(WeightOwner):
 
     def _step(self) -> None:
         self._warn_unfrozen()
-        bound = self._current_binding()
-        with torch_defaults(bound.device):
-            self._take_step(bound)
+        binding = self._current_binding()
+        with torch_defaults(binding.device):
+            self._take_step(binding)
 
-    def _take_step(self, bound: Binding) -> None:
-        bound.guard.raise_pending()
+    def _take_step(self, binding: Binding) -> None:
+        binding.guard.raise_pending()
         _check_norm("max_grad_norm", self.max_grad_norm)
-        bound.check_replaced()
-        for packed in bound.packed.values():
+        binding.check_replaced()
+        for packed in binding.packed.values():
             packed.write_factors_()
-        active = bound.collect_gradients()
+        active = binding.collect_gradients()
         if not active:
             return
         # The long pass over all gradients first: the host works on while the GPU runs it.
-        grads, norm, finite = bound.gradients(active, self.clip_multipliers)
+        grads, norm, finite = binding.gradients(active, self.clip_multipliers)
         if self.found_inf is not None:
             finite = finite & (self.found_inf == 0)
-        touched = bound.guard.check()
-        bound.set_rates([self._rates(state) for state in bound.classes])
+        touched = binding.guard.check()
+        binding.set_rates([self._rates(state) for state in binding.classes])
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         # Checkpointing tools take a step at rate 0 with zero gradients to create state, perhaps on
         # one rank only; it must change nothing.
         if self._replicas is not None and (self._has_stepped or not still or bool(norm)):
-            finite, go = self._replicas.agree(finite, go, bound.states)
+            finite, go = self._replicas.agree(finite, go, binding.states)
         if still:
             go = go & (norm != 0)
         else:
             self._has_stepped = True
         assert self._skipped is not None
         self._skipped.count_(finite)
-        if bound.kernels.decides_on_host and not bool(go):
+        if binding.kernels.decides_on_host and not bool(go):
             return
-        moved = bound.has_gradient(active)
-        bound.steps += moved * go
+        moved = binding.has_gradient(active)
+        binding.steps += moved * go
         clip = _clip_factor(norm, self.max_grad_norm)
         go = go.to(torch.int32)
-        hyper, multiplier_hyper = bound.kernels.tabulate(bound.rates, bound.class_of, bound.steps)
-        for dtype, packed in bound.packed.items():
+        hyper, multiplier_hyper = binding.kernels.tabulate(
+            binding.rates, binding.class_of, binding.steps
+        )
+        for dtype, packed in binding.packed.items():
             state = (packed.values, packed.exp_avg, packed.exp_avg_sq)
             owner, trained = packed.owner, packed.trained
-            bound.kernels.multipliers_(
+            binding.kernels.multipliers_(
                 state, grads[dtype], owner, trained, moved, multiplier_hyper, clip, go
             )
             packed.write_factors_(following=True)
-        self._update_(bound, active.trained, hyper, clip, go)
+        self._update_(binding, active.trained, hyper, clip, go)
         for state in active.fixed:
             weight = effective_weight(state).to(state.weight.dtype)
             state.weight.copy_(torch.where(go != 0, weight, state.weight))
-        if bound.kernels.decides_on_host:
+        if binding.kernels.decides_on_host:
             # Triton's writes do not change a tensor's version; torch's do.
-            bound.guard.remember(active)
+            binding.guard.remember(active)
 
     def _warn_unfrozen(self) -> None:
         """Warn once about parameters unfrozen since the optimizer was made."""
@@ -267,21 +269,21 @@ class MultiplierOptimizer(WeightOwner):
         `clip_multipliers` overrides the optimizer's setting.
         """
         _check_norm("max_norm", max_norm)
-        bound = self._current_binding()
-        for packed in bound.packed.values():
+        binding = self._current_binding()
+        for packed in binding.packed.values():
             packed.write_factors_()
-        active = bound.collect_gradients()
+        active = binding.collect_gradients()
         if not active:
             return torch.zeros(())
         counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
-        with torch_defaults(bound.device):
-            _, norm, _ = bound.gradients(active, counted)
+        with torch_defaults(binding.device):
+            _, norm, _ = binding.gradients(active, counted)
         clip = _clip_factor(norm, max_norm)
         for state in active:
             grad = state.parameter.grad
             assert grad is not None
             local(grad).mul_(clip.to(grad.dtype))
-        bound.release_gradients()
+        binding.release_gradients()
         return norm
 
     def __repr__(self) -> str:

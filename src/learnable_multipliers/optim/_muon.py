@@ -145,37 +145,37 @@ class Muon(MultiplierOptimizer):
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         if active not in self._partitions:
             self._partitions[active] = self._partition(active)
         hidden, rest = self._partitions[active]
         if rest:
-            super()._update_(bound, rest, hyper, clip, go)
+            super()._update_(binding, rest, hyper, clip, go)
         if hidden is None:
             return
-        self._average_squares(bound, hidden, clip, go)
+        self._average_squares(binding, hidden, clip, go)
         updates = hidden.batches.allocate()
         momentum = _shared_momentum(hidden.states)
-        bound.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
+        binding.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
         updates = hidden.batches.orthogonalize(updates, self.coefficients, self.backend)
-        bound.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
+        binding.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
 
     def _average_squares(
-        self, bound: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
+        self, binding: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
     ) -> None:
         """Average mean(g^2) of the clipped raw gradients with beta2.
 
         The average starts at its first value, so that on noise its expectation needs no bias
         correction.
         """
-        assert bound.squares is not None
+        assert binding.squares is not None
         at = hidden.indices
-        before = bound.mean_squares[at]
-        square = bound.squares[at] * clip.to(before.dtype).square() / hidden.sizes
-        beta2 = bound.rates[bound.class_of[at], Rates._fields.index("beta2")]
+        before = binding.mean_squares[at]
+        square = binding.squares[at] * clip.to(before.dtype).square() / hidden.sizes
+        beta2 = binding.rates[binding.class_of[at], Rates._fields.index("beta2")]
         after = torch.where(before == 0, square, before.lerp(square, (1 - beta2).to(before.dtype)))
-        bound.mean_squares[at] = torch.where(go != 0, after, before)
+        binding.mean_squares[at] = torch.where(go != 0, after, before)
 
     def _make_binding(self) -> Binding:
         binding = super()._make_binding()

@@ -87,36 +87,36 @@ class WeightOwner(Optimizer):
     def rewriting(self, names: Collection[str]) -> Iterator[list[ParameterState]]:
         """Allow changes to raw weights and multipliers; write the weights from them on exit."""
         with torch.no_grad():
-            bound = self._current_binding()
-            states = [state for state in bound.states if state.name in names]
+            binding = self._current_binding()
+            states = [state for state in binding.states if state.name in names]
             # Refuse first: an outside write would be overwritten silently.
-            bound.guard.check_weights(states)
+            binding.guard.check_weights(states)
             yield states
-            bound.write_factors_()
+            binding.write_factors_()
             for state in states:
                 if state.owns_raw:
                     write_effective_(state)
-            bound.guard.remember(states)
+            binding.guard.remember(states)
 
     def _current_binding(self) -> Binding:
         """Return the binding, made again if parameters, their storage or the state changed."""
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
-        bound = self._cached_binding()
-        moved = bound.guard.moved()
-        is_old = bool(moved) or not bound.is_current(self.param_groups, self.state)
+        binding = self._cached_binding()
+        moved = binding.guard.moved()
+        is_old = bool(moved) or not binding.is_current(self.param_groups, self.state)
         if self._has_stepped:
             # Moved storage is fine, changed values are not. After loading, compare every weight.
-            suspects = [*moved, *bound.guard.written()] if is_old else []
-            bound.guard.check_weights(bound.states if self._has_loaded else suspects)
+            suspects = [*moved, *binding.guard.written()] if is_old else []
+            binding.guard.check_weights(binding.states if self._has_loaded else suspects)
             self._has_loaded = False
         if is_old:
             self._binding = None
-            bound = self._cached_binding()
+            binding = self._cached_binding()
         if not self._has_stepped:
             # Weights may be loaded or initialized until training starts.
-            resync_raw_(bound, find_changed(bound), False)
-        return bound
+            resync_raw_(binding, find_changed(binding), False)
+        return binding
 
     def _cached_binding(self) -> Binding:
         """Return the binding as it was last made; make it at its first use."""
@@ -179,9 +179,9 @@ class WeightOwner(Optimizer):
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         self._binding = None
-        bound = self._cached_binding()
-        resync_raw_(bound, find_changed(bound), self._has_stepped)
-        bound.guard.remember(bound.states)
+        binding = self._cached_binding()
+        resync_raw_(binding, find_changed(binding), self._has_stepped)
+        binding.guard.remember(binding.states)
 
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:

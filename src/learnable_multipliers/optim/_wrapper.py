@@ -203,7 +203,7 @@ class LearnableMultipliers(MultiplierOptimizer):
             self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         # The wrapped optimizer steps on the host's word: it cannot read `go` on the device.
         if not bool(go):
@@ -231,7 +231,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         for state in active:
             if state.owns_raw:
                 write_effective_(state)
-        bound.guard.remember(active)
+        binding.guard.remember(active)
 
     def _step_inner(self, active: ParameterSet) -> None:
         owned = [state for state in active if state.owns_raw]
