@@ -112,7 +112,7 @@ class MultiplierOptimizer(WeightOwner):
                 f'lrm.{name}.from_model(model, "none") if that is what you want'
             )
         for group in self.param_groups:
-            self._check_parameters(group, bool(group["plan"]))
+            self._check_group_parameters(group, bool(group["plan"]))
 
     @classmethod
     def from_model(
@@ -252,7 +252,7 @@ class MultiplierOptimizer(WeightOwner):
         """Return a parameter's hyper-parameters."""
         group = state.group
         # Schedulers and users may write to groups at any time.
-        self._check_settings(group)
+        self._check_group_settings(group)
         return Rates(
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),

@@ -68,7 +68,7 @@ def check_has_effect(name: str, value: Any, groups: Sequence[Any]) -> None:
         )
 
 
-def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
+def check_group_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
     """Raise a ValueError for settings that cannot train: NaN or nonsense at the first step."""
     for name in _SIZES:
         value = group.get(name)
@@ -102,7 +102,7 @@ def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: fl
         )
 
 
-def check_parameters(
+def check_group_parameters(
     group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], has_plan: bool
 ) -> None:
     """Raise a ValueError for parameters that would not be trained as expected."""
@@ -127,7 +127,7 @@ def check_parameters(
             )
 
 
-def check_named(group: dict[str, Any]) -> None:
+def check_group_has_names(group: dict[str, Any]) -> None:
     """Raise where a group to be added has no names, by which plan and state know parameters."""
     params = group["params"]
     if isinstance(params, set):

@@ -51,7 +51,7 @@ def is_ours(saved: dict[str, Any]) -> bool:
     )
 
 
-def check_format(saved: dict[str, Any]) -> None:
+def check_saved_format(saved: dict[str, Any]) -> None:
     """Raise if a state of this library has another format."""
     for group in saved["param_groups"]:
         found = group.get("format")
@@ -76,11 +76,11 @@ def renamed(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "param_groups": groups}
 
 
-def check_plan(
+def check_saved_plan(
     groups: Sequence[dict[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
 ) -> None:
     """Raise if the saved groups hold other parameters, or were saved under another plan."""
-    _check_parameters(groups, saved["param_groups"])
+    _check_saved_parameters(groups, saved["param_groups"])
     for group, other in zip(groups, saved["param_groups"], strict=False):
         names = group.get("param_names", [])
         if group["plan"] != other.get("plan", ""):
@@ -93,7 +93,7 @@ def check_plan(
             )
 
 
-def _check_parameters(
+def _check_saved_parameters(
     groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise where the saved groups hold other parameters, or train other parts of them."""
@@ -151,7 +151,9 @@ def _first_difference(
     return "in blocks or scales"
 
 
-def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]) -> None:
+def check_saved_moments(
+    names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]
+) -> None:
     """Raise if a state lacks moments that this optimizer keeps.
 
     `names` gives the name and the moments of each saved parameter.
@@ -167,7 +169,7 @@ def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[st
             )
 
 
-def check_names(groups: Sequence[dict[str, Any]], by_name: Mapping[str, Any]) -> None:
+def check_saved_names(groups: Sequence[dict[str, Any]], by_name: Mapping[str, Any]) -> None:
     """Raise if a state by parameter name lacks a parameter of these groups."""
     missing = [n for group in groups for n in group["param_names"] if n not in by_name]
     if missing:
@@ -218,7 +220,7 @@ def convert_plan(
     settings = {
         name: _settings(group) for group in saved["param_groups"] for name in group["param_names"]
     }
-    check_names(groups, by_name)
+    check_saved_names(groups, by_name)
     return to_state_dict([_merge_settings(group, settings) for group in groups], by_name)
 
 

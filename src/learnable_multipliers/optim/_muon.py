@@ -139,8 +139,8 @@ class Muon(MultiplierOptimizer):
         lr = super().raw_lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        super()._check_settings(group)
+    def _check_group_settings(self, group: dict[str, Any]) -> None:
+        super()._check_group_settings(group)
         if not 0 <= as_number("momentum", group["momentum"]) < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 

@@ -20,9 +20,9 @@ from learnable_multipliers.kernels._parameter import ParameterState, write_effec
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._group_checks import (
-    check_named,
-    check_parameters,
-    check_settings,
+    check_group_has_names,
+    check_group_parameters,
+    check_group_settings,
     names_in,
 )
 from learnable_multipliers.optim._groups import joined_plan
@@ -67,9 +67,9 @@ class WeightOwner(Optimizer):
         beta1, beta2 = group["betas"]
         return beta1, beta2, group["eps"]
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
+    def _check_group_settings(self, group: dict[str, Any]) -> None:
         """Raise a ValueError for settings of a group that a step cannot use."""
-        check_settings(group, *self.adamw_settings(group))
+        check_group_settings(group, *self.adamw_settings(group))
 
     def moments_of(self, state: ParameterState) -> dict[str, Tensor]:
         """Return a raw weight's moments by name; DTensors if it is sharded."""
@@ -268,11 +268,11 @@ class WeightOwner(Optimizer):
         if not _loading.is_ours(saved):
             saved = import_torch_adamw(groups, saved, self.plan)
         else:
-            _loading.check_format(saved)
+            _loading.check_saved_format(saved)
             saved = _loading.renamed(saved)
             if from_plan is not None:
                 saved = _loading.convert_plan(groups, saved, matrices, from_plan)
-            _loading.check_plan(groups, saved, matrices)
+            _loading.check_saved_plan(groups, saved, matrices)
         expected = {
             # The mean square is estimated again where a state has none.
             key: (name, [n for n in self._moment_names(matrices.get(name)) if n != MEAN_SQUARE])
@@ -281,7 +281,7 @@ class WeightOwner(Optimizer):
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
             if name not in started
         }
-        _loading.check_moments(expected, saved)
+        _loading.check_saved_moments(expected, saved)
         return saved
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,11 +303,11 @@ class WeightOwner(Optimizer):
         model, ddp_group = group.pop("model", None), group.pop("ddp_group", None)
         if self._plan is not None:
             # torch's own error does not mention plans.
-            check_named(group)
+            check_group_has_names(group)
         super().add_param_group(group)
         try:
-            self._check_settings(group)
-            self._check_parameters(group, plan is not None)
+            self._check_group_settings(group)
+            self._check_group_parameters(group, plan is not None)
             joined = joined_plan(self._plan or plan, plan) if plan is not None else self._plan
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -325,10 +325,10 @@ class WeightOwner(Optimizer):
         self._frozen = [(n, p) for n, p in {**dict(self._frozen), **dict(frozen)}.items()]
         self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
 
-    def _check_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
+    def _check_group_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
         others = [other for other in self.param_groups if other is not group]
         # The first groups are checked again once it is known whether any has a plan.
-        check_parameters(group, others, has_plan or self._plan is None)
+        check_group_parameters(group, others, has_plan or self._plan is None)
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return the plan's matrices by name."""

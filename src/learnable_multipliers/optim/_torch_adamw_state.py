@@ -7,7 +7,7 @@ from typing import Any
 
 from learnable_multipliers._names import canonical_name
 from learnable_multipliers._plan import Plan, PlanEntry
-from learnable_multipliers.optim._loading import check_names, to_state_dict
+from learnable_multipliers.optim._loading import check_saved_names, to_state_dict
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _PARALLEL = "module."
@@ -47,7 +47,7 @@ def import_torch_adamw(
         if key in saved["state"]
     }
     by_name |= {name: {} for name in names if name not in by_name}
-    check_names(groups, by_name)
+    check_saved_names(groups, by_name)
     return to_state_dict(groups, by_name)
 
 

@@ -129,7 +129,7 @@ def split_state(state: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[Any, Any],
     return ours, theirs
 
 
-def check_kind(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def check_wrapped_class(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
     """Raise if saved groups name another class, or lack a setting of this optimizer's groups."""
     name = type(optimizer).__name__
     for saved in saved_groups:
@@ -151,7 +151,7 @@ def check_kind(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) 
             )
 
 
-def check_kept(
+def check_wrapped_entries(
     saved_groups: Sequence[Mapping[str, Any]],
     saved_state: Mapping[Any, Mapping[str, Any]],
     stepped: Mapping[Any, bool],

@@ -39,8 +39,8 @@ from learnable_multipliers.optim._wrapped_rates import (
 from learnable_multipliers.optim._wrapped_settings import WRAPPED, MirroredSettings
 from learnable_multipliers.optim._wrapped_state import (
     InnerState,
-    check_kept,
-    check_kind,
+    check_wrapped_class,
+    check_wrapped_entries,
     split_state,
 )
 from learnable_multipliers.optim._wrapped_step import check_caller, step_and_check
@@ -278,13 +278,13 @@ class LearnableMultipliers(MultiplierOptimizer):
             )
         ours, theirs = split_state(state_dict["state"])
         saved_groups = state_dict["param_groups"]
-        check_kind(saved_groups, self.inner)
+        check_wrapped_class(saved_groups, self.inner)
         if state_dict["state"]:
             self._cached_binding()
             if not self.inner.state:
                 self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
-            check_kept(saved_groups, theirs, stepped, self.inner)
+            check_wrapped_entries(saved_groups, theirs, stepped, self.inner)
         named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
         super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
         if state_dict["state"]:
