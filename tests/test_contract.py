@@ -365,14 +365,15 @@ def test_the_smallest_eps_leaves_weights_without_a_gradient_alone():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
 @pytest.mark.parametrize("setting", [{"fused": True}, {"foreach": True}, {"fused": False}])
-def test_fused_and_foreach_are_taken_and_change_nothing(setting):
+def test_fused_or_foreach_has_no_effect_and_both_raise(setting, cls):
     one, other = net(), net()
-    train(one, lrm.AdamW.from_model(one, lr=1e-2, **setting), 2)
-    train(other, lrm.AdamW.from_model(other, lr=1e-2), 2)
+    train(one, cls.from_model(one, lr=1e-2, **setting), 2)
+    train(other, cls.from_model(other, lr=1e-2), 2)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
     with pytest.raises(ValueError, match="cannot both be True"):
-        lrm.AdamW.from_model(one, fused=True, foreach=True)
+        cls.from_model(one, fused=True, foreach=True)
 
 
 # -- frameworks that wrap or swap -----------------------------------------------------------------

@@ -302,6 +302,12 @@ def _clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
 
 
+def check_fused_and_foreach(fused: bool | None, foreach: bool | None) -> None:
+    """Raise if both arguments are True; apart from that they have no effect."""
+    if fused and foreach:
+        raise ValueError("fused and foreach cannot both be True, here as in torch.optim.AdamW")
+
+
 def _check_norm(name: str, value: float | None) -> None:
     if value is not None and not as_number(name, value) > 0:
         raise ValueError(f"{name} must be positive or None, got {value}")

@@ -18,7 +18,7 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import as_number
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, Rates
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, check_fused_and_foreach
 from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._distributed_batches import DistributedBatches, gather_boxes
@@ -96,6 +96,7 @@ class Muon(MultiplierOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ):
+        check_fused_and_foreach(fused, foreach)
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"unknown adjust_lr {adjust_lr!r}; choose from {get_args(AdjustLr)}")
         if coefficients not in COEFFICIENTS:
