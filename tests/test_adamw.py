@@ -618,19 +618,19 @@ def test_hooks_on_loading_are_heard():
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
-    [(1, "is of format 1, and only format 2 is read"), (None, "has no format number")],
+    ("other", "message"),
+    [(2, "is of format 2, and only format 3 is read"), (None, "has no format number")],
 )
-def test_state_of_another_format_is_refused_before_anything_changes(found, message):
+def test_state_of_another_format_raises_before_anything_changes(other, message):
     model, optimizer = toy_run()
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert [group["format"] for group in saved["param_groups"]] == [2] * len(saved["param_groups"])
+    assert [group["format"] for group in saved["param_groups"]] == [3] * len(saved["param_groups"])
     for group in saved["param_groups"]:
         group["lr"] = 7.0
         group.pop("format")
-        if found is not None:
-            group["format"] = found
+        if other is not None:
+            group["format"] = other
     kept = optimizer.state[model.qkv.weight]["raw"]
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)

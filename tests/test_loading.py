@@ -165,11 +165,13 @@ def test_the_state_of_another_kind_is_refused_and_says_what_is_missing(saver, lo
     assert not other.state
 
 
-def test_a_wrapped_optimizer_refuses_the_state_of_another():
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_wrapped_optimizer_rejects_a_state_that_no_wrapped_one_saved(inner, steps):
     model = net()
     optimizer = lrm.AdamW.from_model(model)
-    train(model, optimizer, 1)
-    around = lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1)
+    train(model, optimizer, steps)
+    around = lrm.LearnableMultipliers.from_model(inner, model, lr=0.1)
     with pytest.raises(ValueError, match="was not saved by a wrapped optimizer"):
         around.load_state_dict(optimizer.state_dict())
 
@@ -427,31 +429,19 @@ def test_multipliers_over_a_weight_without_gradient_are_refused():
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_state_that_calls_the_scale_of_raw_weights_lr_scale_is_read(kind):
-    made = MADE[kind]
-    rules = [] if kind == "wrapped" else [Rule("up.weight", lr_scale=0.1)]
-    runs = []
-    for _ in range(2):
-        model = net()
-        placement = lrm.plan(model, rules=rules)
-        runs.append((model, made(model, placement)))
-    (model, optimizer), (other, again) = runs
-    train(model, optimizer, 3)
-    old = copy.deepcopy(optimizer.state_dict())
-    for group in old["param_groups"]:
-        group["lr_scale"] = group.pop("raw_lr_scale")
-    scales = {group["lr_scale"] for group in old["param_groups"]}
-    assert scales == ({1.0} if kind == "wrapped" else {1.0, 0.1})
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(old)
-    assert [g["raw_lr_scale"] for g in again.param_groups] == [
-        g["raw_lr_scale"] for g in optimizer.param_groups
-    ]
-    assert kind == "wrapped" or not any("lr_scale" in group for group in again.param_groups)
-    train(model, optimizer, 3)
-    train(other, again, 3)
-    kept = weights(model)
-    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())
+def test_a_state_of_another_format_raises_before_anything_changes(kind):
+    """Format 2 called the scale of a raw weight's rate `lr_scale`, and named no wrapped class."""
+    model = net()
+    optimizer, fresh = MADE[kind](model), MADE[kind](model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group |= {"format": 2, "lr": 7.0, "lr_scale": group.pop("raw_lr_scale")}
+        group.pop("wrapped", None)
+    with pytest.raises(ValueError, match="is of format 2, and only format 3 is read here"):
+        fresh.load_state_dict(saved)
+    assert not fresh.state
+    assert all(group["lr"] < 1 for group in fresh.param_groups)
 
 
 # -- stages of a run ------------------------------------------------------------------------------

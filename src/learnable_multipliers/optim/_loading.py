@@ -20,9 +20,8 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
-from learnable_multipliers.optim._wrapped_settings import WRAPPED
 
-FORMAT = 2
+FORMAT = 3
 """Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""
 _MOMENTS_OF_RAW = {"exp_avg": 1, "momentum_buffer": 1, "exp_avg_sq": 2}
 """Averages beside a raw weight, and the power of the gradient in them."""
@@ -61,19 +60,6 @@ def check_saved_format(saved: dict[str, Any]) -> None:
                 f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
                 "the release that wrote it, or start with fresh optimizer state"
             )
-
-
-def renamed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose groups call the scale of a raw weight's rate by its present name."""
-    groups = []
-    for group in saved["param_groups"]:
-        if "raw_lr_scale" not in group and "lr_scale" in group:
-            # A wrapped optimizer may have an entry of this name for itself.
-            scale = 1.0 if WRAPPED in group else group["lr_scale"]
-            kept = {k: v for k, v in group.items() if k != "lr_scale" or WRAPPED in group}
-            group = {**kept, "raw_lr_scale": scale}
-        groups.append(group)
-    return {**saved, "param_groups": groups}
 
 
 def check_saved_plan(

@@ -269,7 +269,6 @@ class WeightOwner(Optimizer):
             saved = import_torch_adamw(groups, saved, self.plan)
         else:
             _loading.check_saved_format(saved)
-            saved = _loading.renamed(saved)
             if from_plan is not None:
                 saved = _loading.convert_plan(groups, saved, matrices, from_plan)
             _loading.check_saved_plan(groups, saved, matrices)

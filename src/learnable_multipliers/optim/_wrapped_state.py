@@ -1,7 +1,4 @@
-"""The state of a wrapped optimizer: created, mirrored in ours, saved, checked and loaded.
-
-States name the wrapped class. Older states do not, and are checked by their entries.
-"""
+"""The state of a wrapped optimizer: created, mirrored in ours, saved, checked and loaded."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from learnable_multipliers.optim._wrapped_step import step_inner
 _INNER = "inner."
 """Prefix of the wrapped optimizer's entries in a saved state."""
 _FRESH = "load it into the kind that saved it, or start with fresh optimizer state"
+_NOT_WRAPPED = f"this optimizer state was not saved by a wrapped optimizer: {_FRESH}"
 
 
 class InnerState:
@@ -117,10 +115,7 @@ def split_state(state: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[Any, Any],
     ours, theirs = {}, {}
     for index, kept in state.items():
         if "exp_avg" in kept or "momentum_buffer" in kept:
-            raise ValueError(
-                "this optimizer state was not saved by a wrapped optimizer: load it into the "
-                "kind that saved it, or start with fresh optimizer state"
-            )
+            raise ValueError(_NOT_WRAPPED)
         ours[index] = {k: v for k, v in kept.items() if not k.startswith(_INNER)}
         inner = {k[len(_INNER) :]: v for k, v in kept.items() if k.startswith(_INNER)}
         # Flattened states have an empty dict for each entry that was not saved.
@@ -130,24 +125,16 @@ def split_state(state: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[Any, Any],
 
 
 def check_wrapped_class(saved_groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Raise if saved groups name another class, or lack a setting of this optimizer's groups."""
+    """Raise if saved groups of this library name another wrapped class, or none."""
     name = type(optimizer).__name__
     for saved in saved_groups:
-        found = saved.get(WRAPPED)
-        if found not in (None, name):
+        wrapped = saved.get(WRAPPED)
+        if wrapped is None:
+            raise ValueError(_NOT_WRAPPED)
+        if wrapped != name:
             raise ValueError(
-                f"this optimizer state was saved by a wrapped {found}, and this wraps {name}: "
+                f"this optimizer state was saved by a wrapped {wrapped}, and this wraps {name}: "
                 f"{_FRESH}"
-            )
-        # Boolean flags come and go with releases of torch, numbers do not.
-        numbers = {
-            k for k, v in optimizer.defaults.items() if v is not None and type(v) is not bool
-        }
-        missing = sorted(numbers - saved.keys())
-        if found is None and missing:
-            raise ValueError(
-                f"this optimizer state has no {missing[0]}, which the wrapped {name} holds in its "
-                f"groups: it is of another kind of optimizer; {_FRESH}"
             )
 
 
@@ -157,7 +144,7 @@ def check_wrapped_entries(
     stepped: Mapping[Any, bool],
     optimizer: Optimizer,
 ) -> None:
-    """Raise if the saved entries of a parameter are not those that this optimizer keeps for it.
+    """Raise if a saved parameter has no entries where this optimizer keeps some.
 
     `saved_state` holds the wrapped optimizer's entries, and `stepped` whether a parameter was
     trained, by saved parameter. This optimizer's state has been created already.
@@ -168,16 +155,10 @@ def check_wrapped_entries(
         # A parameter that never had a gradient has no entries: use those of another parameter.
         some = next((own for own in kept if own), set())
         for key, own in zip(saved["params"], kept, strict=False):
-            found = set(saved_state.get(key, {}))
-            if stepped.get(key) and some and not found:
+            if stepped.get(key) and some and not saved_state.get(key):
                 raise ValueError(
                     f"this optimizer state has no {min(own or some)}, which the wrapped {name} "
                     "keeps here. Either it was saved with other settings: make the optimizer with "
                     "those. Or it was flattened, and something has looked at this optimizer "
                     "before: load it into a fresh one"
-                )
-            if saved.get(WRAPPED) is None and own and found and own != found:
-                raise ValueError(
-                    f"this optimizer state holds {', '.join(sorted(found))} where the wrapped "
-                    f"{name} keeps {', '.join(sorted(own))}: {_FRESH}"
                 )

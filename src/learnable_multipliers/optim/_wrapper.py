@@ -25,6 +25,7 @@ from learnable_multipliers.kernels._parameter import (
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
 from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, plan_for
+from learnable_multipliers.optim._loading import check_saved_format, is_ours
 from learnable_multipliers.optim._sharding import dtensor_like
 from learnable_multipliers.optim._wrapped_groups import (
     check_can_be_wrapped,
@@ -36,7 +37,7 @@ from learnable_multipliers.optim._wrapped_rates import (
     default_multiplier_lr_scale,
     update_size_is_lr,
 )
-from learnable_multipliers.optim._wrapped_settings import WRAPPED, MirroredSettings
+from learnable_multipliers.optim._wrapped_settings import MirroredSettings
 from learnable_multipliers.optim._wrapped_state import (
     InnerState,
     check_wrapped_class,
@@ -276,17 +277,18 @@ class LearnableMultipliers(MultiplierOptimizer):
                 "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
                 "of what it averages. Start with fresh optimizer state"
             )
-        ours, theirs = split_state(state_dict["state"])
         saved_groups = state_dict["param_groups"]
-        check_wrapped_class(saved_groups, self.inner)
+        if is_ours(state_dict):
+            check_saved_format(state_dict)
+            check_wrapped_class(saved_groups, self.inner)
+        ours, theirs = split_state(state_dict["state"])
         if state_dict["state"]:
             self._cached_binding()
             if not self.inner.state:
                 self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
             check_wrapped_entries(saved_groups, theirs, stepped, self.inner)
-        named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
-        super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
+        super().load_state_dict({**state_dict, "state": ours})
         if state_dict["state"]:
             has_stepped = bool(self._cached_binding().steps.any())
             self._inner_state.load(theirs, saved_groups, has_stepped)
