@@ -112,8 +112,8 @@ class Batches:
             for block, part, place in zip(matrix.blocks, parts, self._slices[i], strict=True):
                 rows = num_rows(matrix, block, self._split)
                 factor = lr_factor(self._rule, rows, matrix.num_in)
-                found = done[place.shape][place.at]
-                part.copy_((found * factor).view(part.shape))
+                update = done[place.shape][place.at]
+                part.copy_((update * factor).view(part.shape))
         return self._views(done, own)
 
     def _own_buffers(self, dtype: torch.dtype) -> list[Tensor | None]:

@@ -25,7 +25,7 @@ _SIZES = (
 
 @functools.cache
 def register_plan_check() -> None:
-    """Let every optimizer of the process check its groups; only a step tells who uses them."""
+    """Check the groups of every optimizer at its steps; only these show which one uses them."""
     register_optimizer_step_pre_hook(_check_plan_is_used)
 
 
@@ -76,7 +76,7 @@ def check_group_settings(group: Mapping[str, Any], beta1: float, beta2: float, e
             raise ValueError(f"{name} must be a number of at least 0, got {value}")
     if group.get("maximize"):
         raise ValueError(
-            "maximize is not supported, as multipliers would go on minimizing: train on the "
+            "maximize is not supported, as multipliers would still minimize: train on the "
             "negative of the loss"
         )
     lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
@@ -109,10 +109,10 @@ def check_group_parameters(
     taken = {name for other in others for name in other.get("param_names", ())}
     names = names_in(group)
     for name, parameter in zip(names, group["params"], strict=True):
-        told = name or f"a parameter of shape {tuple(parameter.shape)}"
+        label = name or f"a parameter of shape {tuple(parameter.shape)}"
         if parameter.is_complex():
             raise ValueError(
-                f"{told} is complex, which is not supported: train it as a real one "
+                f"{label} is complex, which is not supported: train it as a real one "
                 "(torch.view_as_real), or with an optimizer of torch"
             )
         if name in taken:
@@ -122,7 +122,7 @@ def check_group_parameters(
             )
         if not has_plan and parameter.ndim > 1:
             raise ValueError(
-                f"{told} is in a group without a plan, and would train without multipliers: add "
+                f"{label} is in a group without a plan, and would train without multipliers: add "
                 "lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
             )
 
@@ -131,7 +131,7 @@ def check_group_has_names(group: dict[str, Any]) -> None:
     """Raise where a group to be added has no names, by which plan and state know parameters."""
     params = group["params"]
     if isinstance(params, set):
-        # Refused by torch.
+        # torch raises for it.
         return
     # Looking at a generator uses it up.
     params = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)

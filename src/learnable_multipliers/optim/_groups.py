@@ -183,10 +183,10 @@ def joined_plan(plan: Plan, other: Plan) -> Plan:
     """
     if plan == other:
         return plan
-    known = {entry.name: entry for entry in plan.entries}
+    entries = {entry.name: entry for entry in plan.entries}
     for entry in other.entries:
-        if known.setdefault(entry.name, entry).reason == "frozen":
-            known[entry.name] = entry
-        elif entry.reason != "frozen" and known[entry.name] != entry:
+        if entries.setdefault(entry.name, entry).reason == "frozen":
+            entries[entry.name] = entry
+        elif entry.reason != "frozen" and entries[entry.name] != entry:
             raise ValueError(f"two plans for one optimizer differ at {entry.name}")
-    return replace(plan, entries=tuple(known.values()))
+    return replace(plan, entries=tuple(entries.values()))

@@ -53,9 +53,9 @@ def is_ours(saved: dict[str, Any]) -> bool:
 def check_saved_format(saved: dict[str, Any]) -> None:
     """Raise if a state of this library has another format."""
     for group in saved["param_groups"]:
-        found = group.get("format")
-        if found != FORMAT:
-            what = "has no format number" if found is None else f"is of format {found}"
+        number = group.get("format")
+        if number != FORMAT:
+            what = "has no format number" if number is None else f"is of format {number}"
             raise ValueError(
                 f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
                 "the release that wrote it, or start with fresh optimizer state"
@@ -85,15 +85,15 @@ def _check_saved_parameters(
     """Raise where the saved groups hold other parameters, or train other parts of them."""
     if not all(isinstance(group.get("param_names"), list) for group in saved_groups):
         pairs = zip(groups, saved_groups, strict=False)
-        known = [pair for pair in pairs if isinstance(pair[1].get("param_names"), list)]
-        groups, saved_groups = [own for own, _ in known], [saved for _, saved in known]
+        named = [pair for pair in pairs if isinstance(pair[1].get("param_names"), list)]
+        groups, saved_groups = [own for own, _ in named], [saved for _, saved in named]
     here, there = _trained_parts(groups), _trained_parts(saved_groups)
     for name in here:
         if there.get(name, here[name]) != here[name]:
             raise ValueError(
                 f'this optimizer state was saved with train="{there[name]}" for {name}, which is '
                 f'train="{here[name]}" here: make the optimizer with the plan of the saved run, or '
-                "go on from it with optimizer.load_state_dict(state, "
+                "continue from it with optimizer.load_state_dict(state, "
                 "from_plan=plan_of_the_saved_run)"
             )
     order = [list(group.get("param_names", ())) for group in groups]

@@ -244,7 +244,7 @@ def _check_heads(plan: Plan) -> None:
     if unknown:
         raise ValueError(
             f'split="heads" needs the rows of one head of {unknown[0]}, which the model does not '
-            f'tell: say it with a rule, lrm.Rule(r"{re.escape(unknown[0])}", head_dim=64)'
+            f'give: set it with a rule, lrm.Rule(r"{re.escape(unknown[0])}", head_dim=64)'
         )
     if not blocks:
         raise ValueError(
@@ -254,11 +254,11 @@ def _check_heads(plan: Plan) -> None:
 
 def _shared_momentum(states: ParameterSet) -> float:
     """Return the momentum of the hidden matrices, which one launch updates together."""
-    found = {float(state.group["momentum"]) for state in states}
-    if len(found) > 1:
-        values = ", ".join(f"{value:g}" for value in sorted(found))
+    momenta = {float(state.group["momentum"]) for state in states}
+    if len(momenta) > 1:
+        values = ", ".join(f"{value:g}" for value in sorted(momenta))
         raise ValueError(
             f"the parameter groups of hidden matrices have different momentum ({values}): set the "
             "same in all of them"
         )
-    return found.pop()
+    return momenta.pop()

@@ -89,7 +89,7 @@ class WeightOwner(Optimizer):
         with torch.no_grad():
             binding = self._current_binding()
             states = [state for state in binding.states if state.name in names]
-            # Refuse first: an outside write would be overwritten silently.
+            # Raise first: an outside write would be overwritten silently.
             binding.guard.check_weights(states)
             yield states
             binding.write_factors_()
@@ -164,8 +164,8 @@ class WeightOwner(Optimizer):
         )
         if self._process_group is not None and binding.process_group is not None:
             raise ValueError(
-                "process_group is for parameters that are not sharded; sharded ones tell which "
-                "ranks share them, so leave it out"
+                "process_group is for parameters that are not sharded; the mesh of sharded ones "
+                "says which ranks share them, so leave it out"
             )
         return binding
 
@@ -186,17 +186,17 @@ class WeightOwner(Optimizer):
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
         """Return the multipliers by parameter name, full tensors."""
-        found = {}
+        by_name = {}
         for state in self.parameter_states():
             if state.matrix is None or not state.carries:
                 continue
             kept = self.state[state.parameter]
-            found[state.name] = {
+            by_name[state.name] = {
                 name: multiplier(state.matrix, full(kept[name]).detach().clone())
                 for name in MULTIPLIERS
                 if name in kept
             }
-        return found
+        return by_name
 
     @torch.no_grad()
     def raw_weights(self) -> dict[str, Tensor]:

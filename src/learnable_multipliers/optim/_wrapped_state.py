@@ -35,7 +35,7 @@ class InnerState:
         settings: MirroredSettings,
         state: Mapping[Any, dict[str, Any]],
     ) -> None:
-        """Let the wrapped optimizer create its state, for checkpointing tools to see.
+        """Step the wrapped optimizer to create its state, for checkpointing tools to see.
 
         These tools take a step at rate 0 with zero gradients, and load only the entries they see
         then. Training discards this placeholder.

@@ -271,7 +271,7 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
-        """Load both states; one from another plan or of another optimizer is refused."""
+        """Load both states; raise for one from another plan or of another optimizer."""
         if from_plan is not None:
             raise ValueError(
                 "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
