@@ -198,7 +198,7 @@ def adamw(model, plan, **settings):
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("make", [adamw, muon, wrapped])
-def test_every_optimizer_counts_multipliers_where_asked_to(make, counted):
+def test_every_optimizer_counts_multipliers_if_clip_multipliers_says_so(make, counted):
     def build(model, plan):
         return make(model, plan, max_grad_norm=1.0, clip_multipliers=counted)
 
@@ -361,7 +361,7 @@ def outside_writes(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", list(outside_writes(Toy())))
-def test_write_from_outside_is_noticed_and_can_be_taken_over(write, dtype):
+def test_write_from_outside_raises_and_can_be_adopted(write, dtype):
     model, optimizer = toy_run(dtype)
     train(model, optimizer, 2)
     outside_writes(model)[write]()
@@ -388,7 +388,7 @@ def test_swapping_an_average_in_and_out_again_is_fine():
     train(model, optimizer, 1)
 
 
-def test_sync_starts_over_where_a_multiplier_is_zero():
+def test_sync_restarts_a_multiplier_that_is_zero():
     model, plan, values = start("row+col", torch.float64)
     optimizer = ours()(model, plan)
     place(optimizer, model, values)
@@ -444,7 +444,7 @@ def test_gradscaler_and_accumulation_work_as_with_any_optimizer():
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_wrong_settings_are_refused():
+def test_wrong_settings_raise():
     model = Toy().to(DEVICE)
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         lrm.AdamW.from_model(model, "none", max_grad_norm=0.0)
@@ -461,7 +461,7 @@ def test_wrong_settings_are_refused():
 
 
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
-def test_copy_of_model_and_optimizer_goes_on_by_itself(optimizer_class):
+def test_copy_of_model_and_optimizer_trains_by_itself(optimizer_class):
     def make(model, plan):
         return optimizer_class(lrm.param_groups(model, plan), lr=1e-2, max_grad_norm=0.3)
 
@@ -475,7 +475,7 @@ def test_copy_of_model_and_optimizer_goes_on_by_itself(optimizer_class):
         assert p is not q
 
 
-def test_group_added_later_leaves_the_others_state_alone():
+def test_group_added_later_keeps_the_state_of_others():
     model, optimizer = toy_run()
     train(model, optimizer, 3)
     before = {k: v.clone() for k, v in optimizer.state[model.qkv.weight].items()}
@@ -518,7 +518,7 @@ def test_empty_and_single_numbers_are_trained_like_any_other():
 
 
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
-def test_every_parameter_goes_on_training_after_its_storage_moved(optimizer_class):
+def test_every_parameter_still_trains_after_its_storage_moved(optimizer_class):
     def make(model, plan):
         return optimizer_class(lrm.param_groups(model, plan), lr=1e-2)
 
@@ -577,7 +577,7 @@ def test_no_gradient_outlives_its_step(optimizer_class):
     assert not any(ref() is not None for ref in alive)
 
 
-def test_state_that_was_replaced_is_taken_up():
+def test_state_that_was_replaced_is_used():
     """Offloading moves state out and in again: other tensors, the same numbers."""
     straight, optimizer = toy_run()
     train(straight, optimizer, 4)
@@ -601,7 +601,7 @@ def test_clipping_by_hand_scales_gradients_of_any_layout():
     torch.testing.assert_close(norm.cpu(), torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
-def test_hooks_on_loading_are_heard():
+def test_hooks_on_loading_take_effect():
     model, optimizer = toy_run()
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -638,7 +638,7 @@ def test_state_of_another_format_raises_before_anything_changes(other, message):
     assert optimizer.param_groups[0]["lr"] != 7.0
 
 
-def test_state_from_another_plan_is_refused():
+def test_state_from_another_plan_raises():
     model, optimizer = toy_run(kind="row")
     train(model, optimizer, 2)
     other, another = toy_run(kind="col")

@@ -122,7 +122,7 @@ def test_another_optimizer_takes_the_groups_of_a_plan_without_multipliers():
     torch.testing.assert_close(logits(ours), logits(theirs))
 
 
-def test_groups_of_another_models_plan_are_refused():
+def test_groups_of_another_models_plan_raise():
     plan = lrm.plan(build("llama"), "full")
     with pytest.raises(ValueError, match="does not fit"):
         lrm.param_groups(HandWritten(), plan)
@@ -132,7 +132,7 @@ def test_groups_of_another_models_plan_are_refused():
         lrm.param_groups(model, plan)
 
 
-def test_parameter_added_after_planning_is_refused():
+def test_parameter_added_after_planning_raises():
     model = HandWritten()
     plan = lrm.plan(model, "full")
     lrm.reparametrize(model, plan)

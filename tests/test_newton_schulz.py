@@ -75,7 +75,7 @@ def test_rounding_is_less_than_that_of_torch(shape, size):
             assert error < other, f"{name}: {error} against {other}"
 
 
-def test_nothing_comes_of_nothing():
+def test_zero_matrices_stay_zero():
     batch = torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     assert orthogonalize(batch, "quintic").eq(0).all()
     assert orthogonalize(batch[:0], "quintic").shape == (0, 8, 16)

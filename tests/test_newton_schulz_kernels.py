@@ -78,7 +78,7 @@ def test_matrices_of_any_size_are_divided_by_their_norm(shape, margin, size):
     torch.testing.assert_close(found, same, rtol=2e-3, atol=1e-7)
 
 
-def test_no_matrix_is_divided_by_zero_and_bad_ones_stay_bad():
+def test_no_matrix_is_divided_by_zero_and_nan_stays_nan():
     x = torch.zeros(3, 8, 8, device=DEVICE, dtype=torch.bfloat16)
     x[1, 2, 3], x[2, 0, 0] = 1.0, float("nan")
     found = kernels.divided_by_norm(x, 1.0, 1e-7)

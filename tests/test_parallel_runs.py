@@ -130,7 +130,7 @@ def test_a_tied_embedding_is_sharded_too(ranks, alone, data, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
+def test_a_run_resumes_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
     folder, expected = alone(kind=kind, llama=True)
     config = config_of(data, tmp_path / "run", kind=kind, llama=True)
     two = Ranks(2)
@@ -190,7 +190,7 @@ def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp
     assert_close(ranks.run(train_here, on_ranks)[0], expected)
 
 
-def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
+def test_a_checkpoint_of_two_ranks_loads_on_one_three_and_four(ranks, data, tmp_path):
     # Twelve sequences, which three ranks can divide; rows and columns leave uneven shards.
     config = config_of(data, tmp_path / "run", llama=True)
     config = replace(config, data=replace(config.data, batch_sequences=12))

@@ -416,7 +416,7 @@ def starts_anew():
     assert (lrm.multipliers(made)["down.weight"]["col"] != 1).any()
 
 
-def test_ranks_agree_on_multipliers_that_start_anew(ranks):
+def test_ranks_agree_on_multipliers_that_restart(ranks):
     ranks.run(starts_anew)
 
 
@@ -436,7 +436,7 @@ def gradient_as_a_sum():
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"].to_local(), torch.full((4,), 0.3))
 
 
-def test_gradients_that_are_sums_not_yet_taken_are_taken(ranks):
+def test_partial_gradients_are_reduced(ranks):
     ranks.run(gradient_as_a_sum)
 
 
@@ -454,7 +454,7 @@ def apart():
         lrm.AdamW.from_model(nn.ParameterDict({"one": one, "other": other}), "none").step()
 
 
-def test_parameters_without_a_common_mesh_are_refused(ranks):
+def test_parameters_without_a_common_mesh_raise(ranks):
     ranks.run(apart)
 
 
@@ -468,7 +468,7 @@ def uneven():
             started("fsdp x tp", "adamw")
 
 
-def test_uneven_parts_are_refused_where_torch_gathers_them_wrongly(ranks):
+def test_uneven_parts_raise_where_torch_gathers_them_wrongly(ranks):
     ranks.run(uneven)
 
 

@@ -116,7 +116,7 @@ def wrongly_parallel(styles):
     ],
     ids=lambda styles: next(iter(styles)).rpartition(".")[2],
 )
-def test_styles_for_single_linears_are_refused(ranks, styles):
+def test_styles_for_single_linears_raise(ranks, styles):
     for message in ranks.run(wrongly_parallel, styles):
         assert "never call Linear.forward" in message
         assert "tensor_parallelize" in message
@@ -130,7 +130,7 @@ def test_styles_for_single_linears_are_refused(ranks, styles):
         ({"vocab_size": 6}, "leaves a rank without any of model.vocab_size=6"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_refused(changes, message):
+def test_a_model_that_cannot_be_sharded_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         rank_shape(replace(SHAPES["hybrid"], **changes), 4)
 

@@ -109,7 +109,7 @@ def unseen():
     assert apart(model.module.up.weight.detach()) > 1e-3
 
 
-def test_without_a_group_replicas_go_apart(ranks):
+def test_without_a_group_replicas_diverge(ranks):
     ranks.run(unseen)
 
 
@@ -166,7 +166,7 @@ def differ_at_start():
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_replicas_that_start_apart_are_refused_at_the_first_step(ranks):
+def test_replicas_with_different_initial_weights_raise_at_the_first_step(ranks):
     assert ranks.run(differ_at_start)[:2] == [True, True]
 
 
@@ -184,7 +184,7 @@ def differ_by_rounding():
     return [str(one.message) for one in told]
 
 
-def test_replicas_that_differ_by_rounding_are_warned_of_once(ranks):
+def test_replicas_that_differ_by_rounding_warn_once(ranks):
     for told in ranks.run(differ_by_rounding)[:2]:
         (one,) = told
         assert "replicas of down.weight differ between ranks, by " in one
@@ -210,7 +210,7 @@ def sent(optimizer, seen):
     return seen_by_steps
 
 
-def test_agreeing_is_one_message_of_four_numbers(ranks):
+def test_agreement_costs_one_message_of_four_numbers(ranks):
     for found in ranks.run(sent, "adamw", True)[:2]:
         assert found == [[("allreduce_", 32)]] * 2
     for found in ranks.run(sent, "adamw", False)[:2]:
@@ -233,7 +233,7 @@ def groups_outlive_ddp():
     return collectives.seen
 
 
-def test_groups_keep_the_process_group_of_a_ddp_that_is_gone(ranks):
+def test_groups_keep_the_process_group_of_a_deleted_ddp_model(ranks):
     for found in ranks.run(groups_outlive_ddp)[:2]:
         assert found == [("allreduce_", 32)]
 
@@ -252,5 +252,5 @@ def shown_alone():
     assert_equal_replicas(model, made)
 
 
-def test_one_rank_may_look_at_the_state_alone(ranks):
+def test_one_rank_may_read_the_state_alone(ranks):
     ranks.run(shown_alone)

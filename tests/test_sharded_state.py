@@ -98,7 +98,7 @@ def test_a_sharded_state_that_was_saved_asynchronously_continues_bitwise(kind, m
     check_continues(run, other)
 
 
-def test_a_sharded_state_is_grouped_otherwise_in_place(mesh):
+def test_a_sharded_state_loads_into_other_groups_with_from_plan(mesh):
     model, optimizer = sharded("adamw", mesh)
     train(model, optimizer, range(4))
     rules = [lrm.Rule("0.weight", lr_scale=0.1)]
@@ -128,7 +128,7 @@ def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     assert (state.multipliers["col"] == 2.0).all()
 
 
-def test_a_write_to_a_sharded_weight_is_refused_after_its_state_was_copied(mesh):
+def test_a_write_to_a_sharded_weight_raises_after_its_state_was_copied(mesh):
     model, optimizer = sharded("adamw", mesh)
     train(model, optimizer, range(2))
     copy.deepcopy(optimizer.state_dict())

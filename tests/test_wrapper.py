@@ -144,7 +144,7 @@ def explicit_twin(make, model, plan, steps, scale=1.0):
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_around_a_stranger_it_equals_the_explicit_path(name):
+def test_around_any_optimizer_it_equals_the_explicit_path(name):
     torch.manual_seed(0)
     model = Toy().double()
     plan = toy_plan(model, "row+col")
@@ -164,7 +164,7 @@ def test_around_a_stranger_it_equals_the_explicit_path(name):
 
 
 @pytest.mark.parametrize("through_data", [False, True])
-def test_an_optimizer_that_keeps_a_list_of_its_parameters_is_refused(through_data):
+def test_an_optimizer_that_keeps_a_list_of_its_parameters_raises(through_data):
     torch.manual_seed(0)
     model = Toy()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -182,7 +182,7 @@ def test_an_optimizer_that_keeps_a_list_of_its_parameters_is_refused(through_dat
         optimizer.step()
 
 
-def test_a_step_of_the_wrapped_optimizer_alone_is_refused():
+def test_a_step_of_the_wrapped_optimizer_alone_raises():
     model = Toy().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     around = lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
@@ -210,7 +210,7 @@ def test_an_optimizer_that_could_not_be_wrapped_still_steps_by_itself():
     torch.testing.assert_close(model.mix.detach(), before - LR)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused():
+def test_an_optimizer_that_needs_a_closure_raises():
     model = Toy()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ValueError, match="LBFGS computes the loss again"):
@@ -355,7 +355,7 @@ def test_distributed_checkpoints_see_the_state_of_both(make, flat):
         (SignDescent, 1e-2, 0.1),
     ],
 )
-def test_the_rate_of_a_step_counted_otherwise_is_not_taken_for_adamws(make, lr, scale):
+def test_multipliers_do_not_train_at_a_rate_in_other_units_than_adamws(make, lr, scale):
     rates = []
     for given in ({}, {"multiplier_lr_scale": scale}):
         torch.manual_seed(0)
@@ -431,7 +431,7 @@ def test_a_state_of_another_wrapped_class_raises_before_anything_changes(case):
         assert torch.equal(p, q)
 
 
-def test_a_state_that_lacks_what_the_wrapped_optimizer_keeps_is_refused():
+def test_a_state_that_lacks_entries_of_the_wrapped_optimizer_raises():
     saved = around(torch.optim.SGD, 3)[1].state_dict()
     with pytest.raises(ValueError, match=r"no momentum_buffer, .* saved with other settings"):
         around(momentum)[1].load_state_dict(saved)
@@ -494,7 +494,7 @@ def test_a_scheduler_on_the_wrapped_optimizer_moves_multipliers_too(scheduled):
     assert torch.equal(runs[0][1], runs[1][1])
 
 
-def test_what_cannot_be_wrapped_is_refused():
+def test_foreign_parameters_and_rates_in_the_plan_raise():
     model = Toy()
     with pytest.raises(ValueError, match="not the model's"):
         lrm.LearnableMultipliers(
@@ -505,7 +505,7 @@ def test_what_cannot_be_wrapped_is_refused():
         lrm.LearnableMultipliers(torch.optim.SGD(model.parameters(), lr=1.0), model, plan)
 
 
-def test_wrapped_optimizer_keeps_its_own_ways():
+def test_gradients_and_settings_outlive_a_wrapped_step():
     model = Toy()
     plan = toy_plan(model, "row+col")
     inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -580,7 +580,7 @@ def test_multipliers_around_sgd_peak_at_their_own_rate_under_any_schedule(name, 
     assert all(rate == pytest.approx(lr * 1e-3 / 0.5) for lr, rate in rates)
 
 
-def test_a_given_scale_of_the_multipliers_rate_is_left_alone():
+def test_a_given_multiplier_lr_scale_is_not_changed():
     torch.manual_seed(0)
     model = Toy()
     plan = toy_plan(model, "row+col")
@@ -600,7 +600,7 @@ def test_a_given_scale_of_the_multipliers_rate_is_left_alone():
         runs[name] = copy.deepcopy(optimizer.state_dict())
 
 
-def test_a_scale_found_at_the_first_step_is_resumed_and_copied():
+def test_a_scale_derived_at_the_first_step_is_resumed_and_copied():
     model, optimizer = around(torch.optim.SGD, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=9)
     for step in range(3):
@@ -617,7 +617,7 @@ def test_a_scale_found_at_the_first_step_is_resumed_and_copied():
         assert torch.equal(each.mix, model.mix)
 
 
-def test_multipliers_that_a_schedule_takes_far_beyond_their_rate_are_reported_once():
+def test_a_schedule_that_raises_multiplier_rates_far_too_high_warns_once():
     """CyclicLR keeps the rate that it will reach to itself."""
     model, optimizer = around(torch.optim.SGD, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CyclicLR(
