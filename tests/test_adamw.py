@@ -205,9 +205,9 @@ def test_every_optimizer_counts_multipliers_if_clip_multipliers_says_so(make, co
     model, optimizer, norms = with_gradients(build)
     exact = {"rtol": 1e-12, "atol": 0}
     # No limit: the gradients stay as they are.
-    for asked, norm in ((None, norms[counted]), (False, norms[0]), (True, norms[1])):
-        found = lrm.clip_grad_norm_(optimizer, 1e9, clip_multipliers=asked)
-        torch.testing.assert_close(found, norm, **exact)
+    for choice, norm in ((None, norms[counted]), (False, norms[0]), (True, norms[1])):
+        actual = lrm.clip_grad_norm_(optimizer, 1e9, clip_multipliers=choice)
+        torch.testing.assert_close(actual, norm, **exact)
     assert copy.deepcopy(optimizer).clip_multipliers == counted
     optimizer.step()
     torch.testing.assert_close(optimizer.grad_norm, norms[counted], **exact)
@@ -366,7 +366,7 @@ def test_write_from_outside_raises_and_can_be_adopted(write, dtype):
     train(model, optimizer, 2)
     outside_writes(model)[write]()
     written = model.qkv.weight.detach().clone()
-    # On a GPU a write through `.data` is noticed by the device, and told at the next step.
+    # On a GPU a write through `.data` is detected on the device, and raises at the next step.
     with pytest.raises(RuntimeError, match=r"qkv.weight was changed .*opt.sync_from_model_\(\)"):
         train(model, optimizer, 1 if DEVICE == "cpu" else 2)
     assert torch.equal(model.qkv.weight.detach(), written)
@@ -427,7 +427,7 @@ def test_plain_parameters_train_as_with_torch():
 def test_gradscaler_and_accumulation_work_as_with_any_optimizer():
     model, optimizer = toy_run()
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
-    other, twin = toy_run()
+    other, expected = toy_run()
     for step in range(3):
         ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
         ids = ids.to(DEVICE)
@@ -439,7 +439,7 @@ def test_gradscaler_and_accumulation_work_as_with_any_optimizer():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    train(other, twin, 3)
+    train(other, expected, 3)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
@@ -467,10 +467,10 @@ def test_copy_of_model_and_optimizer_trains_by_itself(optimizer_class):
 
     model, optimizer = toy_run(make=make)
     train(model, optimizer, 2)
-    twin, copied = copy.deepcopy((model, optimizer))
+    clone, copied = copy.deepcopy((model, optimizer))
     train(model, optimizer, 2, first=2)
-    train(twin, copied, 2, first=2)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    train(clone, copied, 2, first=2)
+    for p, q in zip(model.parameters(), clone.parameters(), strict=True):
         assert torch.equal(p, q)
         assert p is not q
 

@@ -1,4 +1,4 @@
-"""What an optimizer cannot honour is refused; nothing trains without multipliers unasked."""
+"""Settings without effect raise; nothing trains without multipliers unless the plan says so."""
 
 import math
 
@@ -612,7 +612,7 @@ def test_a_clip_norm_that_is_set_later_is_checked_too(value):
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (lambda p: torch.optim.RAdam(p), "another class"),
         (lambda p: torch.optim.NAdam(p), "another class"),
@@ -620,9 +620,9 @@ def test_a_clip_norm_that_is_set_later_is_checked_too(value):
         (lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True), "amsgrad, maximize"),
     ],
 )
-def test_states_of_other_optimizers_than_adamw_raise(made, told):
+def test_states_of_other_optimizers_than_adamw_raise(made, message):
     model = net()
     other = made(model.named_parameters())
     train(model, other, 1)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         lrm.AdamW.from_model(model).load_state_dict(other.state_dict())

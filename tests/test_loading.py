@@ -1,4 +1,4 @@
-"""States of other plans and optimizers: converted, adopted or refused before anything changes."""
+"""States of other plans and optimizers are converted or adopted, or raise an error."""
 
 import copy
 import warnings
@@ -329,14 +329,14 @@ def test_a_weight_unfrozen_later_warns_once(kind):
 
 def bad_steps(model, optimizer, count):
     """Take steps without finite gradients; return how many warnings they give."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(count):
             for p in model.parameters():
                 p.grad = torch.full_like(p, torch.nan)
             optimizer.step()
-    assert all("optimizer steps were skipped" in str(one.message) for one in told)
-    return len(told)
+    assert all("optimizer steps were skipped" in str(one.message) for one in caught)
+    return len(caught)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -348,7 +348,7 @@ def test_each_long_series_of_skipped_steps_warns_once(kind):
     train(model, optimizer, 4)
     assert bad_steps(model, optimizer, 60) == 1
     assert optimizer.num_skipped == 75
-    # Recovered, and worse again: found within forty steps.
+    # Recovered, and worse again: reported within forty steps.
     train(model, optimizer, 7)
     assert bad_steps(model, optimizer, 39) == 1
     train(model, optimizer, 1)
@@ -517,8 +517,8 @@ def test_moments_start_at_zero_where_the_raw_weight_was_fixed():
     grad = parts["row"][:, None] * parts["col"] * model.up.weight.grad
     mean, square = 0.1 * grad / (1 - 0.9**4), 0.05 * grad**2 / (1 - 0.95**4)
     expected = raw * (1 - 1e-2 * 0.1) - 1e-2 * mean / (square.sqrt() + 1e-8)
-    found = lrm.optim.raw_weights(after)["up.weight"]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    actual = lrm.optim.raw_weights(after)["up.weight"]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_stage_may_change_its_plan_as_its_weights_are_trained():

@@ -182,8 +182,8 @@ def test_heads_of_unknown_size_raise_and_name_a_rule():
     with pytest.raises(ValueError, match=r"the rows of one head of layers.0.attention.wq.weight"):
         lrm.Muon.from_model(model, split="heads")
     rules = [lrm.Rule(r"attention\.w[qkv]", head_dim=4)]
-    told = lrm.Muon.from_model(model, split="heads", rules=rules)
-    assert told.plan["layers.0.attention.wq.weight"].matrix.blocks[0].head_dim == 4
+    optimizer = lrm.Muon.from_model(model, split="heads", rules=rules)
+    assert optimizer.plan["layers.0.attention.wq.weight"].matrix.blocks[0].head_dim == 4
     with pytest.raises(ValueError, match="heads of 5 rows do not divide the 16 rows of query"):
         lrm.plan(model, rules=[lrm.Rule(r"attention\.w[qkv]", head_dim=5)])
     with pytest.raises(ValueError, match="which holds no query, key or value"):

@@ -1,4 +1,4 @@
-"""What others do to weights, state and groups between two steps is used, or refused in words."""
+"""Outside changes to weights, state and groups between two steps are used, or raise an error."""
 
 import copy
 

@@ -56,14 +56,14 @@ def fresh(config):
 
 def computed(model):
     """Return logits, losses and gradients in full."""
-    found = {"logits": model(some_tokens()).detach()}
+    tensors = {"logits": model(some_tokens()).detach()}
     losses = model.loss(some_tokens(), Z_LOSS)
     losses.total.backward()
-    found |= {"total": losses.total.detach(), "cross-entropy": losses.cross_entropy}
+    tensors |= {"total": losses.total.detach(), "cross-entropy": losses.cross_entropy}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+        tensors[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return tensors
 
 
 def parallel(config, axes):
@@ -87,11 +87,11 @@ def parallel(config, axes):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sharded_model_is_the_whole_model(ranks, shape, axes):
     expected = computed(fresh(SHAPES[shape]))
-    for found in ranks.run(parallel, SHAPES[shape], axes):
-        assert found.keys() == expected.keys()
+    for actual in ranks.run(parallel, SHAPES[shape], axes):
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                found[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
+                actual[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 

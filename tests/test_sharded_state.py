@@ -46,21 +46,21 @@ def train(model, optimizer, steps):
 
 
 def numbers(model, optimizer):
-    found = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    tensors = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
     for name, raw in lrm.optim.raw_weights(optimizer).items():
-        found[f"{name} raw"] = raw.clone()
+        tensors[f"{name} raw"] = raw.clone()
     for name, parts in lrm.multipliers(optimizer).items():
-        found |= {f"{name} {part}": value for part, value in parts.items()}
-    return found
+        tensors |= {f"{name} {part}": value for part, value in parts.items()}
+    return tensors
 
 
 def check_continues(saved, other):
     """Check that both runs, trained alike, hold the same numbers to the last bit."""
     for run in (saved, other):
         train(*run, range(4, 8))
-    expected, found = numbers(*saved), numbers(*other)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, actual = numbers(*saved), numbers(*other)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 def by_deepcopy(state):
@@ -104,8 +104,8 @@ def test_a_sharded_state_loads_into_other_groups_with_from_plan(mesh):
     rules = [lrm.Rule("0.weight", lr_scale=0.1)]
     again = lrm.AdamW.from_model(model, rules=rules, lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()), from_plan=optimizer.plan)
-    expected, found = numbers(model, optimizer), numbers(model, again)
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, actual = numbers(model, optimizer), numbers(model, again)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("kind", MADE)

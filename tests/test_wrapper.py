@@ -27,7 +27,7 @@ def take_step(model, optimizer, step):
 
 
 class SignDescent(torch.optim.Optimizer):
-    """A stranger: state made in its constructor, one step written from scratch."""
+    """Makes its state in its constructor, and writes its step from scratch."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -114,7 +114,7 @@ class ListDescent(torch.optim.Optimizer):
                 weight.sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
 
-STRANGERS = {
+OPTIMIZERS = {
     "data": DataDescent,
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
@@ -125,7 +125,7 @@ STRANGERS = {
 }
 
 
-def explicit_twin(make, model, plan, steps, scale=1.0):
+def explicit_run(make, model, plan, steps, scale=1.0):
     """The explicit path: the same optimizer on raw weights, AdamW on multipliers."""
     lrm.reparametrize(model, plan)
     groups = lrm.param_groups(model, plan)
@@ -143,14 +143,14 @@ def explicit_twin(make, model, plan, steps, scale=1.0):
     return model
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_around_any_optimizer_it_equals_the_explicit_path(name):
     torch.manual_seed(0)
     model = Toy().double()
     plan = toy_plan(model, "row+col")
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     steps = [torch.randint(0, 13, (2, 7)) for _ in range(8)]
-    inner = STRANGERS[name]([p for p in model.parameters() if p.requires_grad])
+    inner = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
     # Prodigy finds its own rate and calls it 1.
     scale = 1e-3 if name == "prodigyopt" else 1.0
     optimizer = lrm.LearnableMultipliers(inner, model, plan, multiplier_lr_scale=scale)
@@ -158,7 +158,7 @@ def test_around_any_optimizer_it_equals_the_explicit_path(name):
         model(ids).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    merged = lrm.merge(explicit_twin(STRANGERS[name], twin, plan, steps, scale))
+    merged = lrm.merge(explicit_run(OPTIMIZERS[name], other, plan, steps, scale))
     for key, p in model.named_parameters():
         torch.testing.assert_close(p, merged.get_parameter(key), rtol=1e-9, atol=1e-11)
 
@@ -262,7 +262,7 @@ def test_around_torch_muon():
         torch.nn.Linear(6, 8, bias=False), torch.nn.Tanh(), torch.nn.Linear(8, 6, bias=False)
     )
     plan = lrm.plan(model, "full")
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     inner = torch.optim.Muon(model.parameters(), lr=1e-2)
     optimizer = lrm.LearnableMultipliers(inner, model, plan, multiplier_lr_scale=1.0)
     steps = [torch.randn(4, 6) for _ in range(5)]
@@ -270,7 +270,7 @@ def test_around_torch_muon():
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected = lrm.merge(explicit_twin(lambda p: torch.optim.Muon(p, lr=1e-2), twin, plan, steps))
+    expected = lrm.merge(explicit_run(lambda p: torch.optim.Muon(p, lr=1e-2), other, plan, steps))
     # torch's Muon rounds to bfloat16 inside, so equal inputs to rounding give 2e-3 at most.
     for key, p in model.named_parameters():
         torch.testing.assert_close(p, expected.get_parameter(key), rtol=0, atol=2e-3)
@@ -334,7 +334,7 @@ def test_distributed_checkpoints_see_the_state_of_both(make, flat):
                 else:
                     for name, state in saved["state"].items():
                         assert seen["state"][name].keys() >= state.keys()
-                # Another fresh one, whose state nobody has asked for.
+                # Another fresh one, whose state was not read.
                 optimizer = fresh()
                 set_optimizer_state_dict(model, optimizer, saved, options=options)
             take_step(model, optimizer, step)
