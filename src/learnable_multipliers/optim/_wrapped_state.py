@@ -111,7 +111,7 @@ class InnerState:
 
 
 def split_state(state: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return our entries and the wrapped optimizer's of each parameter in a saved state."""
+    """Return our entries of each parameter in a saved state, and the wrapped optimizer's."""
     ours, theirs = {}, {}
     for index, kept in state.items():
         if "exp_avg" in kept or "momentum_buffer" in kept:
@@ -151,10 +151,10 @@ def check_wrapped_entries(
     """
     name = type(optimizer).__name__
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=False):
-        kept = [set(map(str, optimizer.state.get(held, {}))) for held in group["params"]]
+        entries = [set(map(str, optimizer.state.get(held, {}))) for held in group["params"]]
         # A parameter that never had a gradient has no entries: use those of another parameter.
-        some = next((own for own in kept if own), set())
-        for key, own in zip(saved["params"], kept, strict=False):
+        some = next((own for own in entries if own), set())
+        for key, own in zip(saved["params"], entries, strict=False):
             if stepped.get(key) and some and not saved_state.get(key):
                 raise ValueError(
                     f"this optimizer state has no {min(own or some)}, which the wrapped {name} "

@@ -71,6 +71,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         *("inner", "_inner_state", "_adamw", "_mirrored", "_derived"),
     )
     _has_moved = False
+    """Whether a step has moved weights; until then, values are compared for writes elsewhere."""
 
     def __init__(
         self,
@@ -235,8 +236,8 @@ class LearnableMultipliers(MultiplierOptimizer):
         binding.guard.remember(active)
 
     def _step_inner(self, active: ParameterSet) -> None:
+        """Step the wrapped optimizer, and keep what it wrote in the tensors of the state."""
         owned = [state for state in active if state.owns_raw]
-        # Until a step has moved weights.
         step_and_check(self.inner, owned, compare_values=not self._has_moved)
         if not self._has_moved:
             moving = any(float(group["lr"]) != 0 for group in self.param_groups)
