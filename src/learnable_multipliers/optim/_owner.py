@@ -226,41 +226,41 @@ class WeightOwner(Optimizer):
         and step counts are kept, multipliers start at 1, and the groups keep their own settings.
         Any other state raises an error before anything changes.
         """
-        seen: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
 
-        # Registered last, it sees the state after the hooks of others.
-        def look(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            seen.update(self._readable(given, from_plan))
-            return seen
+        # Registered last, it gets the state after the hooks of others.
+        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            converted.update(self._converted(given, from_plan))
+            return converted
 
         # Before the hooks of others, which may change the loaded state.
         def restore(_: Optimizer) -> None:
-            self._restore(seen)
+            self._restore(converted)
 
-        looks = self.register_load_state_dict_pre_hook(look)
-        restores = self.register_load_state_dict_post_hook(restore, prepend=True)
+        convert_hook = self.register_load_state_dict_pre_hook(convert)
+        restore_hook = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            looks.remove()
-            restores.remove()
+            convert_hook.remove()
+            restore_hook.remove()
 
-    def _restore(self, seen: dict[str, Any]) -> None:
+    def _restore(self, saved: dict[str, Any]) -> None:
         """Set the state to the saved one, which torch has cast to the parameters' dtype."""
-        ids = [i for group in seen["param_groups"] for i in group["params"]]
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved, parameter in zip(ids, parameters, strict=True):
-            if saved in seen["state"]:
+        for index, parameter in zip(ids, parameters, strict=True):
+            if index in saved["state"]:
                 device = local(parameter).device
                 self.state[parameter] = {
                     key: value.detach().clone().to(device) if isinstance(value, Tensor) else value
-                    for key, value in seen["state"][saved].items()
+                    for key, value in saved["state"][index].items()
                 }
         self._binding = None
-        self._has_stepped = any(bool(kept.get("step", 0)) for kept in seen["state"].values())
+        self._has_stepped = any(bool(kept.get("step", 0)) for kept in saved["state"].values())
         self._has_loaded = True
 
-    def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
+    def _converted(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise if that is impossible."""
         groups, matrices = self.param_groups, self._matrices()
         # Raw weights that the saved run did not train have no moments yet.
