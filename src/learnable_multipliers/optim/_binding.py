@@ -179,7 +179,7 @@ class Binding:
                 ):
                     raise RuntimeError(
                         f"{name} is no longer tied to {state.name} as it was when the optimizer "
-                        "was made, and is not trained: untie weights before"
+                        "was made, and is not trained: untie weights before that"
                     )
             if id(state.parameter) in held:
                 continue
@@ -187,7 +187,7 @@ class Binding:
             if other is not None:
                 raise RuntimeError(
                     f"{state.name} was tied to {other} after the optimizer was made, and their "
-                    "multipliers are those of two matrices: tie weights before"
+                    "multipliers are those of two matrices: tie weights before that"
                 )
             # Under its name, or in a module that replaced its own: `head.0.weight`, `head.weight`.
             owner = state.name.rpartition(".")[0] + "."
