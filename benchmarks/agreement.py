@@ -53,7 +53,7 @@ def _measure(size: Size, rounds: int) -> dict[str, float]:
 
     optimizer.step()
     replicas, optimizer._replicas = optimizer._replicas, None
-    states, yes = optimizer._get_binding().states, torch.tensor(True)
+    states, yes = optimizer._cached_binding().states, torch.tensor(True)
     assert replicas is not None
     steps, agreed, checked = [], [], []
     for _ in range(rounds):

@@ -26,7 +26,7 @@ from torch import Tensor
 from learnable_multipliers.kernels._newton_schulz import divided_by_norm, symmetric_product
 from learnable_multipliers.kernels._newton_schulz_kernels import Launch
 from learnable_multipliers.kernels._newton_schulz_kernels import symmetric_product as kernel_product
-from learnable_multipliers.optim._newton_schulz import (
+from learnable_multipliers.optim._orthogonalization import (
     COEFFICIENTS,
     gram_form,
     orthogonalize,

@@ -198,16 +198,16 @@ def adamw(model, plan, **settings):
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("make", [adamw, muon, wrapped])
-def test_every_optimizer_counts_multipliers_where_asked_to(make, counted):
+def test_every_optimizer_counts_multipliers_if_clip_multipliers_says_so(make, counted):
     def build(model, plan):
         return make(model, plan, max_grad_norm=1.0, clip_multipliers=counted)
 
     model, optimizer, norms = with_gradients(build)
     exact = {"rtol": 1e-12, "atol": 0}
     # No limit: the gradients stay as they are.
-    for asked, norm in ((None, norms[counted]), (False, norms[0]), (True, norms[1])):
-        found = lrm.clip_grad_norm_(optimizer, 1e9, clip_multipliers=asked)
-        torch.testing.assert_close(found, norm, **exact)
+    for choice, norm in ((None, norms[counted]), (False, norms[0]), (True, norms[1])):
+        actual = lrm.clip_grad_norm_(optimizer, 1e9, clip_multipliers=choice)
+        torch.testing.assert_close(actual, norm, **exact)
     assert copy.deepcopy(optimizer).clip_multipliers == counted
     optimizer.step()
     torch.testing.assert_close(optimizer.grad_norm, norms[counted], **exact)
@@ -361,12 +361,12 @@ def outside_writes(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", list(outside_writes(Toy())))
-def test_write_from_outside_is_noticed_and_can_be_taken_over(write, dtype):
+def test_write_from_outside_raises_and_can_be_adopted(write, dtype):
     model, optimizer = toy_run(dtype)
     train(model, optimizer, 2)
     outside_writes(model)[write]()
     written = model.qkv.weight.detach().clone()
-    # On a GPU a write through `.data` is noticed by the device, and told at the next step.
+    # On a GPU a write through `.data` is detected on the device, and raises at the next step.
     with pytest.raises(RuntimeError, match=r"qkv.weight was changed .*opt.sync_from_model_\(\)"):
         train(model, optimizer, 1 if DEVICE == "cpu" else 2)
     assert torch.equal(model.qkv.weight.detach(), written)
@@ -388,7 +388,7 @@ def test_swapping_an_average_in_and_out_again_is_fine():
     train(model, optimizer, 1)
 
 
-def test_sync_starts_over_where_a_multiplier_is_zero():
+def test_sync_restarts_a_multiplier_that_is_zero():
     model, plan, values = start("row+col", torch.float64)
     optimizer = ours()(model, plan)
     place(optimizer, model, values)
@@ -427,7 +427,7 @@ def test_plain_parameters_train_as_with_torch():
 def test_gradscaler_and_accumulation_work_as_with_any_optimizer():
     model, optimizer = toy_run()
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
-    other, twin = toy_run()
+    other, expected = toy_run()
     for step in range(3):
         ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(step))
         ids = ids.to(DEVICE)
@@ -439,12 +439,12 @@ def test_gradscaler_and_accumulation_work_as_with_any_optimizer():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    train(other, twin, 3)
+    train(other, expected, 3)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_wrong_settings_are_refused():
+def test_wrong_settings_raise():
     model = Toy().to(DEVICE)
     with pytest.raises(ValueError, match="max_grad_norm must be positive"):
         lrm.AdamW.from_model(model, "none", max_grad_norm=0.0)
@@ -461,21 +461,21 @@ def test_wrong_settings_are_refused():
 
 
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
-def test_copy_of_model_and_optimizer_goes_on_by_itself(optimizer_class):
+def test_copy_of_model_and_optimizer_trains_by_itself(optimizer_class):
     def make(model, plan):
         return optimizer_class(lrm.param_groups(model, plan), lr=1e-2, max_grad_norm=0.3)
 
     model, optimizer = toy_run(make=make)
     train(model, optimizer, 2)
-    twin, copied = copy.deepcopy((model, optimizer))
+    clone, copied = copy.deepcopy((model, optimizer))
     train(model, optimizer, 2, first=2)
-    train(twin, copied, 2, first=2)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    train(clone, copied, 2, first=2)
+    for p, q in zip(model.parameters(), clone.parameters(), strict=True):
         assert torch.equal(p, q)
         assert p is not q
 
 
-def test_group_added_later_leaves_the_others_state_alone():
+def test_group_added_later_keeps_the_state_of_others():
     model, optimizer = toy_run()
     train(model, optimizer, 3)
     before = {k: v.clone() for k, v in optimizer.state[model.qkv.weight].items()}
@@ -518,7 +518,7 @@ def test_empty_and_single_numbers_are_trained_like_any_other():
 
 
 @pytest.mark.parametrize("optimizer_class", [lrm.AdamW, lrm.Muon])
-def test_every_parameter_goes_on_training_after_its_storage_moved(optimizer_class):
+def test_every_parameter_still_trains_after_its_storage_moved(optimizer_class):
     def make(model, plan):
         return optimizer_class(lrm.param_groups(model, plan), lr=1e-2)
 
@@ -577,7 +577,7 @@ def test_no_gradient_outlives_its_step(optimizer_class):
     assert not any(ref() is not None for ref in alive)
 
 
-def test_state_that_was_replaced_is_taken_up():
+def test_state_that_was_replaced_is_used():
     """Offloading moves state out and in again: other tensors, the same numbers."""
     straight, optimizer = toy_run()
     train(straight, optimizer, 4)
@@ -601,7 +601,7 @@ def test_clipping_by_hand_scales_gradients_of_any_layout():
     torch.testing.assert_close(norm.cpu(), torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
-def test_hooks_on_loading_are_heard():
+def test_hooks_on_loading_take_effect():
     model, optimizer = toy_run()
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -618,19 +618,19 @@ def test_hooks_on_loading_are_heard():
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
-    [(1, "is of format 1, and only format 2 is read"), (None, "has no format number")],
+    ("other", "message"),
+    [(2, "is of format 2, and only format 3 is read"), (None, "has no format number")],
 )
-def test_state_of_another_format_is_refused_before_anything_changes(found, message):
+def test_state_of_another_format_raises_before_anything_changes(other, message):
     model, optimizer = toy_run()
     train(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert [group["format"] for group in saved["param_groups"]] == [2] * len(saved["param_groups"])
+    assert [group["format"] for group in saved["param_groups"]] == [3] * len(saved["param_groups"])
     for group in saved["param_groups"]:
         group["lr"] = 7.0
         group.pop("format")
-        if found is not None:
-            group["format"] = found
+        if other is not None:
+            group["format"] = other
     kept = optimizer.state[model.qkv.weight]["raw"]
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
@@ -638,7 +638,7 @@ def test_state_of_another_format_is_refused_before_anything_changes(found, messa
     assert optimizer.param_groups[0]["lr"] != 7.0
 
 
-def test_state_from_another_plan_is_refused():
+def test_state_from_another_plan_raises():
     model, optimizer = toy_run(kind="row")
     train(model, optimizer, 2)
     other, another = toy_run(kind="col")

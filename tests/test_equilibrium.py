@@ -23,7 +23,7 @@ from learnable_multipliers.equilibrium._random_walk import (
     _orthogonalized,
     orthogonalized_noise,
 )
-from learnable_multipliers.optim._newton_schulz import orthogonalize
+from learnable_multipliers.optim._orthogonalization import orthogonalize
 
 NUM_WEIGHTS = 20_000
 

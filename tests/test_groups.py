@@ -9,12 +9,12 @@ from learnable_multipliers import Rule
 
 
 def grouped(groups):
-    found = {}
+    by_name = {}
     for group in groups:
         for name, parameter in group["params"]:
-            assert name not in found
-            found[name] = (group, parameter)
-    return found
+            assert name not in by_name
+            by_name[name] = (group, parameter)
+    return by_name
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["optimizer", "explicit"])
@@ -25,11 +25,11 @@ def test_each_trainable_parameter_is_in_exactly_one_group(family, explicit):
     plan = lrm.plan(model, "symmetry-aware")
     if explicit:
         lrm.reparametrize(model, plan)
-    found = grouped(lrm.param_groups(model, plan, weight_decay=0.1))
+    by_name = grouped(lrm.param_groups(model, plan, weight_decay=0.1))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert found.keys() == trainable.keys()
-    assert all(parameter is trainable[name] for name, (_, parameter) in found.items())
-    for name, (group, _) in found.items():
+    assert by_name.keys() == trainable.keys()
+    assert all(parameter is trainable[name] for name, (_, parameter) in by_name.items())
+    for name, (group, _) in by_name.items():
         expected = {"matrix": 0.1, "multiplier": 2e-3, "vector": 0.0}[group["kind"]]
         assert group["weight_decay"] == expected, name
 
@@ -37,12 +37,12 @@ def test_each_trainable_parameter_is_in_exactly_one_group(family, explicit):
 def test_mamba_vectors_and_norms_are_not_decayed():
     """Hugging Face's own grouping decays A_log, D and conv1d."""
     model = build("falcon-h1-inner-norm")
-    found = grouped(lrm.param_groups(model, lrm.plan(model, "full"), weight_decay=0.1))
+    by_name = grouped(lrm.param_groups(model, lrm.plan(model, "full"), weight_decay=0.1))
     for leaf in ("A_log", "D", "dt_bias", "conv1d.weight", "conv1d.bias", "norm.weight"):
-        assert found[f"model.layers.0.mamba.{leaf}"][0]["weight_decay"] == 0.0
-    assert found["model.layers.0.input_layernorm.weight"][0]["weight_decay"] == 0.0
-    assert found["model.layers.0.mamba.in_proj.weight"][0]["weight_decay"] == 0.1
-    assert found["model.embed_tokens.weight"][0]["weight_decay"] == 0.1
+        assert by_name[f"model.layers.0.mamba.{leaf}"][0]["weight_decay"] == 0.0
+    assert by_name["model.layers.0.input_layernorm.weight"][0]["weight_decay"] == 0.0
+    assert by_name["model.layers.0.mamba.in_proj.weight"][0]["weight_decay"] == 0.1
+    assert by_name["model.embed_tokens.weight"][0]["weight_decay"] == 0.1
 
 
 def test_explicit_groups_carry_their_learning_rates():
@@ -51,14 +51,14 @@ def test_explicit_groups_carry_their_learning_rates():
     plan = lrm.plan(model, "full", rules)
     lrm.reparametrize(model, plan)
     groups = lrm.param_groups(model, plan, lr=1e-2, multiplier_lr_scale=4, weight_decay=0.1)
-    found = grouped(groups)
-    wq = found["layers.0.attention.wq.parametrizations.weight.original"][0]
-    w2 = found["layers.0.feed_forward.w2.parametrizations.weight.original"][0]
-    row = found["layers.0.feed_forward.w2.parametrizations.weight.0.row"][0]
+    by_name = grouped(groups)
+    wq = by_name["layers.0.attention.wq.parametrizations.weight.original"][0]
+    w2 = by_name["layers.0.feed_forward.w2.parametrizations.weight.original"][0]
+    row = by_name["layers.0.feed_forward.w2.parametrizations.weight.0.row"][0]
     assert (wq["lr"], wq["weight_decay"]) == (1e-2, 0.1)
     assert (w2["lr"], w2["weight_decay"]) == (5e-3, 0.3)
     assert (row["lr"], row["weight_decay"]) == (4e-2, 2e-3)
-    assert found["layers.0.ffn_norm.weight"][0]["lr"] == 2e-2
+    assert by_name["layers.0.ffn_norm.weight"][0]["lr"] == 2e-2
     with pytest.raises(ValueError, match="give param_groups the learning rate"):
         lrm.param_groups(model, plan, multiplier_lr_scale=4)
 
@@ -122,7 +122,7 @@ def test_another_optimizer_takes_the_groups_of_a_plan_without_multipliers():
     torch.testing.assert_close(logits(ours), logits(theirs))
 
 
-def test_groups_of_another_models_plan_are_refused():
+def test_groups_of_another_models_plan_raise():
     plan = lrm.plan(build("llama"), "full")
     with pytest.raises(ValueError, match="does not fit"):
         lrm.param_groups(HandWritten(), plan)
@@ -132,7 +132,7 @@ def test_groups_of_another_models_plan_are_refused():
         lrm.param_groups(model, plan)
 
 
-def test_parameter_added_after_planning_is_refused():
+def test_parameter_added_after_planning_raises():
     model = HandWritten()
     plan = lrm.plan(model, "full")
     lrm.reparametrize(model, plan)

@@ -1,4 +1,4 @@
-"""States of other plans and optimizers: converted, adopted or refused before anything changes."""
+"""States of other plans and optimizers are converted or adopted, or raise an error."""
 
 import copy
 import warnings
@@ -29,7 +29,7 @@ def states(optimizer):
 @pytest.mark.parametrize(
     ("old", "new"), [("scalar", "full"), ("full", "scalar"), ("full", "none"), ("none", "full")]
 )
-def test_a_state_of_another_plan_is_refused_or_converted_when_asked(old, new, dtype):
+def test_a_state_of_another_plan_raises_unless_from_plan_converts_it(old, new, dtype):
     model = net(dtype)
     before = lrm.AdamW.from_model(model, old, lr=1e-2)
     train(model, before, 4)
@@ -133,7 +133,7 @@ def test_adopted_moments_continue_the_run_of_torch():
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
-def test_states_that_cannot_be_matched_are_refused():
+def test_states_that_cannot_be_matched_raise():
     model = net()
     ours = lrm.AdamW.from_model(model)
     reordered = torch.optim.AdamW(list(model.parameters())[::-1])
@@ -155,7 +155,7 @@ def test_states_that_cannot_be_matched_are_refused():
     ("saver", "loader", "missing"),
     [(lrm.AdamW, lrm.Muon, "momentum_buffer"), (lrm.Muon, lrm.AdamW, "exp_avg")],
 )
-def test_the_state_of_another_kind_is_refused_and_says_what_is_missing(saver, loader, missing):
+def test_the_state_of_another_kind_raises_and_names_what_is_missing(saver, loader, missing):
     model = net()
     optimizer = saver.from_model(model)
     train(model, optimizer, 1)
@@ -165,11 +165,13 @@ def test_the_state_of_another_kind_is_refused_and_says_what_is_missing(saver, lo
     assert not other.state
 
 
-def test_a_wrapped_optimizer_refuses_the_state_of_another():
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_wrapped_optimizer_rejects_a_state_that_no_wrapped_one_saved(inner, steps):
     model = net()
     optimizer = lrm.AdamW.from_model(model)
-    train(model, optimizer, 1)
-    around = lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1)
+    train(model, optimizer, steps)
+    around = lrm.LearnableMultipliers.from_model(inner, model, lr=0.1)
     with pytest.raises(ValueError, match="was not saved by a wrapped optimizer"):
         around.load_state_dict(optimizer.state_dict())
 
@@ -179,7 +181,7 @@ def test_a_wrapped_optimizer_refuses_the_state_of_another():
 
 @pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict", "after a look"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_loaded_before_the_first_step_are_taken_over(write, dtype):
+def test_weights_loaded_before_the_first_step_are_adopted(write, dtype):
     model, other = net(dtype), net(dtype)
     with torch.no_grad():
         for p in other.parameters():
@@ -208,7 +210,7 @@ def test_weights_loaded_before_the_first_step_are_taken_over(write, dtype):
 
 
 @pytest.mark.parametrize("small", [0.0, 1e-40, 1e-6, 9e-3])
-def test_syncing_near_a_zero_multiplier_starts_it_again(small):
+def test_syncing_near_a_zero_multiplier_restarts_it(small):
     model = net()
     optimizer = lrm.AdamW.from_model(model, lr=1e-3)
     train(model, optimizer, 2)
@@ -265,7 +267,7 @@ def test_flattened_state_grows_with_the_model_and_not_faster():
 # -- parameters that change under the optimizer ---------------------------------------------------
 
 
-def test_an_embedding_resized_after_the_optimizer_was_made_is_told():
+def test_an_embedding_replaced_after_the_optimizer_was_made_raises():
     model = net()
     optimizer = lrm.AdamW.from_model(model)
     train(model, optimizer, 1)
@@ -276,7 +278,7 @@ def test_an_embedding_resized_after_the_optimizer_was_made_is_told():
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_resized_token_embeddings_are_told_tied_or_not(family, stepped):
+def test_resized_token_embeddings_raise_tied_or_not(family, stepped):
     model = build(family)
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
 
@@ -312,7 +314,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_weight_unfrozen_later_is_told_once(kind):
+def test_a_weight_unfrozen_later_warns_once(kind):
     model = net()
     model.up.weight.requires_grad_(False)
     optimizer = MADE[kind](model)
@@ -327,18 +329,18 @@ def test_a_weight_unfrozen_later_is_told_once(kind):
 
 def bad_steps(model, optimizer, count):
     """Take steps without finite gradients; return how many warnings they give."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(count):
             for p in model.parameters():
                 p.grad = torch.full_like(p, torch.nan)
             optimizer.step()
-    assert all("optimizer steps were skipped" in str(one.message) for one in told)
-    return len(told)
+    assert all("optimizer steps were skipped" in str(one.message) for one in caught)
+    return len(caught)
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_many_skipped_steps_in_a_row_are_told_once_each_time_they_begin(kind):
+def test_each_long_series_of_skipped_steps_warns_once(kind):
     model = net()
     optimizer = MADE[kind](model)
     train(model, optimizer, 1)
@@ -346,7 +348,7 @@ def test_many_skipped_steps_in_a_row_are_told_once_each_time_they_begin(kind):
     train(model, optimizer, 4)
     assert bad_steps(model, optimizer, 60) == 1
     assert optimizer.num_skipped == 75
-    # Recovered, and worse again: found within forty steps.
+    # Recovered, and worse again: reported within forty steps.
     train(model, optimizer, 7)
     assert bad_steps(model, optimizer, 39) == 1
     train(model, optimizer, 1)
@@ -417,7 +419,7 @@ def test_one_matrix_can_be_fixed_while_the_rest_trains():
     assert torch.equal(lrm.optim.raw_weights(again)["down.weight"], kept["down.weight"])
 
 
-def test_multipliers_over_a_weight_without_gradient_are_refused():
+def test_multipliers_over_a_weight_without_gradient_raise():
     model = net()
     model.up.weight.requires_grad_(False)
     plan = lrm.plan(model, rules=[Rule("up.weight", train="multipliers")])
@@ -427,31 +429,19 @@ def test_multipliers_over_a_weight_without_gradient_are_refused():
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_state_that_calls_the_scale_of_raw_weights_lr_scale_is_read(kind):
-    made = MADE[kind]
-    rules = [] if kind == "wrapped" else [Rule("up.weight", lr_scale=0.1)]
-    runs = []
-    for _ in range(2):
-        model = net()
-        placement = lrm.plan(model, rules=rules)
-        runs.append((model, made(model, placement)))
-    (model, optimizer), (other, again) = runs
-    train(model, optimizer, 3)
-    old = copy.deepcopy(optimizer.state_dict())
-    for group in old["param_groups"]:
-        group["lr_scale"] = group.pop("raw_lr_scale")
-    scales = {group["lr_scale"] for group in old["param_groups"]}
-    assert scales == ({1.0} if kind == "wrapped" else {1.0, 0.1})
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(old)
-    assert [g["raw_lr_scale"] for g in again.param_groups] == [
-        g["raw_lr_scale"] for g in optimizer.param_groups
-    ]
-    assert kind == "wrapped" or not any("lr_scale" in group for group in again.param_groups)
-    train(model, optimizer, 3)
-    train(other, again, 3)
-    kept = weights(model)
-    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())
+def test_a_state_of_another_format_raises_before_anything_changes(kind):
+    """Format 2 called the scale of a raw weight's rate `lr_scale`, and named no wrapped class."""
+    model = net()
+    optimizer, fresh = MADE[kind](model), MADE[kind](model)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group |= {"format": 2, "lr": 7.0, "lr_scale": group.pop("raw_lr_scale")}
+        group.pop("wrapped", None)
+    with pytest.raises(ValueError, match="is of format 2, and only format 3 is read here"):
+        fresh.load_state_dict(saved)
+    assert not fresh.state
+    assert all(group["lr"] < 1 for group in fresh.param_groups)
 
 
 # -- stages of a run ------------------------------------------------------------------------------
@@ -491,7 +481,7 @@ def test_raw_weights_fixed_by_the_plan_stay_fixed_when_a_full_state_is_loaded(cl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
-def test_training_goes_on_in_full_from_multipliers_over_fixed_weights(cls, dtype):
+def test_full_training_resumes_from_multipliers_over_fixed_weights(cls, dtype):
     model, before, after = stages(cls, {"train": "multipliers"}, {}, dtype)
     saved, kept = copy.deepcopy(before.state_dict()), weights(model)
     with pytest.raises(ValueError, match=r'saved with train="multipliers" for .*from_plan=plan_of'):
@@ -527,8 +517,8 @@ def test_moments_start_at_zero_where_the_raw_weight_was_fixed():
     grad = parts["row"][:, None] * parts["col"] * model.up.weight.grad
     mean, square = 0.1 * grad / (1 - 0.9**4), 0.05 * grad**2 / (1 - 0.95**4)
     expected = raw * (1 - 1e-2 * 0.1) - 1e-2 * mean / (square.sqrt() + 1e-8)
-    found = lrm.optim.raw_weights(after)["up.weight"]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    actual = lrm.optim.raw_weights(after)["up.weight"]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_stage_may_change_its_plan_as_its_weights_are_trained():
@@ -543,7 +533,7 @@ def test_a_stage_may_change_its_plan_as_its_weights_are_trained():
     train(model, after, 1)
 
 
-def test_a_state_from_before_a_module_was_unfrozen_is_gone_on_from():
+def test_training_resumes_from_a_state_saved_before_a_module_was_unfrozen():
     model = net()
     model.up.requires_grad_(False)
     before = lrm.AdamW.from_model(model, lr=1e-2)
@@ -561,7 +551,7 @@ def test_a_state_from_before_a_module_was_unfrozen_is_gone_on_from():
 
 
 @pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
-def test_a_state_resumed_under_another_grouping_is_told_how_and_loads_so(cls):
+def test_a_state_of_another_grouping_raises_and_loads_as_the_error_says(cls):
     scaled = {"rules": [Rule("down.weight", lr_scale=0.1)]}
     model, before, after = stages(cls, {}, scaled)
     saved = copy.deepcopy(before.state_dict())
@@ -636,7 +626,7 @@ def test_a_plan_made_after_freezing_agrees_with_that_of_the_trained_module():
 
 
 @pytest.mark.parametrize("given", [list, iter, lambda params: next(iter(params))])
-def test_a_group_without_names_is_told_of_param_groups(given):
+def test_a_group_without_names_raises_and_names_param_groups(given):
     """What Lightning's `BaseFinetuning.unfreeze_and_add_param_group` adds."""
     model = net()
     model.up.requires_grad_(False)

@@ -177,13 +177,13 @@ def without_head_counts():
     return model
 
 
-def test_heads_that_are_not_known_are_asked_for():
+def test_heads_of_unknown_size_raise_and_name_a_rule():
     model = without_head_counts()
     with pytest.raises(ValueError, match=r"the rows of one head of layers.0.attention.wq.weight"):
         lrm.Muon.from_model(model, split="heads")
     rules = [lrm.Rule(r"attention\.w[qkv]", head_dim=4)]
-    told = lrm.Muon.from_model(model, split="heads", rules=rules)
-    assert told.plan["layers.0.attention.wq.weight"].matrix.blocks[0].head_dim == 4
+    optimizer = lrm.Muon.from_model(model, split="heads", rules=rules)
+    assert optimizer.plan["layers.0.attention.wq.weight"].matrix.blocks[0].head_dim == 4
     with pytest.raises(ValueError, match="heads of 5 rows do not divide the 16 rows of query"):
         lrm.plan(model, rules=[lrm.Rule(r"attention\.w[qkv]", head_dim=5)])
     with pytest.raises(ValueError, match="which holds no query, key or value"):
@@ -194,7 +194,7 @@ def test_heads_that_are_not_known_are_asked_for():
         lrm.Muon.from_model(model, split="rows")
 
 
-def test_a_state_does_not_depend_on_what_is_known_of_heads():
+def test_a_state_does_not_depend_on_head_sizes():
     model = without_head_counts()
     rules = [lrm.Rule(r"attention\.w[qkv]", head_dim=4)]
     before = lrm.Muon.from_model(model)
@@ -202,7 +202,7 @@ def test_a_state_does_not_depend_on_what_is_known_of_heads():
     again.load_state_dict(before.state_dict())
 
 
-def test_muon_without_a_plan_is_refused():
+def test_muon_without_a_plan_raises():
     with pytest.raises(ValueError, match=r"use lrm.Muon.from_model\(model\)"):
         lrm.Muon(torch.nn.Linear(3, 3).parameters())
     groups = [{"params": [torch.zeros(1)]}]

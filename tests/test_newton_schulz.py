@@ -7,7 +7,7 @@ import torch
 from torch.optim import _muon
 
 from learnable_multipliers.kernels._newton_schulz import symmetric_product
-from learnable_multipliers.optim._newton_schulz import (
+from learnable_multipliers.optim._orthogonalization import (
     COEFFICIENTS,
     gram_form,
     orthogonalize,
@@ -42,8 +42,8 @@ def test_both_forms_are_the_polynomials_of_the_singular_values(coefficients, sha
         values = a * values + b * values**3 + c * values**5
     exact = (u * values[:, None]) @ vh
     for form in (standard_form, gram_form):
-        found = form(x, COEFFICIENTS[coefficients], partial(symmetric_product, backend="torch"))
-        torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+        result = form(x, COEFFICIENTS[coefficients], partial(symmetric_product, backend="torch"))
+        torch.testing.assert_close(result, exact, rtol=0, atol=1e-10)
 
 
 def spectra(rows, cols):
@@ -71,11 +71,11 @@ def test_rounding_is_less_than_that_of_torch(shape, size):
             theirs = _muon._zeropower_via_newtonschulz(
                 (size * matrix).bfloat16(), COEFFICIENTS["quintic"][0], 5, 1e-7
             )
-            error, other = ((found - exact).norm().item() for found in (ours, theirs.double()))
+            error, other = ((result - exact).norm().item() for result in (ours, theirs.double()))
             assert error < other, f"{name}: {error} against {other}"
 
 
-def test_nothing_comes_of_nothing():
+def test_zero_matrices_stay_zero():
     batch = torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     assert orthogonalize(batch, "quintic").eq(0).all()
     assert orthogonalize(batch[:0], "quintic").shape == (0, 8, 16)

@@ -1,4 +1,4 @@
-"""What others do to weights, state and groups between two steps is used, or refused in words."""
+"""Outside changes to weights, state and groups between two steps are used, or raise an error."""
 
 import copy
 
@@ -44,7 +44,7 @@ def take_a_copy(model, optimizer):
 
 
 @pytest.mark.parametrize("then", [move_another, add_group, replace_groups])
-def test_a_written_weight_is_noticed_whatever_else_changed(then):
+def test_a_written_weight_is_detected_whatever_else_changed(then):
     model, optimizer = trained()
     with torch.no_grad():
         model.up.weight[3, 5] = 7.0
@@ -53,7 +53,7 @@ def test_a_written_weight_is_noticed_whatever_else_changed(then):
         train(model, optimizer, 1)
 
 
-def test_a_weight_written_in_a_copy_is_noticed():
+def test_a_weight_written_in_a_copy_is_detected():
     model, optimizer = take_a_copy(*trained())
     with torch.no_grad():
         model.up.weight[3, 5] = 7.0
@@ -61,7 +61,7 @@ def test_a_weight_written_in_a_copy_is_noticed():
         train(model, optimizer, 1)
 
 
-def test_syncing_leaves_what_nobody_changed_as_it_is():
+def test_syncing_keeps_unchanged_weights_bit_for_bit():
     """Steps below the spacing of bfloat16 add up in the raw weights, synced after each or not."""
     runs = []
     for syncs in (True, False):
@@ -102,7 +102,7 @@ class EmbedAndHead(nn.Module):
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("part", ["embed", "head"])
-def test_a_weight_untied_later_is_refused(part, steps):
+def test_a_weight_untied_later_raises(part, steps):
     model = EmbedAndHead()
     model.head.weight = model.embed.weight
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
@@ -113,7 +113,7 @@ def test_a_weight_untied_later_is_refused(part, steps):
         train(model, optimizer, 1)
 
 
-def test_a_weight_tied_later_is_refused():
+def test_a_weight_tied_later_raises():
     model = EmbedAndHead()
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     train(model, optimizer, 1)
@@ -125,7 +125,7 @@ def test_a_weight_tied_later_is_refused():
 # -- groups -----------------------------------------------------------------------------------
 
 
-def test_maximizing_is_refused():
+def test_maximizing_raises():
     model = net()
     for make in (
         lambda: lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, lr=0.1, maximize=True),
@@ -141,7 +141,7 @@ def test_maximizing_is_refused():
         train(model, optimizer, 1)
 
 
-def test_a_refused_group_leaves_no_trace():
+def test_a_rejected_group_changes_nothing():
     model = net()
     model.down.weight.requires_grad_(False)
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
@@ -162,7 +162,7 @@ def test_a_refused_group_leaves_no_trace():
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_replaced_layers_of_two_models_are_missed(which):
+def test_replaced_layers_of_two_models_raise(which):
     models = nn.ModuleDict({"a": nn.Linear(4, 5)}), nn.ModuleDict({"b": nn.Linear(4, 5)})
     optimizer = lrm.AdamW.from_model(models[0], lr=1e-2)
     for group in lrm.param_groups(models[1], lrm.plan(models[1])):
@@ -181,7 +181,7 @@ def test_replaced_layers_of_two_models_are_missed(which):
         step()
 
 
-def test_parameters_taken_out_of_a_group_are_told():
+def test_parameters_taken_out_of_a_group_raise():
     model, optimizer = trained()
     group = optimizer.param_groups[0]
     group["params"] = group["params"][:1]
@@ -223,7 +223,7 @@ def test_a_tensor_put_into_the_state_is_used(cls, key):
 
 @pytest.mark.parametrize("keys", ["", "row"])
 @pytest.mark.parametrize("cls", [lrm.AdamW, lrm.Muon])
-def test_a_state_that_was_sent_away_and_back_is_the_one_that_is_saved(cls, keys):
+def test_an_offloaded_and_reloaded_state_is_the_one_that_is_saved(cls, keys):
     """Offloading as it is often written: every tensor of the state gets another storage.
 
     Large ones may come back to where they were.
@@ -305,7 +305,7 @@ def test_names_of_data_parallel_models_are_those_of_the_model():
         assert torch.equal(ours.state[parameter]["exp_avg"], kept["exp_avg"])
 
 
-def test_looking_at_multipliers_in_inference_mode_leaves_training_alone():
+def test_reading_multipliers_in_inference_mode_does_not_change_training():
     model, expected = net(), net()
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     with torch.inference_mode():

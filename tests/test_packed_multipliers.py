@@ -10,15 +10,15 @@ from learnable_multipliers.optim._sharding import shard_from_chunks
 from test_multiplier import far_values, matrices, plain
 
 
-def check(found, seed):
-    whole = [shard_from_chunks(matrix.shape, matrix, []) for matrix in found]
-    packed = PackedMultipliers(dict(enumerate(found)), whole, torch.float64, torch.device("cpu"))
+def check(matrices, seed):
+    whole = [shard_from_chunks(matrix.shape, matrix, []) for matrix in matrices]
+    packed = PackedMultipliers(dict(enumerate(matrices)), whole, torch.float64, torch.device("cpu"))
     wanted = []
-    for i, matrix in enumerate(found):
+    for i, matrix in enumerate(matrices):
         for name, value in far_values(matrix, seed + i).items():
             packed.state_views(i)[name].copy_(value)
     packed.write_factors_()
-    for i, matrix in enumerate(found):
+    for i, matrix in enumerate(matrices):
         values = far_values(matrix, seed + i)
         raw, grad = torch.randn(2, *matrix.shape, dtype=torch.float64)
         (rows, cols), _, (row_sums, col_sums) = packed.feature_views(i)
@@ -38,9 +38,9 @@ def check(found, seed):
 
 @settings(max_examples=150)
 @given(st.lists(matrices(), min_size=1, max_size=4), st.integers(0, 99))
-def test_packed_multipliers_equal_the_pure_functions(found, seed):
-    assume(any(matrix.carries for matrix in found))
-    check(found, seed)
+def test_packed_multipliers_equal_the_pure_functions(several, seed):
+    assume(any(matrix.carries for matrix in several))
+    check(several, seed)
 
 
 def test_packed_multipliers_equal_the_pure_functions_where_values_lie_like_factors():

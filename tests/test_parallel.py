@@ -48,9 +48,9 @@ def compare(layout, optimizer, kinds):
         return None
     # Shards stay gathered after the forward pass on four ranks.
     settings = {"reshard_after_forward": False} if layout == "fsdp 4" else {}
-    found = [results(*run(layout, optimizer, kind, **settings)) for kind in kinds]
+    actual = [results(*run(layout, optimizer, kind, **settings)) for kind in kinds]
     expected = [results(*reference(optimizer, kind)) for kind in kinds]
-    return max(map(largest_difference, found, expected))
+    return max(map(largest_difference, actual, expected))
 
 
 @pytest.mark.parametrize("optimizer", KINDS)
@@ -64,9 +64,9 @@ def clipped(layout):
     if mesh_of(layout) is None:
         return
     for kind in KINDS["adamw"]:
-        found = results(*run(layout, "adamw", kind, clip_multipliers=True))
+        actual = results(*run(layout, "adamw", kind, clip_multipliers=True))
         expected = results(*reference("adamw", kind, clip_multipliers=True))
-        largest_difference(found, expected)
+        largest_difference(actual, expected)
 
 
 @pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "tp 2", FSDP_X_TP, "ddp 2"])
@@ -114,7 +114,7 @@ def mixed(optimizer):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = []
+    runs = []
     for layout in ("fsdp 2", "fsdp 1"):
         if mesh_of(layout) is None:
             continue
@@ -123,10 +123,10 @@ def mixed(optimizer):
         made = make(optimizer, model, plan)
         # One rank takes as micro-batches what two take as parts: the same passes in bfloat16.
         train(model, made, part, parts, micro=2 // parts)
-        found.append(results(model, made))
-    if len(found) == 2:
-        assert all(value.dtype == torch.float32 for value in found[0].values())
-        return largest_difference(*found, rtol=1e-4, atol=2e-6)
+        runs.append(results(model, made))
+    if len(runs) == 2:
+        assert all(value.dtype == torch.float32 for value in runs[0].values())
+        return largest_difference(*runs, rtol=1e-4, atol=2e-6)
     return None
 
 
@@ -138,11 +138,11 @@ def test_mixed_precision_ranks_equal_one_rank(optimizer, ranks):
 def readings(optimizer):
     if mesh_of("fsdp 3") is None:
         return
-    found, expected = (
+    actual, expected = (
         lrm.diagnose(made, lrs=[1e-2] * STEPS).to_dict()["readings"]
         for _, made in (run("fsdp 3", optimizer, "blocks"), reference(optimizer, "blocks"))
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one == {
             key: value if isinstance(value, str | None) else pytest.approx(value)
             for key, value in other.items()

@@ -1,4 +1,4 @@
-"""Runs of `lrm train` on several ranks are the run of one process, and go on with any number."""
+"""Runs of `lrm train` on several ranks are the run of one process, and resume on any number."""
 
 import math
 import shutil
@@ -50,19 +50,19 @@ def train_here(config, stop_after=None, bad=None):
         trainer = Trainer(config)
         if bad is not None and trainer.world.rank == trainer.world.size - 1:
             _spoil(trainer, bad)
-        found = {}
+        tensors = {}
         for step in trainer.steps():
             if step in (stop_after, len(trainer.schedule)):
                 # Before the process groups are gone.
                 norm = trainer.optimizer.grad_norm
-                found = {name: full(value) for name, value in everything(trainer).items()}
-                found |= {"grad norm": norm}
+                tensors = {name: full(value) for name, value in everything(trainer).items()}
+                tensors |= {"grad norm": norm}
             if step == stop_after:
                 trainer.save()
                 trainer.close()
                 trainer.world.destroy()
                 break
-        return found if trainer.world.is_first else None
+        return tensors if trainer.world.is_first else None
 
     return in_float64(work)
 
@@ -71,18 +71,18 @@ def _spoil(trainer, number):
     parallel = trainer._train_step._parallel
 
     def loss(tokens, z_loss):
-        found = parallel.loss(tokens, z_loss)
+        plain = parallel.loss(tokens, z_loss)
         added = number if trainer.step == 3 else 0.0
-        return Losses(found.total + added, found.cross_entropy + added)
+        return Losses(plain.total + added, plain.cross_entropy + added)
 
     trainer._train_step._parallel = replace(parallel, loss=loss)
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
+def assert_close(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
+            actual[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -97,14 +97,14 @@ def losses(folder):
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
     """Return a function that trains a run in one process, each once."""
-    known = {}
+    runs = {}
 
     def run(**settings):
         key = tuple(sorted(settings.items()))
-        if key not in known:
+        if key not in runs:
             folder = tmp_path_factory.mktemp("alone") / "run"
-            known[key] = folder, train_here(config_of(data, folder, **settings))
-        return known[key]
+            runs[key] = folder, train_here(config_of(data, folder, **settings))
+        return runs[key]
 
     return run
 
@@ -115,9 +115,9 @@ def test_a_run_on_four_ranks_is_that_of_one_process(ranks, alone, data, tmp_path
     folder, expected = alone(kind=kind)
     config = config_of(data, tmp_path / "run", kind=kind)
     config = replace(config, parallel=ParallelConfig(**AXES[axes]))
-    found, *others = ranks.run(train_here, config)
+    actual, *others = ranks.run(train_here, config)
     assert others == [None] * 3
-    assert_close(found, expected)
+    assert_close(actual, expected)
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-9)
 
 
@@ -130,7 +130,7 @@ def test_a_tied_embedding_is_sharded_too(ranks, alone, data, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
+def test_a_run_resumes_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
     folder, expected = alone(kind=kind, llama=True)
     config = config_of(data, tmp_path / "run", kind=kind, llama=True)
     two = Ranks(2)
@@ -140,12 +140,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path
             (ranks, two, None, ranks), axes, (2, 4, 6, None), strict=True
         ):
             part = replace(config, parallel=ParallelConfig(**given), resume=stop != 2)
-            found = (
+            actual = (
                 train_here(part, stop) if where is None else where.run(train_here, part, stop)[0]
             )
     finally:
         two.stop()
-    assert_close(found, expected)
+    assert_close(actual, expected)
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-9)
     # What ranks have written, one process reads.
     kept, wrong = load_newest(tmp_path / "run" / "checkpoints")
@@ -162,13 +162,13 @@ def test_signals_of_replicas_are_those_of_one_process(ranks, data, tmp_path):
     train_here(config)
     copies = ParallelConfig(**AXES["DDP"])
     ranks.run(train_here, replace(config, out=tmp_path / "run", parallel=copies))
-    alone, found = (
+    alone, records = (
         [list(numbers_of(r)) for r in read_metrics(tmp_path / name) if r["kind"] == "signals"]
         for name in ("alone", "run")
     )
-    assert len(found) == 4
+    assert len(records) == 4
     # Of six digits.
-    assert found == [pytest.approx(record, rel=2e-6) for record in alone]
+    assert records == [pytest.approx(record, rel=2e-6) for record in alone]
 
 
 def numbers_of(value):
@@ -190,7 +190,7 @@ def test_fixed_factors_are_folded_into_multipliers_on_ranks_too(ranks, data, tmp
     assert_close(ranks.run(train_here, on_ranks)[0], expected)
 
 
-def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_path):
+def test_a_checkpoint_of_two_ranks_loads_on_one_three_and_four(ranks, data, tmp_path):
     # Twelve sequences, which three ranks can divide; rows and columns leave uneven shards.
     config = config_of(data, tmp_path / "run", llama=True)
     config = replace(config, data=replace(config.data, batch_sequences=12))
@@ -202,12 +202,12 @@ def test_what_two_ranks_have_saved_loads_on_one_three_and_four(ranks, data, tmp_
             shutil.copytree(tmp_path / "run", part.out)
         try:
             stop = 2 if number == 2 else None
-            found = where.run(train_here, part, stop)[0] if where else train_here(part)
+            actual = where.run(train_here, part, stop)[0] if where else train_here(part)
         finally:
             if where not in (None, ranks):
                 where.stop()
         if number != 2:
-            assert_close(found, expected)
+            assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(ranks, data, tmp_path
     expected = train_here(alone, bad=number)
     config = config_of(data, tmp_path / "run", llama=True)
     config = replace(config, parallel=ParallelConfig(**AXES[axes]))
-    found = ranks.run(train_here, config, None, number)[0]
+    actual = ranks.run(train_here, config, None, number)[0]
     # Had ranks gone apart, what they hold together would not be what one process holds.
-    assert_close(found, expected)
+    assert_close(actual, expected)
     last = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "train"][-1]
     assert last["skipped_steps"] == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
@@ -247,8 +247,8 @@ def train_with_a_bad_gradient(config):
 
         trainer.optimizer.step = step
         for _ in trainer.steps():
-            found = everything(trainer), trainer.skipped_steps, trainer._losses.read()
-        return found
+            result = everything(trainer), trainer.skipped_steps, trainer._losses.read()
+        return result
 
     return in_float64(work)
 
@@ -293,9 +293,9 @@ def train_with_other_weights(config):
 def test_replicas_that_differ_end_a_run(data, tmp_path):
     two = Ranks(2)
     try:
-        found = two.run(train_with_other_weights, config_of(data, tmp_path / "run", llama=True))
+        errors = two.run(train_with_other_weights, config_of(data, tmp_path / "run", llama=True))
     finally:
         two.stop()
-    for text in found:
+    for text in errors:
         assert text.startswith("step 5: the replicas of lm_head.weight differ between ranks, by ")
         assert text.endswith("restart from a checkpoint (--resume)")

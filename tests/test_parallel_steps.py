@@ -87,22 +87,22 @@ def test_adamw_sends_one_packed_sum(ranks):
 @slow
 @pytest.mark.parametrize("layout", ["hsdp", "fsdp x tp", "tp 2"])
 def test_sums_over_several_axes_travel_together(layout, ranks):
-    for found in ranks.run(collectives, layout, "adamw"):
-        if found is not None:
-            assert [name for name, _ in found[1]] == ["allreduce_"]
+    for traffic in ranks.run(collectives, layout, "adamw"):
+        if traffic is not None:
+            assert [name for name, _ in traffic[1]] == ["allreduce_"]
 
 
 @slow
 @pytest.mark.parametrize("layout", ["fsdp 3", "hsdp", "fsdp x tp"])
 def test_muon_sends_updates_to_their_owners_and_back(layout, ranks):
-    found = [some[1] for some in ranks.run(collectives, layout, "muon") if some is not None]
-    for seen in found:
+    steps = [some[1] for some in ranks.run(collectives, layout, "muon") if some is not None]
+    for seen in steps:
         assert [name for name, _ in seen] == ["allreduce_", *["alltoall_base_"] * 2]
     if layout == "fsdp x tp":
         return
     # Each number goes to its owner once, and from there to all who hold it; both ends count.
     numbers = sum(math.prod(matrix.shape) for matrix in hidden_with_gradients("row+col"))
-    there, back = (sum(seen[at][1] for seen in found) for at in (1, 2))
+    there, back = (sum(seen[at][1] for seen in steps) for at in (1, 2))
     assert there == 2 * 8 * numbers
     assert back == there * (2 if layout == "hsdp" else 1)
 
@@ -126,10 +126,10 @@ def shapes(preset):
     return [(p.shape, entries[n].matrix) for n, p in model.named_parameters()]
 
 
-def message(found, chunks):
+def message(parameters, chunks):
     """Return how many numbers a step sends, with the chunks that are taken of each matrix."""
-    shards = [shard_from_chunks(shape, matrix, chunks(matrix)) for shape, matrix in found]
-    carrying = {i: m for i, (_, m) in enumerate(found) if m is not None and m.carries}
+    shards = [shard_from_chunks(shape, matrix, chunks(matrix)) for shape, matrix in parameters]
+    carrying = {i: m for i, (_, m) in enumerate(parameters) if m is not None and m.carries}
     device = torch.device("cpu")
     packed = {torch.float32: PackedMultipliers(carrying, shards, torch.float32, device)}
     group = types.SimpleNamespace(size=lambda: 16)
@@ -137,11 +137,11 @@ def message(found, chunks):
 
 
 def test_a_half_billion_model_sends_less_than_two_megabytes():
-    found = shapes("falcon-h1-0.5b")
-    carrying = [matrix for _, matrix in found if matrix is not None and matrix.carries]
+    parameters = shapes("falcon-h1-0.5b")
+    carrying = [matrix for _, matrix in parameters if matrix is not None and matrix.carries]
     columns = sum(matrix.num_in for matrix in carrying)
-    fsdp = message(found, lambda matrix: [Chunk(0, 8, 0)])
-    assert fsdp == 1 + len(found) + columns
+    fsdp = message(parameters, lambda matrix: [Chunk(0, 8, 0)])
+    assert fsdp == 1 + len(parameters) + columns
     assert 4 * fsdp == 1_480_976
 
     def by_rows(matrix):
@@ -150,7 +150,7 @@ def test_a_half_billion_model_sends_less_than_two_megabytes():
 
     rows = sum(matrix.num_out for matrix in carrying if by_rows(matrix))
     # Tensor parallelism cuts what feeds the residual stream along its input features.
-    both = message(found, lambda m: [Chunk(1 if by_rows(m) else 0, 2, 0), Chunk(0, 8, 0)])
+    both = message(parameters, lambda m: [Chunk(1 if by_rows(m) else 0, 2, 0), Chunk(0, 8, 0)])
     assert both == fsdp + rows
     assert 4 * both == 1_923_344
 
@@ -166,10 +166,10 @@ def orthogonalized(layout):
     model, part, parts = parallelize(model, layout)
     group = {"process_group": mesh_of(layout).get_group()} if layout == "ddp 2" else {}
     made = make("muon", model, plan, **group)
-    found, inner = [], batches.orthogonalize
+    seen, inner = [], batches.orthogonalize
 
     def counted(batch, *settings):
-        found.extend([tuple(batch.shape[1:])] * len(batch))
+        seen.extend([tuple(batch.shape[1:])] * len(batch))
         return inner(batch, *settings)
 
     batches.orthogonalize = counted
@@ -177,7 +177,7 @@ def orthogonalized(layout):
         train(model, made, part, parts, steps=range(1))
     finally:
         batches.orthogonalize = inner
-    return found
+    return seen
 
 
 @slow
@@ -188,9 +188,9 @@ def test_each_matrix_is_orthogonalized_once_on_one_rank(layout, ranks):
         for matrix in hidden_with_gradients("blocks")
         for shape in batches.partition_shapes(matrix, "blocks") * math.prod(matrix.stack)
     ]
-    found = ranks.run(orthogonalized, layout)
-    assert sorted(shape for rank in found for shape in rank) == sorted(expected)
-    assert all(found[: mesh_size(layout)])
+    by_rank = ranks.run(orthogonalized, layout)
+    assert sorted(shape for rank in by_rank for shape in rank) == sorted(expected)
+    assert all(by_rank[: mesh_size(layout)])
 
 
 def mesh_size(layout):
@@ -346,7 +346,7 @@ def test_state_moves_to_another_layout(ranks):
 
 
 def files_move(optimizer, before, after, path):
-    """Save on four ranks, and go on in another layout."""
+    """Save on four ranks, and continue in another layout."""
     model, made, _ = started(before, optimizer, steps=STEPS // 2)
     dcp.save(content(model, made), checkpoint_id=path)
     mesh = mesh_of(after)
@@ -416,7 +416,7 @@ def starts_anew():
     assert (lrm.multipliers(made)["down.weight"]["col"] != 1).any()
 
 
-def test_ranks_agree_on_multipliers_that_start_anew(ranks):
+def test_ranks_agree_on_multipliers_that_restart(ranks):
     ranks.run(starts_anew)
 
 
@@ -436,7 +436,7 @@ def gradient_as_a_sum():
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"].to_local(), torch.full((4,), 0.3))
 
 
-def test_gradients_that_are_sums_not_yet_taken_are_taken(ranks):
+def test_partial_gradients_are_reduced(ranks):
     ranks.run(gradient_as_a_sum)
 
 
@@ -454,7 +454,7 @@ def apart():
         lrm.AdamW.from_model(nn.ParameterDict({"one": one, "other": other}), "none").step()
 
 
-def test_parameters_without_a_common_mesh_are_refused(ranks):
+def test_parameters_without_a_common_mesh_raise(ranks):
     ranks.run(apart)
 
 
@@ -468,7 +468,7 @@ def uneven():
             started("fsdp x tp", "adamw")
 
 
-def test_uneven_parts_are_refused_where_torch_gathers_them_wrongly(ranks):
+def test_uneven_parts_raise_where_torch_gathers_them_wrongly(ranks):
     ranks.run(uneven)
 
 

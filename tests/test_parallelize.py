@@ -56,14 +56,14 @@ def fresh(config):
 
 def computed(model):
     """Return logits, losses and gradients in full."""
-    found = {"logits": model(some_tokens()).detach()}
+    tensors = {"logits": model(some_tokens()).detach()}
     losses = model.loss(some_tokens(), Z_LOSS)
     losses.total.backward()
-    found |= {"total": losses.total.detach(), "cross-entropy": losses.cross_entropy}
+    tensors |= {"total": losses.total.detach(), "cross-entropy": losses.cross_entropy}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
-        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
+        tensors[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return tensors
 
 
 def parallel(config, axes):
@@ -87,11 +87,11 @@ def parallel(config, axes):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sharded_model_is_the_whole_model(ranks, shape, axes):
     expected = computed(fresh(SHAPES[shape]))
-    for found in ranks.run(parallel, SHAPES[shape], axes):
-        assert found.keys() == expected.keys()
+    for actual in ranks.run(parallel, SHAPES[shape], axes):
+        assert actual.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
-                found[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
+                actual[name], value, **CLOSE, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 
@@ -116,7 +116,7 @@ def wrongly_parallel(styles):
     ],
     ids=lambda styles: next(iter(styles)).rpartition(".")[2],
 )
-def test_styles_for_single_linears_are_refused(ranks, styles):
+def test_styles_for_single_linears_raise(ranks, styles):
     for message in ranks.run(wrongly_parallel, styles):
         assert "never call Linear.forward" in message
         assert "tensor_parallelize" in message
@@ -130,7 +130,7 @@ def test_styles_for_single_linears_are_refused(ranks, styles):
         ({"vocab_size": 6}, "leaves a rank without any of model.vocab_size=6"),
     ],
 )
-def test_a_model_that_cannot_be_sharded_is_refused(changes, message):
+def test_a_model_that_cannot_be_sharded_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         rank_shape(replace(SHAPES["hybrid"], **changes), 4)
 

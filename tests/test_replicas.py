@@ -50,9 +50,9 @@ def apart(tensor):
 
 
 def assert_equal_replicas(model, made):
-    found = {name: apart(value.double()) for name, value in results(model, made).items()}
-    del found["norm"]
-    assert set(found.values()) == {0.0}
+    distances = {name: apart(value.double()) for name, value in results(model, made).items()}
+    del distances["norm"]
+    assert set(distances.values()) == {0.0}
 
 
 def spoilt_step(model, made, part, step, value):
@@ -76,10 +76,10 @@ WAYS = {
 
 def skips(way):
     optimizer, how = WAYS[way]
-    found = started(optimizer, **how)
-    if found is None:
+    run = started(optimizer, **how)
+    if run is None:
         return
-    model, made, part = found
+    model, made, part = run
     for step in range(10):
         value = {3: math.nan, 5: math.inf, 7: -math.inf}.get(step)
         if value is not None:
@@ -99,17 +99,17 @@ def test_a_number_that_one_replica_sees_after_the_all_reduce_is_skipped_on_all(w
 
 def unseen():
     """Skip a step on one rank where nothing shows that there are others."""
-    found = started("adamw", seen=False)
-    if found is None:
+    run = started("adamw", seen=False)
+    if run is None:
         return
-    model, made, part = found
+    model, made, part = run
     train(model, made, *part, steps=[0])
     spoilt_step(model, made, part, 1, math.nan)
     assert made.num_skipped == int(dist.get_rank() == 1)
     assert apart(model.module.up.weight.detach()) > 1e-3
 
 
-def test_without_a_group_replicas_go_apart(ranks):
+def test_without_a_group_replicas_diverge(ranks):
     ranks.run(unseen)
 
 
@@ -118,10 +118,10 @@ def test_without_a_group_replicas_go_apart(ranks):
 
 def differ(optimizer, what):
     """Change one rank's replica between two checks; all ranks say so at the second."""
-    found = started(optimizer)
-    if found is None:
+    run = started(optimizer)
+    if run is None:
         return None
-    model, made, part = found
+    model, made, part = run
     train(model, made, *part, steps=[0])
     if dist.get_rank() == 1:
         if what == "weight":
@@ -146,10 +146,10 @@ def differ(optimizer, what):
 )
 def test_replicas_that_differ_are_reported_within_a_hundred_steps(optimizer, what, name, ranks):
     assert CHECK_EVERY == 100
-    for told in ranks.run(differ, optimizer, what)[:2]:
-        assert told.startswith(f"the replicas of {name} ")
-        assert "in the last 100 steps a rank was changed alone" in told
-        assert "restart from a checkpoint" in told
+    for error in ranks.run(differ, optimizer, what)[:2]:
+        assert error.startswith(f"the replicas of {name} ")
+        assert "in the last 100 steps a rank was changed alone" in error
+        assert "restart from a checkpoint" in error
 
 
 def differ_at_start():
@@ -166,27 +166,27 @@ def differ_at_start():
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_replicas_that_start_apart_are_refused_at_the_first_step(ranks):
+def test_replicas_with_different_initial_weights_raise_at_the_first_step(ranks):
     assert ranks.run(differ_at_start)[:2] == [True, True]
 
 
 def differ_by_rounding():
-    found = started("adamw")
-    if found is None:
+    run = started("adamw")
+    if run is None:
         return None
-    model, made, part = found
+    model, made, part = run
     if dist.get_rank() == 1:
         with torch.no_grad():
             model.module.down.weight.mul_(1 + 1e-9)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(model, made, *part, steps=range(CHECK_EVERY + 1))
-    return [str(one.message) for one in told]
+    return [str(one.message) for one in caught]
 
 
-def test_replicas_that_differ_by_rounding_are_warned_of_once(ranks):
-    for told in ranks.run(differ_by_rounding)[:2]:
-        (one,) = told
+def test_replicas_that_differ_by_rounding_warn_once(ranks):
+    for messages in ranks.run(differ_by_rounding)[:2]:
+        (one,) = messages
         assert "replicas of down.weight differ between ranks, by " in one
         assert "round differently" in one
 
@@ -196,10 +196,10 @@ def test_replicas_that_differ_by_rounding_are_warned_of_once(ranks):
 
 def sent(optimizer, seen):
     """Return what the second and third step send, and whether one rank alone can show its state."""
-    found = started(optimizer, seen=seen)
-    if found is None:
+    run = started(optimizer, seen=seen)
+    if run is None:
         return None
-    model, made, part = found
+    model, made, part = run
     train(model, made, *part, steps=[0])
     seen_by_steps = []
     for step in (1, 2):
@@ -210,11 +210,11 @@ def sent(optimizer, seen):
     return seen_by_steps
 
 
-def test_agreeing_is_one_message_of_four_numbers(ranks):
-    for found in ranks.run(sent, "adamw", True)[:2]:
-        assert found == [[("allreduce_", 32)]] * 2
-    for found in ranks.run(sent, "adamw", False)[:2]:
-        assert found == [[], []]
+def test_agreement_costs_one_message_of_four_numbers(ranks):
+    for messages in ranks.run(sent, "adamw", True)[:2]:
+        assert messages == [[("allreduce_", 32)]] * 2
+    for messages in ranks.run(sent, "adamw", False)[:2]:
+        assert messages == [[], []]
 
 
 def groups_outlive_ddp():
@@ -233,24 +233,24 @@ def groups_outlive_ddp():
     return collectives.seen
 
 
-def test_groups_keep_the_process_group_of_a_ddp_that_is_gone(ranks):
-    for found in ranks.run(groups_outlive_ddp)[:2]:
-        assert found == [("allreduce_", 32)]
+def test_groups_keep_the_process_group_of_a_deleted_ddp_model(ranks):
+    for messages in ranks.run(groups_outlive_ddp)[:2]:
+        assert messages == [("allreduce_", 32)]
 
 
 def shown_alone():
     """Look at the state on one rank, as tools do that save on the first rank alone."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    found = started("adamw")
-    if found is None:
+    run = started("adamw")
+    if run is None:
         return
-    model, made, part = found
+    model, made, part = run
     if dist.get_rank() == 0:
         assert get_optimizer_state_dict(model, made)["state"]
     train(model, made, *part, steps=range(2))
     assert_equal_replicas(model, made)
 
 
-def test_one_rank_may_look_at_the_state_alone(ranks):
+def test_one_rank_may_read_the_state_alone(ranks):
     ranks.run(shown_alone)

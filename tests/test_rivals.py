@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import learnable_multipliers as lrm
 from learnable_multipliers.optim._batches import lr_factor
-from learnable_multipliers.optim._newton_schulz import orthogonalize
+from learnable_multipliers.optim._orthogonalization import orthogonalize
 from learnable_multipliers.pretrain.rivals.adamc import AdamC
 from learnable_multipliers.pretrain.rivals.catalogue import RIVALS
 from learnable_multipliers.pretrain.rivals.cautious import Cautious

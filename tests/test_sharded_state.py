@@ -46,21 +46,21 @@ def train(model, optimizer, steps):
 
 
 def numbers(model, optimizer):
-    found = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    tensors = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
     for name, raw in lrm.optim.raw_weights(optimizer).items():
-        found[f"{name} raw"] = raw.clone()
+        tensors[f"{name} raw"] = raw.clone()
     for name, parts in lrm.multipliers(optimizer).items():
-        found |= {f"{name} {part}": value for part, value in parts.items()}
-    return found
+        tensors |= {f"{name} {part}": value for part, value in parts.items()}
+    return tensors
 
 
 def check_continues(saved, other):
     """Check that both runs, trained alike, hold the same numbers to the last bit."""
     for run in (saved, other):
         train(*run, range(4, 8))
-    expected, found = numbers(*saved), numbers(*other)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, actual = numbers(*saved), numbers(*other)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 def by_deepcopy(state):
@@ -98,14 +98,14 @@ def test_a_sharded_state_that_was_saved_asynchronously_continues_bitwise(kind, m
     check_continues(run, other)
 
 
-def test_a_sharded_state_is_grouped_otherwise_in_place(mesh):
+def test_a_sharded_state_loads_into_other_groups_with_from_plan(mesh):
     model, optimizer = sharded("adamw", mesh)
     train(model, optimizer, range(4))
     rules = [lrm.Rule("0.weight", lr_scale=0.1)]
     again = lrm.AdamW.from_model(model, rules=rules, lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()), from_plan=optimizer.plan)
-    expected, found = numbers(model, optimizer), numbers(model, again)
-    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    expected, actual = numbers(model, optimizer), numbers(model, again)
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -114,11 +114,11 @@ def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     model, optimizer = sharded(kind, mesh)
     train(model, optimizer, range(2))
     kept = optimizer.state[model[0].weight]
-    bound = optimizer._get_binding()
+    binding = optimizer._cached_binding()
     before = kept["row"].to_local().clone()
     train(model, optimizer, range(2, 3))
-    assert optimizer._get_binding() is bound
-    state = next(state for state in bound.states if state.name == "0.weight")
+    assert optimizer._cached_binding() is binding
+    state = next(state for state in binding.states if state.name == "0.weight")
     assert optimizer.state[model[0].weight]["row"] is kept["row"]
     assert torch.equal(kept["row"].to_local(), state.multipliers["row"])
     assert (kept["row"].to_local() - before).abs().max() > 1e-4
@@ -128,7 +128,7 @@ def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     assert (state.multipliers["col"] == 2.0).all()
 
 
-def test_a_write_to_a_sharded_weight_is_refused_after_its_state_was_copied(mesh):
+def test_a_write_to_a_sharded_weight_raises_after_its_state_was_copied(mesh):
     model, optimizer = sharded("adamw", mesh)
     train(model, optimizer, range(2))
     copy.deepcopy(optimizer.state_dict())

@@ -29,14 +29,14 @@ def wrap_everything(model, wrapper):
 
 
 def plans(model):
-    found = []
+    texts = []
     for placement in PLACEMENTS:
         try:
-            found.append(lrm.plan(model, placement).to_json())
+            texts.append(lrm.plan(model, placement).to_json())
         except ValueError as error:
             # The symmetry-aware placement asks for rules where roles are unknown.
-            found.append(str(error))
-    return found
+            texts.append(str(error))
+    return texts
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_fixed_multipliers_of_a_wrapped_model_are_found_once(wrapper):
     expected = fixed_multipliers(build("falcon-h1", embedding_multiplier=3.0))
     model = build("falcon-h1", embedding_multiplier=3.0)
     holder = nn.ModuleDict({"net": WRAPPERS[wrapper](model)})
-    found = fixed_multipliers(holder)
-    assert [(m.field, m.value) for m in found] == [(m.field, m.value) for m in expected]
-    assert [t for m in found for t in m.targets] == [
+    multipliers = fixed_multipliers(holder)
+    assert [(m.field, m.value) for m in multipliers] == [(m.field, m.value) for m in expected]
+    assert [t for m in multipliers for t in m.targets] == [
         (f"net.{path}", role) for m in expected for path, role in m.targets
     ]
 
@@ -97,8 +97,8 @@ def test_a_plan_of_a_model_in_a_module_has_the_same_entries(family):
         f"net.{entry.name}": (entry.role, entry.multipliers)
         for entry in lrm.plan(made(family)).entries
     }
-    found = lrm.plan(Task(made(family))).entries
-    assert {entry.name: (entry.role, entry.multipliers) for entry in found} == expected
+    inside = lrm.plan(Task(made(family))).entries
+    assert {entry.name: (entry.role, entry.multipliers) for entry in inside} == expected
 
 
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "LlamaForSequenceClassification"])
@@ -110,9 +110,9 @@ def test_heads_of_classifiers_are_heads_inside_a_module_too(name):
     model = cls(cls.config_class(**sizes, num_hidden_layers=1))
     heads = [e.name for e in lrm.plan(model).entries if e.role == "head"]
     assert heads in (["classifier.weight"], ["score.weight"])
-    found = [e for e in lrm.plan(Task(model)).entries if e.role == "head"]
-    assert [e.name for e in found] == [f"net.{heads[0]}"]
-    assert not found[0].carries
+    inside = [e for e in lrm.plan(Task(model)).entries if e.role == "head"]
+    assert [e.name for e in inside] == [f"net.{heads[0]}"]
+    assert not inside[0].carries
     optimizer = lrm.Muon.from_model(Task(model))
     assert f"net.{heads[0]}" not in muon_matrices(optimizer)
 

@@ -22,7 +22,7 @@ from learnable_multipliers.equilibrium import (
 )
 from learnable_multipliers.equilibrium._random_walk import BrownianOptimizer, OptimizerSettings
 from learnable_multipliers.optim._batches import AdjustLr
-from learnable_multipliers.optim._newton_schulz import Coefficients
+from learnable_multipliers.optim._orthogonalization import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis

@@ -35,7 +35,7 @@ from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._batches import AdjustLr, Split, num_rows
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._muon import Muon, is_hidden
-from learnable_multipliers.optim._newton_schulz import Coefficients
+from learnable_multipliers.optim._orthogonalization import Coefficients
 from learnable_multipliers.optim._sharding import full
 from learnable_multipliers.optim._wrapper import LearnableMultipliers
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers.optim._batches import AdjustLr, lr_factor
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, MARGIN, Coefficients
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, MARGIN, Coefficients
 
 BrownianOptimizer = Literal["adamw", "muon", "lion", "sgdm"]
 Onset = Literal["corrected", "full", "growing"]

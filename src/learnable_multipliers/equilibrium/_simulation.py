@@ -22,7 +22,7 @@ from learnable_multipliers.equilibrium._random_walk import (
     shrink_per_step,
 )
 from learnable_multipliers.optim._batches import AdjustLr, lr_factor
-from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
+from learnable_multipliers.optim._orthogonalization import Coefficients, orthogonalize
 
 Update = Callable[[Tensor], Tensor]
 """Maps a gradient to the update of a step, and keeps the moments."""

@@ -20,7 +20,7 @@ from learnable_multipliers._planner import plan
 from learnable_multipliers.equilibrium._prediction import TensorWalk, TrainedTensor, trained_tensors
 from learnable_multipliers.equilibrium._random_walk import RandomWalk, adamw_walk, muon_walk
 from learnable_multipliers.optim._base import MultiplierOptimizer
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS
 from learnable_multipliers.optim._sharding import full
 from learnable_multipliers.optim._unwrap import innermost
 

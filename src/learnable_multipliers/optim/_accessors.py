@@ -44,11 +44,11 @@ def raw_weights(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def unwrap(optimizer: Any) -> MultiplierOptimizer:
     """Return the optimizer of this library inside a framework's wrapper."""
-    found = innermost(optimizer)
-    if not isinstance(found, MultiplierOptimizer):
+    inner = innermost(optimizer)
+    if not isinstance(inner, MultiplierOptimizer):
         raise TypeError(
             f"expected an optimizer of this library, got {type(optimizer).__name__}; make one "
             "with lrm.AdamW.from_model(model), or wrap it: lrm.LearnableMultipliers(optimizer, "
             "model, plan)"
         )
-    return found
+    return inner

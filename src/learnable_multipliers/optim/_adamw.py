@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from learnable_multipliers.kernels._backend import Backend
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, check_fused_and_foreach
 
 
 class AdamW(MultiplierOptimizer):
@@ -24,7 +24,7 @@ class AdamW(MultiplierOptimizer):
         clip_multipliers: Include the multipliers' gradients in that norm.
         process_group: The ranks that hold replicas of these parameters, as under
             DistributedDataParallel: they agree on which steps to skip.
-        backend: Kernels to run. `fused` and `foreach` are accepted as by torch, and change nothing:
+        backend: Kernels to run. `fused` or `foreach` is accepted as by torch, and has no effect:
             every step is fused.
     """
 
@@ -45,8 +45,7 @@ class AdamW(MultiplierOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ):
-        if fused and foreach:
-            raise ValueError("fused and foreach cannot both be True, here as in torch.optim.AdamW")
+        check_fused_and_foreach(fused, foreach)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -27,10 +27,10 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import Binding
+from learnable_multipliers.optim._group_checks import check_has_effect
 from learnable_multipliers.optim._groups import (
     MULTIPLIER_WEIGHT_DECAY,
     WEIGHT_DECAY,
-    check_has_effect,
     param_groups,
     plan_for,
 )
@@ -112,7 +112,7 @@ class MultiplierOptimizer(WeightOwner):
                 f'lrm.{name}.from_model(model, "none") if that is what you want'
             )
         for group in self.param_groups:
-            self._check_parameters(group, bool(group["plan"]))
+            self._check_group_parameters(group, bool(group["plan"]))
 
     @classmethod
     def from_model(
@@ -130,18 +130,19 @@ class MultiplierOptimizer(WeightOwner):
         """
         return cls(param_groups(model, plan_for(model, placement, rules)), **settings)
 
-    def _bind(self) -> None:
+    def _make_binding(self) -> Binding:
         if self._replicas is None:
             self._replicas = replicas_among(self._process_group or self._ddp_group)
-        super()._bind()
+        binding = super()._make_binding()
         if self._skipped is None:
-            self._skipped = SkippedSteps(self._get_binding().device)
+            self._skipped = SkippedSteps(binding.device)
+        return binding
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         """Update raw weights with gradients, write effective weights; do nothing if `go` is 0."""
-        bound.kernels.adamw_(active, hyper, clip, go)
+        binding.kernels.adamw_(active, hyper, clip, go)
 
     def raw_lr(self, group: dict[str, Any], matrix: Matrix | None) -> float:
         """Return the learning rate of a raw weight."""
@@ -169,59 +170,61 @@ class MultiplierOptimizer(WeightOwner):
 
     def _step(self) -> None:
         self._warn_unfrozen()
-        bound = self._refreshed_binding()
-        with torch_defaults(bound.device):
-            self._take_step(bound)
+        binding = self._current_binding()
+        with torch_defaults(binding.device):
+            self._take_step(binding)
 
-    def _take_step(self, bound: Binding) -> None:
-        bound.guard.raise_pending()
+    def _take_step(self, binding: Binding) -> None:
+        binding.guard.raise_pending()
         _check_norm("max_grad_norm", self.max_grad_norm)
-        bound.check_replaced()
-        for packed in bound.packed.values():
+        binding.check_replaced()
+        for packed in binding.packed.values():
             packed.write_factors_()
-        active = bound.collect_gradients()
+        active = binding.collect_gradients()
         if not active:
             return
         # The long pass over all gradients first: the host works on while the GPU runs it.
-        grads, norm, finite = bound.gradients(active, self.clip_multipliers)
+        grads, norm, finite = binding.gradients(active, self.clip_multipliers)
         if self.found_inf is not None:
             finite = finite & (self.found_inf == 0)
-        touched = bound.guard.check()
-        bound.set_rates([self._rates(state) for state in bound.classes])
+        touched = binding.guard.check()
+        binding.set_rates([self._rates(state) for state in binding.classes])
         self.grad_norm = norm
         go = finite & ~touched.any() if touched.numel() else finite
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         # Checkpointing tools take a step at rate 0 with zero gradients to create state, perhaps on
         # one rank only; it must change nothing.
         if self._replicas is not None and (self._has_stepped or not still or bool(norm)):
-            finite, go = self._replicas.agree(finite, go, bound.states)
+            finite, go = self._replicas.agree(finite, go, binding.states)
         if still:
             go = go & (norm != 0)
         else:
             self._has_stepped = True
         assert self._skipped is not None
         self._skipped.count_(finite)
-        if bound.kernels.decides_on_host and not bool(go):
+        if binding.kernels.decides_on_host and not bool(go):
             return
-        moved = bound.has_gradient(active)
-        bound.steps += moved * go
+        moved = binding.has_gradient(active)
+        binding.steps += moved * go
         clip = _clip_factor(norm, self.max_grad_norm)
         go = go.to(torch.int32)
-        hyper, multiplier_hyper = bound.kernels.tabulate(bound.rates, bound.class_of, bound.steps)
-        for dtype, packed in bound.packed.items():
+        hyper, multiplier_hyper = binding.kernels.tabulate(
+            binding.rates, binding.class_of, binding.steps
+        )
+        for dtype, packed in binding.packed.items():
             state = (packed.values, packed.exp_avg, packed.exp_avg_sq)
             owner, trained = packed.owner, packed.trained
-            bound.kernels.multipliers_(
+            binding.kernels.multipliers_(
                 state, grads[dtype], owner, trained, moved, multiplier_hyper, clip, go
             )
             packed.write_factors_(following=True)
-        self._update_(bound, active.trained, hyper, clip, go)
+        self._update_(binding, active.trained, hyper, clip, go)
         for state in active.fixed:
             weight = effective_weight(state).to(state.weight.dtype)
             state.weight.copy_(torch.where(go != 0, weight, state.weight))
-        if bound.kernels.decides_on_host:
+        if binding.kernels.decides_on_host:
             # Triton's writes do not change a tensor's version; torch's do.
-            bound.guard.remember(active)
+            binding.guard.remember(active)
 
     def _warn_unfrozen(self) -> None:
         """Warn once about parameters unfrozen since the optimizer was made."""
@@ -249,7 +252,7 @@ class MultiplierOptimizer(WeightOwner):
         """Return a parameter's hyper-parameters."""
         group = state.group
         # Schedulers and users may write to groups at any time.
-        self._check_settings(group)
+        self._check_group_settings(group)
         return Rates(
             self.raw_lr(group, state.matrix),
             float(group.get("weight_decay", 0.0)),
@@ -266,21 +269,21 @@ class MultiplierOptimizer(WeightOwner):
         `clip_multipliers` overrides the optimizer's setting.
         """
         _check_norm("max_norm", max_norm)
-        bound = self._refreshed_binding()
-        for packed in bound.packed.values():
+        binding = self._current_binding()
+        for packed in binding.packed.values():
             packed.write_factors_()
-        active = bound.collect_gradients()
+        active = binding.collect_gradients()
         if not active:
             return torch.zeros(())
         counted = self.clip_multipliers if clip_multipliers is None else clip_multipliers
-        with torch_defaults(bound.device):
-            _, norm, _ = bound.gradients(active, counted)
+        with torch_defaults(binding.device):
+            _, norm, _ = binding.gradients(active, counted)
         clip = _clip_factor(norm, max_norm)
         for state in active:
             grad = state.parameter.grad
             assert grad is not None
             local(grad).mul_(clip.to(grad.dtype))
-        bound.release_gradients()
+        binding.release_gradients()
         return norm
 
     def __repr__(self) -> str:
@@ -297,6 +300,12 @@ def _clip_factor(norm: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return torch.ones_like(norm)
     return (max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)
+
+
+def check_fused_and_foreach(fused: bool | None, foreach: bool | None) -> None:
+    """Raise if both arguments are True; apart from that they have no effect."""
+    if fused and foreach:
+        raise ValueError("fused and foreach cannot both be True, here as in torch.optim.AdamW")
 
 
 def _check_norm(name: str, value: float | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from learnable_multipliers._multiplier import Block, Matrix
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._newton_schulz import result_dtype
-from learnable_multipliers.optim._newton_schulz import Coefficients, orthogonalize
+from learnable_multipliers.optim._orthogonalization import Coefficients, orthogonalize
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 Split = Literal["blocks", "heads"]
@@ -112,8 +112,8 @@ class Batches:
             for block, part, place in zip(matrix.blocks, parts, self._slices[i], strict=True):
                 rows = num_rows(matrix, block, self._split)
                 factor = lr_factor(self._rule, rows, matrix.num_in)
-                found = done[place.shape][place.at]
-                part.copy_((found * factor).view(part.shape))
+                update = done[place.shape][place.at]
+                part.copy_((update * factor).view(part.shape))
         return self._views(done, own)
 
     def _own_buffers(self, dtype: torch.dtype) -> list[Tensor | None]:

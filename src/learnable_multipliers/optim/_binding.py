@@ -86,7 +86,7 @@ class Binding:
             self._sums = PackedSums(self.process_group, shards, self.packed, widest, self.device)
         new = [state for state in states if "raw" not in saved[state.parameter]]
         for state in states:
-            self._bind(state, saved)
+            self._set_tensors(state, saved)
         self.write_factors_()
         for state in new:
             if state.owns_raw:
@@ -167,7 +167,7 @@ class Binding:
             for name, parameter in named_parameters(model, remove_duplicate=False)
         }
         held = {id(parameter) for parameter in present.values()}
-        known = {id(state.parameter): state.name for state in self.states}
+        trained = {id(state.parameter): state.name for state in self.states}
         for state in self.states:
             if state.sharded:
                 continue
@@ -175,23 +175,23 @@ class Binding:
                 if (
                     name in present
                     and present[name].requires_grad
-                    and id(present[name]) not in known
+                    and id(present[name]) not in trained
                 ):
                     raise RuntimeError(
                         f"{name} is no longer tied to {state.name} as it was when the optimizer "
-                        "was made, and is not trained: untie weights before"
+                        "was made, and is not trained: untie weights before that"
                     )
             if id(state.parameter) in held:
                 continue
-            other = known.get(id(present.get(state.name)))
+            other = trained.get(id(present.get(state.name)))
             if other is not None:
                 raise RuntimeError(
                     f"{state.name} was tied to {other} after the optimizer was made, and their "
-                    "multipliers are those of two matrices: tie weights before"
+                    "multipliers are those of two matrices: tie weights before that"
                 )
             # Under its name, or in a module that replaced its own: `head.0.weight`, `head.weight`.
             owner = state.name.rpartition(".")[0] + "."
-            new = [n for n, p in present.items() if p.requires_grad and id(p) not in known]
+            new = [n for n, p in present.items() if p.requires_grad and id(p) not in trained]
             if any(name == state.name or name.startswith(owner) for name in new):
                 raise RuntimeError(
                     f"{state.name} was replaced in the model after the optimizer was made, and is "
@@ -273,7 +273,7 @@ class Binding:
 
     # -- construction -------------------------------------------------------------------------
 
-    def _bind(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
+    def _set_tensors(self, state: ParameterState, saved: dict[Any, dict[str, Any]]) -> None:
         """Set the tensors of one parameter from the saved state; create those that are missing."""
         kept: dict[str, Tensor] = {"step": self.steps[state.index]}
         if MEAN_SQUARE in state.moment_names:
@@ -289,20 +289,20 @@ class Binding:
             kept[key] = torch.zeros_like(
                 state.weight, dtype=state.raw_dtype, memory_format=torch.contiguous_format
             )
-        known = dict(saved[state.parameter])
+        existing = dict(saved[state.parameter])
         if not owns_raw:
             # Saved under a plan with multipliers here; now the parameter itself is trained.
-            known.pop("raw", None)
+            existing.pop("raw", None)
         for key, value in kept.items():
-            if key in known:
-                value.copy_(local(known[key]).to(value.device))
+            if key in existing:
+                value.copy_(local(existing[key]).to(value.device))
         state.owns_raw = owns_raw
         state.raw = kept["raw"] if owns_raw else state.weight
         state.moments = tuple(kept[name] for name in own)
         sharded = shard_state(kept, state.parameter, state.matrix)
         state.step = sharded["step"]
         state.kept = tuple(sharded.values())
-        others = {key: value for key, value in known.items() if key not in sharded}
+        others = {key: value for key, value in existing.items() if key not in sharded}
         saved[state.parameter] = {**sharded, **others}
 
     def _classify(self) -> None:

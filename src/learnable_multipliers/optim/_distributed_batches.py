@@ -26,7 +26,7 @@ from learnable_multipliers.optim._batches import (
     partition_shapes,
     update_dtype,
 )
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box
 
 _EMPTY = range(0)
@@ -161,9 +161,9 @@ def gather_boxes(
     """Return the box of each tensor on every rank of a process group, given those on this rank."""
     bounds = [[(side.start, side.stop) for side in _three(box)] for box in own]
     mine = torch.tensor(bounds, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(found, mine, group=group)
-    by_rank = torch.stack(found, 1).tolist()
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    by_rank = torch.stack(gathered, 1).tolist()
     return [
         [tuple(range(*pair) for pair in sides)[3 - len(box) :] for sides in ranks]
         for box, ranks in zip(own, by_rank, strict=True)
@@ -194,14 +194,15 @@ def _assign_jobs(
     matrices: Sequence[Matrix], boxes: Sequence[Sequence[Box]], num_ranks: int, split: Split
 ) -> list[_Job]:
     """Assign each matrix, and each expert of a stack, to the rank that orthogonalizes it."""
-    found: list[tuple[int, int | None, Matrix]] = []
+    singles: list[tuple[int, int | None, Matrix]] = []
     for at, matrix in enumerate(matrices):
         single = replace(matrix, shape=matrix.shape[-2:])
         experts = range(matrix.stack[0]) if matrix.stack else [None]
-        found += [(at, expert, single) for expert in experts]
-    owners = assign_owners([newton_schulz_cost(single, split) for _, _, single in found], num_ranks)
+        singles += [(at, expert, single) for expert in experts]
+    costs = [newton_schulz_cost(single, split) for _, _, single in singles]
+    owners = assign_owners(costs, num_ranks)
     jobs = []
-    for (at, expert, single), owner in zip(found, owners, strict=True):
+    for (at, expert, single), owner in zip(singles, owners, strict=True):
         held = tuple(_of_expert(box, expert) for box in boxes[at])
         holders: dict[Box, list[int]] = {}
         for rank, box in enumerate(held):

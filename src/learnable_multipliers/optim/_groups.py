@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan, check_is_plan
 from learnable_multipliers._planner import plan as make_plan
 from learnable_multipliers._reparametrize import is_reparametrized
-from learnable_multipliers._rules import Rule, Train, as_number
+from learnable_multipliers._rules import Rule, Train
+from learnable_multipliers.optim._group_checks import check_still_frozen, register_plan_check
 
 WEIGHT_DECAY = 0.1
 MULTIPLIER_WEIGHT_DECAY = 2e-3
 """Stops the drift along symmetries, and is too small to set the scale (paper sec. 4.1)."""
-SMALLEST_EPS = torch.finfo(torch.float32).tiny
-"""Smallest allowed eps; GPUs flush smaller float32 numbers to 0."""
-_SIZES = (
-    *("lr", "weight_decay", "raw_lr_scale", "adamw_lr_scale"),
-    *("multiplier_lr_scale", "multiplier_weight_decay"),
-)
 
 
 def param_groups(
@@ -70,7 +60,7 @@ def param_groups(
         shared = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model)), **given}
         shared |= ddp_group_of(model)
         plan.resolve(model)
-        _register_plan_check()
+        register_plan_check()
     plan.check_initialized()
     check_still_frozen(plan, present)
     # The plan's entries by the names their weights have in this model.
@@ -109,36 +99,6 @@ def param_groups(
             unplanned.append(name)
     _check_fit(plan, unplanned, "has, beyond the plan,")
     return [_set_lr(group, lr, explicit) for group in groups.values()]
-
-
-@functools.cache
-def _register_plan_check() -> None:
-    """Let every optimizer of the process check its groups; only a step tells who uses them."""
-    register_optimizer_step_pre_hook(_check_plan_is_used)
-
-
-def _check_plan_is_used(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if another optimizer was given our groups: it ignores the plan."""
-    # Our optimizers replace the plan in their groups by its fingerprint.
-    plans = (group.get("plan") for group in optimizer.param_groups)
-    if any(isinstance(plan, Plan) and plan.num_multipliers for plan in plans):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} ignores the plan in the groups of lrm.param_groups, and "
-            "would train without multipliers: use lrm.AdamW or lrm.Muon, wrap it with "
-            f"lrm.LearnableMultipliers.from_model({type(optimizer).__name__}, model, ...), or call "
-            "lrm.reparametrize(model, plan) before lrm.param_groups"
-        )
-
-
-def check_still_frozen(plan: Plan, present: Mapping[str, nn.Parameter]) -> None:
-    """Raise if a matrix carries nothing only because it was frozen, and is trained now."""
-    for entry in plan.entries if plan.placement != "none" else ():
-        parameter = present.get(entry.name) if entry.matrix and entry.reason == "frozen" else None
-        if parameter is not None and parameter.requires_grad:
-            raise ValueError(
-                f"{entry.name} was frozen when the plan was made, and would train without "
-                "multipliers: make the plan again"
-            )
 
 
 def _check_gradients(plan: Plan, present: dict[str, nn.Parameter]) -> None:
@@ -207,109 +167,6 @@ def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule
     return placement
 
 
-def check_has_effect(name: str, value: Any, groups: Sequence[Any]) -> None:
-    """Raise if an argument has no effect because every group of matrices overrides it."""
-    own = [
-        group[name]
-        for group in groups
-        if isinstance(group, dict) and name in group and group.get("kind") != "vector"
-    ]
-    others = [g for g in groups if not isinstance(g, dict) or g.get("kind") != "vector"]
-    if own and len(own) == len(others) and all(one != value for one in own):
-        raise ValueError(
-            f"{name}={value} has no effect: the parameter groups carry {name}={own[0]}. Give it to "
-            "lrm.param_groups or to the optimizer, not to both"
-        )
-
-
-def check_settings(group: Mapping[str, Any], beta1: float, beta2: float, eps: float) -> None:
-    """Raise a ValueError for settings that cannot train: NaN or nonsense at the first step."""
-    for name in _SIZES:
-        value = group.get(name)
-        if value is not None and not 0 <= as_number(name, value) < math.inf:
-            raise ValueError(f"{name} must be a number of at least 0, got {value}")
-    if group.get("maximize"):
-        raise ValueError(
-            "maximize is not supported, as multipliers would go on minimizing: train on the "
-            "negative of the loss"
-        )
-    lr, decay = (float(group.get(name) or 0.0) for name in ("lr", "weight_decay"))
-    raw_lr = lr * group.get("raw_lr_scale", 1.0)
-    if raw_lr * decay >= 1:
-        raise ValueError(
-            f"lr times weight_decay is {raw_lr * decay:g}: one step would decay a weight to zero "
-            "or flip its sign; lower one of them"
-        )
-    scale, pull = (group.get(n) or 0.0 for n in ("multiplier_lr_scale", "multiplier_weight_decay"))
-    if lr * scale * pull >= 1:
-        raise ValueError(
-            f"lr times multiplier_lr_scale and multiplier_weight_decay is {lr * scale * pull:g}: "
-            "one step would decay a multiplier to zero or flip its sign; lower one of them"
-        )
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= as_number(name, beta) < 1:
-            raise ValueError(f"{name} must lie in [0, 1), got {beta}")
-    if not SMALLEST_EPS <= as_number("eps", eps) < math.inf:
-        raise ValueError(
-            f"eps must be at least {SMALLEST_EPS:.2g}, got {eps}: below, it is 0 in float32, and "
-            "what never had a gradient (a token that did not occur) becomes 0 / 0, which is NaN"
-        )
-
-
-def check_parameters(
-    group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], has_plan: bool
-) -> None:
-    """Raise a ValueError for parameters that would not be trained as expected."""
-    taken = {name for other in others for name in other.get("param_names", ())}
-    names = names_in(group)
-    for name, parameter in zip(names, group["params"], strict=True):
-        told = name or f"a parameter of shape {tuple(parameter.shape)}"
-        if parameter.is_complex():
-            raise ValueError(
-                f"{told} is complex, which is not supported: train it as a real one "
-                "(torch.view_as_real), or with an optimizer of torch"
-            )
-        if name in taken:
-            raise ValueError(
-                f"two parameters are called {name}: make one plan and one optimizer for a module "
-                "that holds both models"
-            )
-        if not has_plan and parameter.ndim > 1:
-            raise ValueError(
-                f"{told} is in a group without a plan, and would train without multipliers: add "
-                "lrm.param_groups(module, lrm.plan(module)), or make the optimizer again"
-            )
-
-
-def check_named(group: dict[str, Any]) -> None:
-    """Raise where a group to be added has no names, by which plan and state know parameters."""
-    params = group["params"]
-    if isinstance(params, set):
-        # Refused by torch.
-        return
-    # Looking at a generator uses it up.
-    params = group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    if not group.get("param_names") and any(not isinstance(p, tuple) for p in params):
-        raise ValueError(
-            "a group of parameters without names cannot be added, as nothing says what carries "
-            "multipliers: add the groups of lrm.param_groups(model, lrm.plan(model)), less the "
-            "parameters that are trained already, or make the optimizer again"
-        )
-
-
-def names_in(group: Mapping[str, Any]) -> list[str]:
-    """Return the names of a group's parameters; raise if there are more or fewer of them."""
-    count, names = len(group["params"]), group.get("param_names")
-    if not names:
-        return [""] * count
-    if len(names) != count:
-        raise ValueError(
-            f"a parameter group has {count} parameters and {len(names)} names in param_names: take "
-            "a parameter out of both, or make the optimizer again"
-        )
-    return names
-
-
 def ddp_group_of(model: nn.Module) -> dict[str, Any]:
     """Return the process group of a DDP model as an entry of a parameter group; else nothing."""
     while not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -326,10 +183,10 @@ def joined_plan(plan: Plan, other: Plan) -> Plan:
     """
     if plan == other:
         return plan
-    known = {entry.name: entry for entry in plan.entries}
+    entries = {entry.name: entry for entry in plan.entries}
     for entry in other.entries:
-        if known.setdefault(entry.name, entry).reason == "frozen":
-            known[entry.name] = entry
-        elif entry.reason != "frozen" and known[entry.name] != entry:
+        if entries.setdefault(entry.name, entry).reason == "frozen":
+            entries[entry.name] = entry
+        elif entry.reason != "frozen" and entries[entry.name] != entry:
             raise ValueError(f"two plans for one optimizer differ at {entry.name}")
-    return replace(plan, entries=tuple(known.values()))
+    return replace(plan, entries=tuple(entries.values()))

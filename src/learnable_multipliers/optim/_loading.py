@@ -1,4 +1,4 @@
-"""Load optimizer state: as saved, converted from another plan, or imported from torch.optim.AdamW.
+"""Load optimizer state, as saved or converted from another plan.
 
 A state carries the fingerprint of its plan, not the plan: checkpointing tools repeat the entries of
 a group for each of its parameters. All errors are raised before the optimizer changes.
@@ -16,23 +16,17 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._multiplier import MULTIPLIERS, Matrix, effective, initial_values
-from learnable_multipliers._names import canonical_name
-from learnable_multipliers._plan import Plan, PlanEntry
+from learnable_multipliers._plan import Plan
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS
 from learnable_multipliers.optim._sharding import is_sharded
-from learnable_multipliers.optim._wrapped_state import WRAPPED
 
-FORMAT = 2
+FORMAT = 3
 """Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""
-_ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _MOMENTS_OF_RAW = {"exp_avg": 1, "momentum_buffer": 1, "exp_avg_sq": 2}
 """Averages beside a raw weight, and the power of the gradient in them."""
 _OF_A_GROUP = ("kind", "weight_decay", "raw_lr_scale")
 """Settings in which the groups of one optimizer differ."""
-_PARALLEL = "module."
-_NO_DECAY_IN_HF = ("bias", "layernorm", "rmsnorm", "norm")
-"""Substrings of names that the Hugging Face Trainer puts into its group without decay."""
 
 
 def fingerprint(matrices: Mapping[str, Matrix]) -> str:
@@ -56,36 +50,23 @@ def is_ours(saved: dict[str, Any]) -> bool:
     )
 
 
-def check_format(saved: dict[str, Any]) -> None:
+def check_saved_format(saved: dict[str, Any]) -> None:
     """Raise if a state of this library has another format."""
     for group in saved["param_groups"]:
-        found = group.get("format")
-        if found != FORMAT:
-            what = "has no format number" if found is None else f"is of format {found}"
+        number = group.get("format")
+        if number != FORMAT:
+            what = "has no format number" if number is None else f"is of format {number}"
             raise ValueError(
                 f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
                 "the release that wrote it, or start with fresh optimizer state"
             )
 
 
-def renamed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose groups call the scale of a raw weight's rate by its present name."""
-    groups = []
-    for group in saved["param_groups"]:
-        if "raw_lr_scale" not in group and "lr_scale" in group:
-            # A wrapped optimizer may have an entry of this name for itself.
-            scale = 1.0 if WRAPPED in group else group["lr_scale"]
-            kept = {k: v for k, v in group.items() if k != "lr_scale" or WRAPPED in group}
-            group = {**kept, "raw_lr_scale": scale}
-        groups.append(group)
-    return {**saved, "param_groups": groups}
-
-
-def check_plan(
+def check_saved_plan(
     groups: Sequence[dict[str, Any]], saved: dict[str, Any], matrices: Mapping[str, Matrix]
 ) -> None:
     """Raise if the saved groups hold other parameters, or were saved under another plan."""
-    _check_parameters(groups, saved["param_groups"])
+    _check_saved_parameters(groups, saved["param_groups"])
     for group, other in zip(groups, saved["param_groups"], strict=False):
         names = group.get("param_names", [])
         if group["plan"] != other.get("plan", ""):
@@ -98,21 +79,21 @@ def check_plan(
             )
 
 
-def _check_parameters(
+def _check_saved_parameters(
     groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise where the saved groups hold other parameters, or train other parts of them."""
     if not all(isinstance(group.get("param_names"), list) for group in saved_groups):
         pairs = zip(groups, saved_groups, strict=False)
-        known = [pair for pair in pairs if isinstance(pair[1].get("param_names"), list)]
-        groups, saved_groups = [own for own, _ in known], [saved for _, saved in known]
+        named = [pair for pair in pairs if isinstance(pair[1].get("param_names"), list)]
+        groups, saved_groups = [own for own, _ in named], [saved for _, saved in named]
     here, there = _trained_parts(groups), _trained_parts(saved_groups)
     for name in here:
         if there.get(name, here[name]) != here[name]:
             raise ValueError(
                 f'this optimizer state was saved with train="{there[name]}" for {name}, which is '
                 f'train="{here[name]}" here: make the optimizer with the plan of the saved run, or '
-                "go on from it with optimizer.load_state_dict(state, "
+                "continue from it with optimizer.load_state_dict(state, "
                 "from_plan=plan_of_the_saved_run)"
             )
     order = [list(group.get("param_names", ())) for group in groups]
@@ -156,7 +137,9 @@ def _first_difference(
     return "in blocks or scales"
 
 
-def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]) -> None:
+def check_saved_moments(
+    names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[str, Any]
+) -> None:
     """Raise if a state lacks moments that this optimizer keeps.
 
     `names` gives the name and the moments of each saved parameter.
@@ -172,6 +155,15 @@ def check_moments(names: Mapping[Any, tuple[str, Sequence[str]]], saved: dict[st
             )
 
 
+def check_saved_names(groups: Sequence[dict[str, Any]], by_name: Mapping[str, Any]) -> None:
+    """Raise if a state by parameter name lacks a parameter of these groups."""
+    missing = [n for group in groups for n in group["param_names"] if n not in by_name]
+    if missing:
+        raise ValueError(
+            f"this optimizer state has nothing for {missing[0]}: it was saved for another model"
+        )
+
+
 def to_state_dict(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups, and a state by parameter name, in the form of `state_dict()`."""
     saved_groups, saved_state = [], {}
@@ -182,9 +174,6 @@ def to_state_dict(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) ->
     # A parameter without state never had a gradient.
     saved_state = {key: value for key, value in saved_state.items() if value}
     return {"state": saved_state, "param_groups": saved_groups}
-
-
-# -- from another plan ------------------------------------------------------------------------
 
 
 def convert_plan(
@@ -217,7 +206,7 @@ def convert_plan(
     settings = {
         name: _settings(group) for group in saved["param_groups"] for name in group["param_names"]
     }
-    _check_names(groups, by_name)
+    check_saved_names(groups, by_name)
     return to_state_dict([_merge_settings(group, settings) for group in groups], by_name)
 
 
@@ -296,100 +285,3 @@ def _parts(matrix: Matrix) -> dict[str, tuple[Any, ...]]:
 def _without_init(matrix: Matrix) -> Matrix:
     blocks = tuple(dataclasses.replace(block, init=1.0) for block in matrix.blocks)
     return dataclasses.replace(matrix, blocks=blocks)
-
-
-# -- from torch.optim.AdamW -------------------------------------------------------------------
-
-
-def import_torch_adamw(
-    groups: Sequence[dict[str, Any]], saved: dict[str, Any], plan: Plan
-) -> dict[str, Any]:
-    """Return a state of torch's AdamW as one of ours: its moments, without raw weights yet.
-
-    Parameters are matched by the names in its groups, or without names by the order in which common
-    recipes put a model's parameters into groups, if all shapes fit.
-    """
-    for kept in saved["state"].values():
-        missing = [name for name in _ADAMW if name not in kept]
-        if missing:
-            raise ValueError(
-                f"this optimizer state was written neither by this library nor by torch's AdamW: "
-                f"it has no {missing[0]}. Start with fresh optimizer state"
-            )
-    for group in saved["param_groups"]:
-        coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
-        others = [name for name in ("amsgrad", "maximize") if group.get(name)]
-        if coupled or others or "amsgrad" not in group or "momentum_decay" in group:
-            what = ", ".join(others) or ("coupled decay" if coupled else "another class")
-            raise ValueError(
-                f"this optimizer state is not that of torch's AdamW as ours continues it ({what}): "
-                "start with fresh optimizer state"
-            )
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    names = _saved_names(saved, plan)
-    by_name = {
-        name: {field: saved["state"][key][field] for field in _ADAMW}
-        for name, key in zip(names, keys, strict=True)
-        if key in saved["state"]
-    }
-    by_name |= {name: {} for name in names if name not in by_name}
-    _check_names(groups, by_name)
-    return to_state_dict(groups, by_name)
-
-
-def _saved_names(saved: dict[str, Any], plan: Plan) -> list[str]:
-    groups = saved["param_groups"]
-    if all("param_names" in group for group in groups):
-        names = [canonical_name(name) for group in groups for name in group["param_names"]]
-        # DistributedDataParallel calls its model `module`.
-        if all(name.startswith(_PARALLEL) for name in names):
-            names = [name.removeprefix(_PARALLEL) for name in names]
-        return names
-    sizes = [len(group["params"]) for group in groups]
-    shapes = [
-        tuple(saved["state"][key]["exp_avg"].shape) if key in saved["state"] else None
-        for group in groups
-        for key in group["params"]
-    ]
-    fitting = []
-    for order in _common_orders(plan):
-        entries = [entry for part in order for entry in part]
-        if [len(part) for part in order] == sizes and all(
-            shape in (None, entry.shape) for shape, entry in zip(shapes, entries, strict=True)
-        ):
-            fitting.append([entry.name for entry in entries])
-    if not fitting or any(names != fitting[0] for names in fitting):
-        raise ValueError(
-            "this state of torch's AdamW has no parameter names, and its groups of "
-            f"{', '.join(map(str, sizes))} parameters are in no common order of this model's: save "
-            "it from an optimizer made with model.named_parameters()"
-        )
-    return fitting[0]
-
-
-def _common_orders(plan: Plan) -> Iterator[list[list[PlanEntry]]]:
-    """Yield the groups into which common training code puts the parameters of a model."""
-    trained = [entry for entry in plan.entries if entry.reason != "frozen"]
-    for entries in (list(plan.entries), trained):
-        yield [entries]
-        for has_decay in (_is_matrix, _decays_in_hf):
-            yield [
-                [entry for entry in entries if has_decay(entry)],
-                [entry for entry in entries if not has_decay(entry)],
-            ]
-
-
-def _is_matrix(entry: PlanEntry) -> bool:
-    return len(entry.shape) >= 2
-
-
-def _decays_in_hf(entry: PlanEntry) -> bool:
-    return not any(part in entry.name.lower() for part in _NO_DECAY_IN_HF)
-
-
-def _check_names(groups: Sequence[dict[str, Any]], by_name: Mapping[str, Any]) -> None:
-    missing = [n for group in groups for n in group["param_names"] if n not in by_name]
-    if missing:
-        raise ValueError(
-            f"this optimizer state has nothing for {missing[0]}: it was saved for another model"
-        )

@@ -18,11 +18,11 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import as_number
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, Rates
-from learnable_multipliers.optim._base import MultiplierOptimizer
+from learnable_multipliers.optim._base import MultiplierOptimizer, check_fused_and_foreach
 from learnable_multipliers.optim._batches import AdjustLr, Batches, Split, update_dtype
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._distributed_batches import DistributedBatches, gather_boxes
-from learnable_multipliers.optim._newton_schulz import COEFFICIENTS, Coefficients
+from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, local_shard
 from learnable_multipliers.roles import QKV
 
@@ -96,6 +96,7 @@ class Muon(MultiplierOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ):
+        check_fused_and_foreach(fused, foreach)
         if adjust_lr not in get_args(AdjustLr):
             raise ValueError(f"unknown adjust_lr {adjust_lr!r}; choose from {get_args(AdjustLr)}")
         if coefficients not in COEFFICIENTS:
@@ -139,59 +140,59 @@ class Muon(MultiplierOptimizer):
         lr = super().raw_lr(group, matrix)
         return lr if is_hidden(matrix) else lr * group["adamw_lr_scale"]
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        super()._check_settings(group)
+    def _check_group_settings(self, group: dict[str, Any]) -> None:
+        super()._check_group_settings(group)
         if not 0 <= as_number("momentum", group["momentum"]) < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         if active not in self._partitions:
             self._partitions[active] = self._partition(active)
         hidden, rest = self._partitions[active]
         if rest:
-            super()._update_(bound, rest, hyper, clip, go)
+            super()._update_(binding, rest, hyper, clip, go)
         if hidden is None:
             return
-        self._average_squares(bound, hidden, clip, go)
+        self._average_squares(binding, hidden, clip, go)
         updates = hidden.batches.allocate()
         momentum = _shared_momentum(hidden.states)
-        bound.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
+        binding.kernels.muon_momentum_(hidden.states, updates, clip, momentum, self.nesterov, go)
         updates = hidden.batches.orthogonalize(updates, self.coefficients, self.backend)
-        bound.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
+        binding.kernels.muon_apply_(hidden.states, updates, hyper, hidden.batches.adjust, go)
 
     def _average_squares(
-        self, bound: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
+        self, binding: Binding, hidden: _HiddenMatrices, clip: Tensor, go: Tensor
     ) -> None:
         """Average mean(g^2) of the clipped raw gradients with beta2.
 
         The average starts at its first value, so that on noise its expectation needs no bias
         correction.
         """
-        assert bound.squares is not None
+        assert binding.squares is not None
         at = hidden.indices
-        before = bound.mean_squares[at]
-        square = bound.squares[at] * clip.to(before.dtype).square() / hidden.sizes
-        beta2 = bound.rates[bound.class_of[at], Rates._fields.index("beta2")]
+        before = binding.mean_squares[at]
+        square = binding.squares[at] * clip.to(before.dtype).square() / hidden.sizes
+        beta2 = binding.rates[binding.class_of[at], Rates._fields.index("beta2")]
         after = torch.where(before == 0, square, before.lerp(square, (1 - beta2).to(before.dtype)))
-        bound.mean_squares[at] = torch.where(go != 0, after, before)
+        binding.mean_squares[at] = torch.where(go != 0, after, before)
 
-    def _bind(self) -> None:
-        super()._bind()
+    def _make_binding(self) -> Binding:
+        binding = super()._make_binding()
         self._partitions: WeakKeyDictionary[
             ParameterSet, tuple[_HiddenMatrices | None, ParameterSet]
         ] = WeakKeyDictionary()
-        bound = self._get_binding()
-        self._workers = bound.process_group
+        self._workers = binding.process_group
         if self._process_group is not None and dist.get_world_size(self._process_group) > 1:
             self._workers = self._process_group
         if self._workers is not None:
-            self._gather_boxes(bound, self._workers)
+            self._gather_boxes(binding, self._workers)
+        return binding
 
-    def _gather_boxes(self, bound: Binding, workers: dist.ProcessGroup) -> None:
+    def _gather_boxes(self, binding: Binding, workers: dist.ProcessGroup) -> None:
         """Gather the boxes of the hidden matrices on every rank."""
-        hidden = [state for state in bound.states if is_hidden(state.matrix)]
+        hidden = [state for state in binding.states if is_hidden(state.matrix)]
         shards = [local_shard(state.parameter, state.matrix) for state in hidden]
         layout = [
             (state.name, shard.num_shards, str(getattr(state.parameter, "placements", None)))
@@ -199,7 +200,7 @@ class Muon(MultiplierOptimizer):
         ]
         if hidden and layout != self._layout:
             # Once per layout: this is collective, and one rank may bind again when others do not.
-            boxes = gather_boxes(workers, [shard.box for shard in shards], bound.device)
+            boxes = gather_boxes(workers, [shard.box for shard in shards], binding.device)
             self._boxes = dict(zip((state.name for state in hidden), boxes, strict=True))
             self._layout = layout
 
@@ -243,7 +244,7 @@ def _check_heads(plan: Plan) -> None:
     if unknown:
         raise ValueError(
             f'split="heads" needs the rows of one head of {unknown[0]}, which the model does not '
-            f'tell: say it with a rule, lrm.Rule(r"{re.escape(unknown[0])}", head_dim=64)'
+            f'give: set it with a rule, lrm.Rule(r"{re.escape(unknown[0])}", head_dim=64)'
         )
     if not blocks:
         raise ValueError(
@@ -253,11 +254,11 @@ def _check_heads(plan: Plan) -> None:
 
 def _shared_momentum(states: ParameterSet) -> float:
     """Return the momentum of the hidden matrices, which one launch updates together."""
-    found = {float(state.group["momentum"]) for state in states}
-    if len(found) > 1:
-        values = ", ".join(f"{value:g}" for value in sorted(found))
+    momenta = {float(state.group["momentum"]) for state in states}
+    if len(momenta) > 1:
+        values = ", ".join(f"{value:g}" for value in sorted(momenta))
         raise ValueError(
             f"the parameter groups of hidden matrices have different momentum ({values}): set the "
             "same in all of them"
         )
-    return found.pop()
+    return momenta.pop()

@@ -19,15 +19,16 @@ from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterState, write_effective_
 from learnable_multipliers.optim import _loading
 from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
-from learnable_multipliers.optim._groups import (
-    check_named,
-    check_parameters,
-    check_settings,
-    joined_plan,
+from learnable_multipliers.optim._group_checks import (
+    check_group_has_names,
+    check_group_parameters,
+    check_group_settings,
     names_in,
 )
+from learnable_multipliers.optim._groups import joined_plan
 from learnable_multipliers.optim._resync import find_changed, resync_raw_
 from learnable_multipliers.optim._sharding import full, is_sharded, local
+from learnable_multipliers.optim._torch_adamw_state import import_torch_adamw
 from learnable_multipliers.optim._torch_defaults import torch_defaults
 from learnable_multipliers.optim._unwrap import innermost
 from learnable_multipliers.optim._write_guard import wrong_shape
@@ -66,9 +67,9 @@ class WeightOwner(Optimizer):
         beta1, beta2 = group["betas"]
         return beta1, beta2, group["eps"]
 
-    def _check_settings(self, group: dict[str, Any]) -> None:
+    def _check_group_settings(self, group: dict[str, Any]) -> None:
         """Raise a ValueError for settings of a group that a step cannot use."""
-        check_settings(group, *self.adamw_settings(group))
+        check_group_settings(group, *self.adamw_settings(group))
 
     def moments_of(self, state: ParameterState) -> dict[str, Tensor]:
         """Return a raw weight's moments by name; DTensors if it is sharded."""
@@ -80,55 +81,55 @@ class WeightOwner(Optimizer):
 
         Read-only: `rewriting` is for changes.
         """
-        return self._get_binding().states.states
+        return self._cached_binding().states.states
 
     @contextmanager
     def rewriting(self, names: Collection[str]) -> Iterator[list[ParameterState]]:
         """Allow changes to raw weights and multipliers; write the weights from them on exit."""
         with torch.no_grad():
-            bound = self._refreshed_binding()
-            states = [state for state in bound.states if state.name in names]
-            # Refuse first: an outside write would be overwritten silently.
-            bound.guard.check_weights(states)
+            binding = self._current_binding()
+            states = [state for state in binding.states if state.name in names]
+            # Raise first: an outside write would be overwritten silently.
+            binding.guard.check_weights(states)
             yield states
-            bound.write_factors_()
+            binding.write_factors_()
             for state in states:
                 if state.owns_raw:
                     write_effective_(state)
-            bound.guard.remember(states)
+            binding.guard.remember(states)
 
-    def _refreshed_binding(self) -> Binding:
+    def _current_binding(self) -> Binding:
         """Return the binding, made again if parameters, their storage or the state changed."""
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
-        bound = self._get_binding()
-        moved = bound.guard.moved()
-        is_old = bool(moved) or not bound.is_current(self.param_groups, self.state)
+        binding = self._cached_binding()
+        moved = binding.guard.moved()
+        is_old = bool(moved) or not binding.is_current(self.param_groups, self.state)
         if self._has_stepped:
             # Moved storage is fine, changed values are not. After loading, compare every weight.
-            suspects = [*moved, *bound.guard.written()] if is_old else []
-            bound.guard.check_weights(bound.states if self._has_loaded else suspects)
+            suspects = [*moved, *binding.guard.written()] if is_old else []
+            binding.guard.check_weights(binding.states if self._has_loaded else suspects)
             self._has_loaded = False
         if is_old:
             self._binding = None
-            bound = self._get_binding()
+            binding = self._cached_binding()
         if not self._has_stepped:
             # Weights may be loaded or initialized until training starts.
-            resync_raw_(bound, find_changed(bound), False)
-        return bound
+            resync_raw_(binding, find_changed(binding), False)
+        return binding
 
-    def _get_binding(self) -> Binding:
-        """Return the binding, made from parameter groups and state at its first use."""
+    def _cached_binding(self) -> Binding:
+        """Return the binding as it was last made; make it at its first use."""
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         if self._binding is None:
             # Ordinary tensors, even if first accessed under torch.inference_mode.
             with torch.inference_mode(False), torch.no_grad(), torch_defaults(torch.device("cpu")):
-                self._bind()
-        assert self._binding is not None
+                self._binding = self._make_binding()
         return self._binding
 
-    def _bind(self) -> None:
+    def _make_binding(self) -> Binding:
+        """Return a new binding of the present parameters to the state."""
         self._drop_replaced()
         states: list[ParameterState] = []
         matrices = self._matrices()
@@ -153,7 +154,7 @@ class WeightOwner(Optimizer):
                         weight=local(parameter.detach()),
                     )
                 )
-        bound = Binding(
+        binding = Binding(
             states,
             self.param_groups,
             self.state,
@@ -161,12 +162,12 @@ class WeightOwner(Optimizer):
             self._process_groups,
             self._models,
         )
-        if self._process_group is not None and bound.process_group is not None:
+        if self._process_group is not None and binding.process_group is not None:
             raise ValueError(
-                "process_group is for parameters that are not sharded; sharded ones tell which "
-                "ranks share them, so leave it out"
+                "process_group is for parameters that are not sharded; the mesh of sharded ones "
+                "says which ranks share them, so leave it out"
             )
-        self._binding = bound
+        return binding
 
     @torch.no_grad()
     def sync_from_model_(self) -> None:
@@ -178,24 +179,24 @@ class WeightOwner(Optimizer):
         # Lightning's wrapper subclasses the optimizer: act on the wrapped one.
         self = innermost(self)
         self._binding = None
-        bound = self._get_binding()
-        resync_raw_(bound, find_changed(bound), self._has_stepped)
-        bound.guard.remember(bound.states)
+        binding = self._cached_binding()
+        resync_raw_(binding, find_changed(binding), self._has_stepped)
+        binding.guard.remember(binding.states)
 
     @torch.no_grad()
     def multipliers(self) -> dict[str, dict[str, Tensor]]:
         """Return the multipliers by parameter name, full tensors."""
-        found = {}
+        by_name = {}
         for state in self.parameter_states():
             if state.matrix is None or not state.carries:
                 continue
             kept = self.state[state.parameter]
-            found[state.name] = {
+            by_name[state.name] = {
                 name: multiplier(state.matrix, full(kept[name]).detach().clone())
                 for name in MULTIPLIERS
                 if name in kept
             }
-        return found
+        return by_name
 
     @torch.no_grad()
     def raw_weights(self) -> dict[str, Tensor]:
@@ -225,53 +226,52 @@ class WeightOwner(Optimizer):
         and step counts are kept, multipliers start at 1, and the groups keep their own settings.
         Any other state raises an error before anything changes.
         """
-        seen: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
 
-        # Registered last, it sees the state after the hooks of others.
-        def look(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            seen.update(self._readable(given, from_plan))
-            return seen
+        # Registered last, it gets the state after the hooks of others.
+        def convert(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            converted.update(self._converted(given, from_plan))
+            return converted
 
         # Before the hooks of others, which may change the loaded state.
         def restore(_: Optimizer) -> None:
-            self._restore(seen)
+            self._restore(converted)
 
-        looks = self.register_load_state_dict_pre_hook(look)
-        restores = self.register_load_state_dict_post_hook(restore, prepend=True)
+        convert_hook = self.register_load_state_dict_pre_hook(convert)
+        restore_hook = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            looks.remove()
-            restores.remove()
+            convert_hook.remove()
+            restore_hook.remove()
 
-    def _restore(self, seen: dict[str, Any]) -> None:
+    def _restore(self, saved: dict[str, Any]) -> None:
         """Set the state to the saved one, which torch has cast to the parameters' dtype."""
-        ids = [i for group in seen["param_groups"] for i in group["params"]]
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved, parameter in zip(ids, parameters, strict=True):
-            if saved in seen["state"]:
+        for index, parameter in zip(ids, parameters, strict=True):
+            if index in saved["state"]:
                 device = local(parameter).device
                 self.state[parameter] = {
                     key: value.detach().clone().to(device) if isinstance(value, Tensor) else value
-                    for key, value in seen["state"][saved].items()
+                    for key, value in saved["state"][index].items()
                 }
         self._binding = None
-        self._has_stepped = any(bool(kept.get("step", 0)) for kept in seen["state"].values())
+        self._has_stepped = any(bool(kept.get("step", 0)) for kept in saved["state"].values())
         self._has_loaded = True
 
-    def _readable(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
+    def _converted(self, saved: dict[str, Any], from_plan: Plan | None) -> dict[str, Any]:
         """Return a saved state as one of this plan; raise if that is impossible."""
         groups, matrices = self.param_groups, self._matrices()
         # Raw weights that the saved run did not train have no moments yet.
         started = _loading.untrained(from_plan) if from_plan is not None else set()
         if not _loading.is_ours(saved):
-            saved = _loading.import_torch_adamw(groups, saved, self.plan)
+            saved = import_torch_adamw(groups, saved, self.plan)
         else:
-            _loading.check_format(saved)
-            saved = _loading.renamed(saved)
+            _loading.check_saved_format(saved)
             if from_plan is not None:
                 saved = _loading.convert_plan(groups, saved, matrices, from_plan)
-            _loading.check_plan(groups, saved, matrices)
+            _loading.check_saved_plan(groups, saved, matrices)
         expected = {
             # The mean square is estimated again where a state has none.
             key: (name, [n for n in self._moment_names(matrices.get(name)) if n != MEAN_SQUARE])
@@ -280,7 +280,7 @@ class WeightOwner(Optimizer):
             for name, key in zip(group.get("param_names", ()), other["params"], strict=False)
             if name not in started
         }
-        _loading.check_moments(expected, saved)
+        _loading.check_saved_moments(expected, saved)
         return saved
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,11 +302,11 @@ class WeightOwner(Optimizer):
         model, ddp_group = group.pop("model", None), group.pop("ddp_group", None)
         if self._plan is not None:
             # torch's own error does not mention plans.
-            check_named(group)
+            check_group_has_names(group)
         super().add_param_group(group)
         try:
-            self._check_settings(group)
-            self._check_parameters(group, plan is not None)
+            self._check_group_settings(group)
+            self._check_group_parameters(group, plan is not None)
             joined = joined_plan(self._plan or plan, plan) if plan is not None else self._plan
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -324,10 +324,10 @@ class WeightOwner(Optimizer):
         self._frozen = [(n, p) for n, p in {**dict(self._frozen), **dict(frozen)}.items()]
         self._frozen = [(name, p) for name, p in self._frozen if id(p) not in held]
 
-    def _check_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
+    def _check_group_parameters(self, group: dict[str, Any], has_plan: bool) -> None:
         others = [other for other in self.param_groups if other is not group]
         # The first groups are checked again once it is known whether any has a plan.
-        check_parameters(group, others, has_plan or self._plan is None)
+        check_group_parameters(group, others, has_plan or self._plan is None)
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return the plan's matrices by name."""

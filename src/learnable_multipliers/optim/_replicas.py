@@ -61,7 +61,7 @@ class Replicas:
         return votes[0] == 0, votes[1] == 0
 
     def _report(self, states: Iterable[ParameterState]) -> None:
-        name, distance = max(self._distances(states), key=lambda found: found[1])
+        name, distance = max(self._distances(states), key=lambda pair: pair[1])
         text = f"the replicas of {name} differ between ranks, by {distance:.1e} of its rms"
         if distance < _ROUNDING:
             if not self._has_warned:

@@ -65,9 +65,9 @@ def local_gradient(parameter: Any, grad: Any) -> Tensor:
     """
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
-    found = grad.to_local()
+    shard = grad.to_local()
     # The result of a pending collective has no address yet that a kernel could read.
-    return found.wait() if hasattr(found, "wait") else found
+    return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ def local_shard(parameter: Any, matrix: Matrix | None) -> LocalShard:
     """Return the shard of a parameter on this rank, and which sums over it are partial."""
     chunks = _chunks_of(parameter) if is_sharded(parameter) else []
     shard = shard_from_chunks(parameter.shape, matrix, chunks)
-    expected, found = tuple(map(len, shard.box)), tuple(local(parameter).shape)
-    if expected != found:
+    expected, shape = tuple(map(len, shard.box)), tuple(local(parameter).shape)
+    if expected != shape:
         raise NotImplementedError(
             f"a parameter of shape {tuple(parameter.shape)} with the placements "
-            f"{parameter.placements} has {found} on this rank, where {expected} was expected; "
+            f"{parameter.placements} has {shape} on this rank, where {expected} was expected; "
             "FSDP2, HSDP and tensor parallel layouts of torch are supported"
         )
     return shard
@@ -115,11 +115,11 @@ def shard_from_chunks(
 def local_values(matrix: Matrix, shard: LocalShard, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's shard of full multipliers."""
     along = {"row": shard.out_features, "col": shard.in_features}
-    found = {}
+    own = {}
     for name, value in values.items():
         value = value[shard.stack] if matrix.stack else value
-        found[name] = value[..., along[name]] if name in along else value
-    return found
+        own[name] = value[..., along[name]] if name in along else value
+    return own
 
 
 def box_of(shape: Sequence[int], chunks: Sequence[Chunk]) -> Box:
@@ -167,12 +167,12 @@ def shard_state(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None
         return dict(values)
     from torch.distributed.tensor import Replicate
 
-    found: dict[str, Any] = {}
+    sharded: dict[str, Any] = {}
     for name, value in values.items():
         kind = name.split("_", 1)[0]
         if value.ndim == 0:
             # Counts and averages over a whole parameter are the same number on every rank.
-            found[name] = value
+            sharded[name] = value
         elif matrix is not None and kind in MULTIPLIERS:
             keep = _dims_kept(matrix, kind)
             placements = [
@@ -182,10 +182,10 @@ def shard_state(values: dict[str, Tensor], parameter: Any, matrix: Matrix | None
                 for place in parameter.placements
             ]
             shape = matrix.value_shapes()[kind]
-            found[name] = _dtensor(value, parameter.device_mesh, placements, shape)
+            sharded[name] = _dtensor(value, parameter.device_mesh, placements, shape)
         else:
-            found[name] = dtensor_like(value, parameter)
-    return found
+            sharded[name] = dtensor_like(value, parameter)
+    return sharded
 
 
 def dtensor_like(value: Tensor, parameter: Any) -> Tensor:
@@ -202,12 +202,12 @@ def _dtensor(value: Tensor, mesh: Any, placements: Sequence[Any], shape: tuple[i
     # A DTensor takes the storage offset of the tensor it is made from, but no storage of its own:
     # one that is made from a view into packed multipliers cannot be copied, pickled or staged.
     own = torch.empty_like(value) if value.storage_offset() else value
-    made = DTensor.from_local(
+    dtensor = DTensor.from_local(
         own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     if own is not value:
-        made._local_tensor = value
-    return made
+        dtensor._local_tensor = value
+    return dtensor
 
 
 def _is_shard(place: Any) -> bool:
@@ -243,12 +243,12 @@ def _dims_kept(matrix: Matrix, kind: str) -> dict[int, int]:
 
 
 def process_group_of(
-    parameters: Iterable[Any], known: dict[tuple[int, ...], Any]
+    parameters: Iterable[Any], groups: dict[tuple[int, ...], Any]
 ) -> dist.ProcessGroup | None:
     """Return the process group of the largest device mesh; None where nothing is distributed.
 
-    It includes the axes of replicas, so that all ranks take the same decisions. `known` keeps the
-    groups made here: making one is a collective call, and binding again must not make one.
+    It includes the axes of replicas, so that all ranks take the same decisions. `groups` keeps
+    those made here: making one is a collective call, and binding again must not make one.
     """
     meshes: dict[tuple[int, ...], Any] = {}
     for parameter in parameters:
@@ -266,9 +266,9 @@ def process_group_of(
             )
     if len(ranks) == 1:
         return None
-    if ranks not in known:
-        known[ranks] = _group_of(meshes[ranks], ranks)
-    return known[ranks]
+    if ranks not in groups:
+        groups[ranks] = _group_of(meshes[ranks], ranks)
+    return groups[ranks]
 
 
 def all_agree(

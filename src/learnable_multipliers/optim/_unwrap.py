@@ -12,18 +12,18 @@ def innermost(optimizer: Any) -> Any:
     Accelerate, Lightning, Fabric and schedulers hold it as `optimizer`, torchtitan's container in
     a list `optimizers`.
     """
-    found = optimizer
-    # The wrappers of Lightning and Fabric subclass the optimizer: isinstance does not tell.
+    current = optimizer
+    # The wrappers of Lightning and Fabric subclass the optimizer, so isinstance does not help.
     while True:
-        several = getattr(found, "optimizers", None)
+        several = getattr(current, "optimizers", None)
         if isinstance(several, Sequence) and len(several) > 1:
             raise ValueError(
-                f"{type(found).__name__} holds {len(several)} optimizers, one for each part of the "
-                "model: give one of them"
+                f"{type(current).__name__} holds {len(several)} optimizers, one for each part of "
+                "the model: give one of them"
             )
         inner = several[0] if isinstance(several, Sequence) and several else None
-        inner = getattr(found, "optimizer", None) if inner is None else inner
-        if inner is None or inner is found:
+        inner = getattr(current, "optimizer", None) if inner is None else inner
+        if inner is None or inner is current:
             break
-        found = inner
-    return found
+        current = inner
+    return current

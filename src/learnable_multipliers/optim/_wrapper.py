@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -14,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._names import check_type, named_parameters, unwrap
 from learnable_multipliers._placement import Placement
-from learnable_multipliers._plan import Plan, check_is_plan
+from learnable_multipliers._plan import Plan
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import (
@@ -27,36 +24,27 @@ from learnable_multipliers.kernels._parameter import (
 )
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.optim._binding import Binding
-from learnable_multipliers.optim._groups import (
-    MULTIPLIER_WEIGHT_DECAY,
-    check_still_frozen,
-    ddp_group_of,
-    param_groups,
-    plan_for,
-)
+from learnable_multipliers.optim._groups import MULTIPLIER_WEIGHT_DECAY, plan_for
+from learnable_multipliers.optim._loading import check_saved_format, is_ours
 from learnable_multipliers.optim._sharding import dtensor_like
+from learnable_multipliers.optim._wrapped_groups import (
+    check_can_be_wrapped,
+    plain_groups,
+    planned_groups,
+)
 from learnable_multipliers.optim._wrapped_rates import (
-    MAX_MULTIPLIER_LR,
-    MULTIPLIER_LR,
+    DerivedScales,
     default_multiplier_lr_scale,
-    intended_lr,
     update_size_is_lr,
 )
-from learnable_multipliers.optim._wrapped_state import WRAPPED, check_kept, check_kind
-
-_OURS = {
-    "params",
-    "param_names",
-    "plan",
-    "format",
-    WRAPPED,
-    "multiplier_lr_scale",
-    "multiplier_weight_decay",
-}
-_INNER = "inner."
-"""Prefix of the wrapped optimizer's entries in a saved state."""
-_STEPPING: set[int] = set()
-"""Ids of wrapped optimizers whose step was called by their wrapper."""
+from learnable_multipliers.optim._wrapped_settings import MirroredSettings
+from learnable_multipliers.optim._wrapped_state import (
+    InnerState,
+    check_wrapped_class,
+    check_wrapped_entries,
+    split_state,
+)
+from learnable_multipliers.optim._wrapped_step import check_caller, step_and_check
 
 
 class LearnableMultipliers(MultiplierOptimizer):
@@ -79,12 +67,11 @@ class LearnableMultipliers(MultiplierOptimizer):
     """
 
     _settings = (
-        *(*MultiplierOptimizer._settings, "inner", "_adamw", "_last"),
-        *("_inner_state_is_placeholder", "_derived", "_has_warned"),
+        *MultiplierOptimizer._settings,
+        *("inner", "_inner_state", "_adamw", "_mirrored", "_derived"),
     )
-    _inner_state_is_placeholder = False
-    _has_warned = False
     _has_moved = False
+    """Whether a step has moved weights; until then, values are compared for writes elsewhere."""
 
     def __init__(
         self,
@@ -106,52 +93,17 @@ class LearnableMultipliers(MultiplierOptimizer):
                 f"lrm.{type(optimizer).__name__} trains multipliers already; wrap an optimizer "
                 "that does not, or use it as it is"
             )
-        check_type(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
-        check_is_plan(plan)
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise ValueError(
-                f"a step of {type(optimizer).__name__} computes the loss again for weights of its "
-                "own, which are raw weights here and not the model's: wrap an optimizer whose step "
-                "needs no closure"
-            )
-        check_still_frozen(plan, plan.resolve(model))
-        names = {parameter: name for name, parameter in named_parameters(model)}
-        fixed = [e.name for e in plan.entries if e.train == "multipliers"]
-        if fixed:
-            raise ValueError(
-                f"the plan fixes the raw weight of {fixed[0]}, which a wrapped optimizer would "
-                "train: use lrm.AdamW"
-            )
-        special = [e.name for e in plan.entries if e.lr_scale != 1.0 or e.weight_decay is not None]
-        if special:
-            raise ValueError(
-                f"the plan gives {special[0]} a learning rate or decay of its own; around another "
-                "optimizer, say that in its parameter groups"
-            )
-        frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-        known = {"plan": plan, "frozen": frozen, "model": weakref.ref(unwrap(model))}
-        known |= {WRAPPED: type(optimizer).__name__, **ddp_group_of(model)}
-        groups = []
-        for group in optimizer.param_groups:
-            unknown = [tuple(p.shape) for p in group["params"] if p not in names]
-            if unknown:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {unknown[0]} that is not the "
-                    "model's; build it from model.parameters()"
-                )
-            settings = {key: value for key, value in group.items() if key not in _OURS}
-            named = [(names[p], p) for p in group["params"]]
-            if multiplier_lr_scale is None:
-                settings["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
-            groups.append({**settings, "params": named, **known})
-        derives = multiplier_lr_scale is None and not update_size_is_lr(optimizer)
-        # The constructor's rate of each group, and the scale derived from it. Empty if the scale is
-        # given or 1.
-        self._derived = [
-            (float(group["lr"]), group["multiplier_lr_scale"]) for group in groups if derives
-        ]
+        check_can_be_wrapped(optimizer)
+        groups = planned_groups(optimizer, model, plan)
+        if multiplier_lr_scale is None:
+            for group in groups:
+                group["multiplier_lr_scale"] = default_multiplier_lr_scale(optimizer, group)
+        # None if the scale is given or 1.
+        self._derived = None
+        if multiplier_lr_scale is None and not update_size_is_lr(optimizer):
+            self._derived = DerivedScales(groups)
         self.inner = optimizer
+        self._inner_state = InnerState(optimizer)
         self._adamw = (*multiplier_betas, multiplier_eps)
         defaults = {
             "multiplier_lr_scale": multiplier_lr_scale,
@@ -167,10 +119,9 @@ class LearnableMultipliers(MultiplierOptimizer):
         )
         # Every group has its settings; schedulers look up their names here.
         self.defaults = {**optimizer.defaults, **self.defaults}
-        # The wrapped optimizer's groups as last seen.
-        self._last = [{k: v for k, v in group.items()} for group in self.param_groups]
+        self._mirrored = MirroredSettings(self.param_groups)
         # Last, so that an error above leaves the optimizer usable by itself.
-        optimizer.register_step_pre_hook(_check_caller)
+        optimizer.register_step_pre_hook(check_caller)
 
     # It takes one more argument, in front: the optimizer.
     @classmethod
@@ -196,16 +147,7 @@ class LearnableMultipliers(MultiplierOptimizer):
         names = inspect.getfullargspec(cls.__init__).kwonlyargs
         own_settings = {name: settings.pop(name) for name in names if name in settings}
         plan = plan_for(model, placement, rules)
-        groups = []
-        for group in param_groups(model, plan):
-            own = {"params": group["params"]}
-            if "weight_decay" in group:
-                own["weight_decay"] = group["weight_decay"]
-            if group["raw_lr_scale"] != 1.0:
-                if "lr" not in settings:
-                    raise ValueError("a rule scales the learning rate: give lr=...")
-                own["lr"] = settings["lr"] * group["raw_lr_scale"]
-            groups.append(own)
+        groups = plain_groups(model, plan, settings.get("lr"))
         # The groups hold these settings now.
         entries = tuple(replace(e, lr_scale=1.0, weight_decay=None) for e in plan.entries)
         planned = replace(plan, entries=entries)
@@ -227,10 +169,10 @@ class LearnableMultipliers(MultiplierOptimizer):
         kept = self.inner.state.get(self._raw.get(state.index, state.parameter), {})
         return {name: value for name, value in kept.items() if isinstance(value, Tensor)}
 
-    def _bind(self) -> None:
-        super()._bind()
+    def _make_binding(self) -> Binding:
+        binding = super()._make_binding()
         self._raw: dict[int, nn.Parameter] = {}
-        states = iter(self.parameter_states())
+        states = iter(binding.states)
         for group in self.inner.param_groups:
             for place, held in enumerate(group["params"]):
                 state = next(states)
@@ -249,89 +191,27 @@ class LearnableMultipliers(MultiplierOptimizer):
                         key: value.to(new.dtype) if _is_like(value, held) else value
                         for key, value in self.inner.state.pop(held).items()
                     }
+        return binding
 
     def _step(self) -> None:
-        self._pull_settings()
-        if not self._has_stepped:
-            self._derive_scales()
-        self._warn_rates()
+        self._mirrored.pull(self._group_pairs())
+        if self._derived is not None:
+            if not self._has_stepped:
+                self._derived.update(self._group_pairs())
+            self._derived.warn_if_high(self.param_groups, self.inner)
         super()._step()
         still = all(float(group["lr"]) == 0 for group in self.param_groups)
         if still and not self.inner.state and self.grad_norm is not None and not self.grad_norm:
-            self._materialize_inner_state()
-
-    def _derive_scales(self) -> None:
-        """Set the scale of multipliers' rates if it was not given.
-
-        Schedulers are made after the optimizer, and may set rates of their own.
-        """
-        for index, (first, scale) in enumerate(self._derived):
-            ours, theirs = self.param_groups[index], self.inner.param_groups[index]
-            # Unless it was set by hand, or loaded.
-            if ours["multiplier_lr_scale"] == scale:
-                lr = intended_lr({**theirs, **ours}, first)
-                ours["multiplier_lr_scale"] = MULTIPLIER_LR / lr
-                self._derived[index] = (first, ours["multiplier_lr_scale"])
-
-    def _warn_rates(self) -> None:
-        """Warn once if multipliers train much faster than their scale was chosen for."""
-        if not self._derived or self._has_warned:
-            return
-        rates = [float(g["lr"]) * g["multiplier_lr_scale"] for g in self.param_groups]
-        if max(rates) > MAX_MULTIPLIER_LR:
-            self._has_warned = True
-            warnings.warn(
-                f"multipliers train at a learning rate of {max(rates):.2g} now, as that of "
-                f"{type(self.inner).__name__} has grown since the first step: give "
-                "multiplier_lr_scale, their rate over that of the optimizer",
-                stacklevel=4,
-            )
-
-    def _materialize_inner_state(self) -> None:
-        """Let the wrapped optimizer create its state, for checkpointing tools to see.
-
-        These tools take a step at rate 0 with zero gradients, and load only the entries they see
-        then. Training discards this placeholder.
-        """
-        groups = [{**group} for group in self.inner.param_groups]
-        self._push_settings()
-        held = [parameter for group in groups for parameter in group["params"]]
-        grads = [parameter.grad for parameter in held]
-        for group in self.inner.param_groups:
-            group["lr"] = group["lr"] * 0
-        for parameter in held:
-            parameter.grad = torch.zeros_like(parameter)
-        self._call_inner()
-        for parameter, grad in zip(held, grads, strict=True):
-            parameter.grad = grad
-        for group, before in zip(self.inner.param_groups, groups, strict=True):
-            group.update(before)
-        self._inner_state_is_placeholder = True
-        self._mirror_state()
-
-    def _mirror_state(self) -> None:
-        """Mirror the wrapped optimizer's state in ours, under `inner.` names.
-
-        Tools that load flattened checkpoints look in `state` for the entries to load.
-        """
-        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            for parameter, held in zip(ours["params"], theirs["params"], strict=True):
-                kept = self.state[parameter]
-                for key in [key for key in kept if key.startswith(_INNER)]:
-                    del kept[key]
-                inner = self.inner.state.get(held, {})
-                kept.update({f"{_INNER}{key}": value for key, value in inner.items()})
+            self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
 
     def _update_(
-        self, bound: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
+        self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
         # The wrapped optimizer steps on the host's word: it cannot read `go` on the device.
         if not bool(go):
             return
-        if self._inner_state_is_placeholder:
-            self.inner.state.clear()
-            self._inner_state_is_placeholder = False
-        self._push_settings()
+        self._inner_state.discard_placeholder()
+        self._mirrored.push(self._group_pairs())
         for raw in self._raw.values():
             raw.grad = None
         kept = []
@@ -348,39 +228,20 @@ class LearnableMultipliers(MultiplierOptimizer):
             parameter.grad = grad
         for raw in self._raw.values():
             raw.grad = None
-        self._pull_notes()
-        self._mirror_state()
+        self._mirrored.pull_all(self._group_pairs())
+        self._inner_state.mirror(self._group_pairs(), self.state)
         for state in active:
             if state.owns_raw:
                 write_effective_(state)
-        bound.guard.remember(active)
-
-    def _call_inner(self) -> None:
-        _STEPPING.add(id(self.inner))
-        try:
-            self.inner.step()
-        finally:
-            _STEPPING.discard(id(self.inner))
+        binding.guard.remember(active)
 
     def _step_inner(self, active: ParameterSet) -> None:
-        """Step the wrapped optimizer; raise if it trained the model's weights, not the raw ones."""
+        """Step the wrapped optimizer, and keep what it wrote in the tensors of the state."""
         owned = [state for state in active if state.owns_raw]
-        versions = [state.parameter._version for state in owned]
-        # Only the values show writes through `.data`. Compare them until a step has moved weights.
-        before = None if self._has_moved else _sums(owned)
-        self._call_inner()
-        written = [s for s, old in zip(owned, versions, strict=True) if s.parameter._version != old]
-        if before is not None:
-            differ = (_sums(owned) != before).tolist()
-            written += [state for state, differs in zip(owned, differ, strict=True) if differs]
+        step_and_check(self.inner, owned, compare_values=not self._has_moved)
+        if not self._has_moved:
             moving = any(float(group["lr"]) != 0 for group in self.param_groups)
             self._has_moved = moving and bool(self.grad_norm)
-        if written:
-            raise RuntimeError(
-                f"{type(self.inner).__name__} wrote to {written[0].name} of the model and not to "
-                "the raw weight that stands for it in its parameter groups: it keeps a list of "
-                "parameters of its own. Wrap an optimizer that reads param_groups at every step"
-            )
         for state in active:
             held = self._raw.get(state.index, state.parameter)
             if not state.sharded and held.data_ptr() != state.raw.data_ptr():
@@ -390,147 +251,54 @@ class LearnableMultipliers(MultiplierOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the wrapped optimizer; none can be added once it is wrapped."""
-        if hasattr(self, "_last"):
+        if hasattr(self, "_mirrored"):
             raise ValueError("add parameter groups to the optimizer before wrapping it")
         super().add_param_group(param_group)
 
-    def _push_settings(self) -> None:
-        """Copy to the wrapped optimizer what schedulers and users changed in our groups.
-
-        Only that: some optimizers keep notes of their own in their groups.
-        """
-        for ours, theirs, last in self._paired_groups():
-            theirs.update(_changes(ours, last))
-
-    def _pull_settings(self) -> None:
-        """Copy to our groups what a scheduler on the wrapped optimizer changed in its groups.
-
-        Changes in our own groups take precedence.
-        """
-        for ours, theirs, last in self._paired_groups():
-            own = _changes(ours, last)
-            changed = {k: v for k, v in _changes(theirs, last).items() if k not in own}
-            ours.update(changed)
-            last.update(changed)
-
-    def _pull_notes(self) -> None:
-        """Copy to our groups what the wrapped optimizer noted in its own."""
-        for ours, theirs, last in self._paired_groups():
-            ours.update({key: value for key, value in theirs.items() if key not in _OURS})
-            last.update({key: value for key, value in theirs.items() if key not in _OURS})
-
-    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-        yield from zip(self.param_groups, self.inner.param_groups, self._last, strict=True)
+    def _group_pairs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return each of our groups with the wrapped optimizer's."""
+        return list(zip(self.param_groups, self.inner.param_groups, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state: ours, and the wrapped optimizer's under `inner.` names."""
         self._drop_replaced()
-        self._pull_settings()
+        self._mirrored.pull(self._group_pairs())
         if self.state and not self.inner.state and not self._has_stepped:
             # Our state was read before the first step. Checkpointing tools load only what they see
             # here, so the wrapped optimizer's state must be here, too.
-            self._get_binding()
-            self._materialize_inner_state()
-        saved = super().state_dict()
-        for index, state in self.inner.state_dict()["state"].items():
-            kept = saved["state"].get(index, {})
-            ours = {key: value for key, value in kept.items() if not key.startswith(_INNER)}
-            inner = {f"{_INNER}{key}": value for key, value in state.items()}
-            saved["state"][index] = ours | inner
-        return saved
+            self._cached_binding()
+            self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
+        return self._inner_state.merged(super().state_dict())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *, from_plan: Plan | None = None) -> None:
-        """Load both states; one from another plan or of another optimizer is refused."""
+        """Load both states; raise for one from another plan or of another optimizer."""
         if from_plan is not None:
             raise ValueError(
                 "a wrapped optimizer's state cannot be converted to another plan: nothing is known "
                 "of what it averages. Start with fresh optimizer state"
             )
-        ours, theirs = {}, {}
-        for index, state in state_dict["state"].items():
-            if "exp_avg" in state or "momentum_buffer" in state:
-                raise ValueError(
-                    "this optimizer state was not saved by a wrapped optimizer: load it into the "
-                    "kind that saved it, or start with fresh optimizer state"
-                )
-            ours[index] = {k: v for k, v in state.items() if not k.startswith(_INNER)}
-            inner = {k[len(_INNER) :]: v for k, v in state.items() if k.startswith(_INNER)}
-            # Flattened states have an empty dict for each entry that was not saved.
-            if any(not isinstance(value, dict) or value for value in inner.values()):
-                theirs[index] = inner
         saved_groups = state_dict["param_groups"]
-        check_kind(saved_groups, self.inner)
+        if is_ours(state_dict):
+            check_saved_format(state_dict)
+            check_wrapped_class(saved_groups, self.inner)
+        ours, theirs = split_state(state_dict["state"])
         if state_dict["state"]:
-            self._get_binding()
+            self._cached_binding()
             if not self.inner.state:
-                self._materialize_inner_state()
+                self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
-            check_kept(saved_groups, theirs, stepped, self.inner)
-        named = [{**group, WRAPPED: type(self.inner).__name__} for group in saved_groups]
-        super().load_state_dict({**state_dict, "state": ours, "param_groups": named})
+            check_wrapped_entries(saved_groups, theirs, stepped, self.inner)
+        super().load_state_dict({**state_dict, "state": ours})
         if state_dict["state"]:
-            self._load_inner(theirs, saved_groups)
+            has_stepped = bool(self._cached_binding().steps.any())
+            self._inner_state.load(theirs, saved_groups, has_stepped)
+            self._inner_state.mirror(self._group_pairs(), self.state)
         else:
             # Create no state yet: a framework may still replace parameters.
             self.inner.state.clear()
-        for ours, inner, last in self._paired_groups():
-            kept = {key: value for key, value in ours.items() if key not in _OURS}
-            inner.update(kept)
-            last.update(kept)
-
-    def _load_inner(self, state: dict[Any, Any], saved_groups: list[dict[str, Any]]) -> None:
-        """Load the wrapped optimizer's entries of a state."""
-        bound = self._get_binding()
-        # Parameters by the keys that the state was saved with: numbers, or the model's names in
-        # distributed checkpoints.
-        groups = [
-            {**group, "params": saved["params"]}
-            for group, saved in zip(
-                self.inner.state_dict()["param_groups"], saved_groups, strict=True
-            )
-        ]
-        made_early = bool(self.inner.state) and not self._inner_state_is_placeholder
-        if self._inner_state_is_placeholder:
-            # Free the placeholder before loading.
-            self.inner.state.clear()
-        self.inner.load_state_dict({"state": state, "param_groups": groups})
-        for kept in self.inner.state.values():
-            # torch keeps the tensors it is given: training would change the caller's state dict.
-            kept.update({k: v.clone() for k, v in kept.items() if isinstance(v, Tensor)})
-        self._mirror_state()
-        # A state that was saved before the first step is a placeholder, too.
-        self._inner_state_is_placeholder = not made_early and not bool(bound.steps.any())
-
-
-def _check_caller(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if a wrapped optimizer is stepped by itself: it would train no multipliers."""
-    if id(optimizer) not in _STEPPING:
-        raise RuntimeError(
-            f"step() was called on the {type(optimizer).__name__} inside lrm.LearnableMultipliers, "
-            "which would leave out the multipliers: call step() and zero_grad() on "
-            "lrm.LearnableMultipliers"
-        )
+        self._mirrored.push_all(self._group_pairs())
 
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.dtype == parameter.dtype
-
-
-def _changes(group: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the wrapped optimizer that have changed."""
-    return {
-        key: value
-        for key, value in group.items()
-        # Numbers of an unpickled optimizer are equal, but not the same objects.
-        if key not in _OURS
-        and value is not last.get(key, value)
-        and not (isinstance(value, int | float) and value == last[key])
-    }
-
-
-def _sums(states: Sequence[ParameterState]) -> Tensor:
-    """Return a sum over each weight, to see whether it changes."""
-    # NaN would differ from itself.
-    sums = [state.weight.sum(dtype=torch.float64).nan_to_num() for state in states]
-    return torch.stack(sums) if sums else torch.zeros(0)

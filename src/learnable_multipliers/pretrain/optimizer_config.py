@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from learnable_multipliers.optim._groups import SMALLEST_EPS
+from learnable_multipliers.optim._group_checks import SMALLEST_EPS
 from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.roles import check_role
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from learnable_multipliers.optim._batches import lr_factor, update_dtype
-from learnable_multipliers.optim._newton_schulz import orthogonalize
+from learnable_multipliers.optim._orthogonalization import orthogonalize
 
 Kind = Literal["adamw", "muon"]
 State = dict[str, Any]

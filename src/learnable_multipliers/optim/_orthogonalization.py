@@ -1,9 +1,10 @@
-"""Newton-Schulz: the nearest semi-orthogonal matrix, using only matrix products.
+"""Orthogonalize matrices by Newton-Schulz: coefficients, and two forms of the iteration.
 
-Each iteration multiplies X by a polynomial of its Gram matrix R = X X^T. Two forms give the same
-result up to rounding. The standard form multiplies X every time. The Gram form multiplies the
-polynomials first, Q_k = P_k Q_(k-1) and R_k = P_k R_(k-1) P_k, and X by Q at the end: its products
-are as small as the shorter side of X, so it is faster for matrices far from square.
+The result, the nearest semi-orthogonal matrix, takes only matrix products. Each iteration
+multiplies X by a polynomial of its Gram matrix R = X X^T. Two forms give the same result up to
+rounding. The standard form multiplies X every time. The Gram form multiplies the polynomials first,
+Q_k = P_k Q_(k-1) and R_k = P_k R_(k-1) P_k, and X by Q at the end: its products are as small as the
+shorter side of X, so it is faster for matrices far from square.
 """
 
 from __future__ import annotations
