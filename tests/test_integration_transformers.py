@@ -245,6 +245,9 @@ def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
     assert {group["lr"] for group in sgd.param_groups} == {1e-2}
     with pytest.raises(ValueError, match="its learning rate would not count"):
         OptimizerFactory()(tiny())
+    plan = lrm.plan(tiny())
+    with pytest.raises(ValueError, match="train is for making a plan"):
+        OptimizerFactory()(tiny(), args, placement=plan, train="multipliers")
     with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):
         OptimizerFactory()(tiny(), args, optimizer="lion")
     with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):

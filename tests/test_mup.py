@@ -131,6 +131,8 @@ def test_scaled_multipliers_are_not_dropped_silently():
     scalings = mup.scale_roles(mup.RECIPES["multiplier"], 64, 32)
     with pytest.raises(ValueError, match="multipliers='learned'"):
         mup.rules(scalings, weight_decay=0.1)
+    with pytest.raises(ValueError, match="'fixed' or 'learned', got 'learn'"):
+        mup.rules(scalings, weight_decay=0.1, multipliers="learn")
 
 
 def uneven_scalings():

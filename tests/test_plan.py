@@ -300,6 +300,23 @@ def test_rule_hidden_by_an_earlier_one_is_an_error():
         lrm.plan(build("llama"), "full", [Rule("proj", "row", only="ssm-z")])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": torch.ones(1, 2)}, "`inputs` has no effect without derive=True"),
+        ({"proxy": None}, "`proxy` has no effect without derive=True"),
+        ({"proxy": nn.Linear(1, 1)}, "`proxy` has no effect without derive=True"),
+        ({"placement": "none", "scale": "log"}, "scale='log' has no effect with the placement"),
+        ({"placement": "none", "init": "fold"}, "init='fold' has no effect with the placement"),
+        ({"placement": "none", "train": "multipliers"}, "train='multipliers' has no effect with"),
+        ({"rules": [Rule(r"model\.norm", scale="log")]}, "which is not a matrix"),
+    ],
+)
+def test_plan_rejects_arguments_without_effect(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lrm.plan(build("llama"), **arguments)
+
+
 def test_unknown_placement_lists_the_known_ones():
     with pytest.raises(ValueError, match="unknown placement 'fullest'.*'symmetry-aware'"):
         lrm.plan(build("llama"), "fullest")
@@ -325,9 +342,15 @@ def test_multipliers_on_a_vector_are_refused():
         ({"init_keeps": "both"}, "'function' or 'raw'"),
         ({"only": "key", "role": "up"}, "cannot set"),
         ({"role": "up", "split": {"up": 4}}, "not both"),
+        ({"repeats": 3}, "repeats=3 has no effect without `split`"),
+        ({"init_keeps": "raw"}, "init_keeps='raw' has no effect without a number"),
+        ({"init": "fold", "init_keeps": "raw"}, "init_keeps='raw' has no effect without a number"),
+        ({"kind": "none", "init": "fold"}, "init='fold' has no effect on kind 'none'"),
+        ({"train": "multipliers", "lr_scale": 2.0}, "lr_scale has no effect with train="),
+        ({"train": "multipliers", "weight_decay": 0.0}, "weight_decay has no effect with train="),
     ],
 )
-def test_rules_refuse_what_they_cannot_mean(arguments, message):
+def test_rules_reject_what_they_cannot_mean(arguments, message):
     with pytest.raises(ValueError, match=message):
         Rule("x", **arguments)
 

@@ -69,8 +69,23 @@ def plan(
     roles = read_roles(bare)
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
+    if not derive and (inputs is not None or proxy != "auto"):
+        name = "proxy" if inputs is None else "inputs"
+        raise ValueError(f"`{name}` has no effect without derive=True: set that, or leave it out")
+    rules = check_rules(rules)
+    if placement == "none" and not rules:
+        for name, value, default in (
+            ("scale", scale, "linear"),
+            ("init", init, "one"),
+            ("train", train, "all"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with the placement 'none' and no rules: no "
+                    "matrix carries multipliers"
+                )
     carried, unconfirmed = derived_placement(bare, inputs, proxy) if derive else ({}, ())
-    planner = _Planner(placement, check_rules(rules), carried, train, scale, init == "fold")
+    planner = _Planner(placement, rules, carried, train, scale, init == "fold")
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
@@ -262,7 +277,8 @@ class _Planner:
         for index, rule in enumerate(self.rules):
             if rule.only is not None or not rule.finds(parameter.name):
                 continue
-            if rule.kind not in (None, "none") or rule.describes or rule.init is not None:
+            needs_matrix = rule.describes or rule.init is not None or rule.scale is not None
+            if rule.kind not in (None, "none") or needs_matrix:
                 self.found_vectors.setdefault(index, parameter)
             else:
                 self.used.add(index)

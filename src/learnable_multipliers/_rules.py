@@ -91,6 +91,26 @@ class Rule:
             raise ValueError(f"train is 'all' or 'multipliers', got {self.train!r}")
         if self.init_keeps not in ("function", "raw"):
             raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
+        if self.repeats != 1 and self.split is None:
+            raise ValueError(
+                f"repeats={self.repeats} has no effect without `split`, whose pattern it repeats"
+            )
+        if self.init_keeps == "raw" and self.init in (None, "fold"):
+            raise ValueError(
+                "init_keeps='raw' has no effect without a number in `init`: give one, or leave "
+                "init_keeps out"
+            )
+        if self.kind == "none" and self.init == "fold":
+            raise ValueError(
+                "init='fold' has no effect on kind 'none', which has no multiplier to start"
+            )
+        if self.train == "multipliers":
+            for name in ("lr_scale", "weight_decay"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} has no effect with train='multipliers', which keeps the raw "
+                        "weight fixed: leave one of them out"
+                    )
         if self.only is not None and self.describes:
             raise ValueError("a rule with `only` cannot set a matrix's role, split, axes or heads")
         if self.role is not None and self.split is not None:

@@ -94,7 +94,9 @@ class OptimizerFactory:
                 "Trainer tells an optimizer factory nothing of its arguments, so its learning rate "
                 'would not count: give OptimizerFactory {"training_args": args}, or {"lr": ...}'
             )
-        if train != "all" and not isinstance(placement, Plan):
+        if train != "all":
+            if isinstance(placement, Plan):
+                raise ValueError("train is for making a plan, and a plan was given: set it there")
             placement, rules = plan(model, placement, rules, train=train), ()
         if issubclass(made, MultiplierOptimizer):
             return made.from_model(model, placement, rules=rules, **settings)

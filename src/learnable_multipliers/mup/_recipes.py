@@ -181,6 +181,8 @@ def rules(
             to the weights; scalars, unless `kind` is given.
         tuned: Further factors; every pattern for vectors must match one.
     """
+    if multipliers not in (None, "fixed", "learned"):
+        raise ValueError(f"multipliers are 'fixed' or 'learned', got {multipliers!r}")
     tuned = tuned or TunedRates()
     scaled = [role for role, scaling in scalings.items() if scaling.multiplier != 1.0]
     if scaled and multipliers is None:
