@@ -281,6 +281,9 @@ def test_limits_and_impossible_settings():
         equilibrium_rms(0.1, 0.1, optimizer="adam")
     with pytest.raises(ValueError, match="adamw has no momentum; it takes betas"):
         equilibrium_rms(0.1, 0.1, momentum=0.9)
+    for settings in ({}, {"optimizer": "sgdm"}, {"optimizer": "muon"}):
+        with pytest.raises(ValueError, match="shape has no effect here"):
+            equilibrium_rms(0.1, 0.1, shape=(4, 8), **settings)
     with pytest.raises(ValueError, match="shape"):
         muon_walk(adjust_lr="original")
     with pytest.raises(ValueError, match="shape"):

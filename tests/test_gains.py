@@ -149,7 +149,7 @@ def test_multipliers_that_are_there_need_no_gains():
     model = made()
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     with pytest.raises(ValueError, match=r"those that AdamW trains are in health\(\)\.readings"):
-        lrm.Monitor(optimizer, model=model, gains=True)
+        lrm.Monitor(optimizer, gains=True)
 
 
 def on_shards(way):

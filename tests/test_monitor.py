@@ -279,6 +279,16 @@ def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
         lrm.Monitor(opt, drift_bound=0.5)
 
 
+def test_monitor_and_diagnosis_reject_arguments_without_effect():
+    model = Mlp()
+    opt = lrm.AdamW.from_model(model)
+    with pytest.raises(ValueError, match="drift_bound has no effect without symmetries"):
+        lrm.Monitor(opt, drift_bound=5.0)
+    for read in (lrm.diagnose, lrm.Monitor):
+        with pytest.raises(ValueError, match="`model` has no effect with AdamW"):
+            read(opt, model=model)
+
+
 def test_a_run_logs_its_health_and_tells_each_trouble_once(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     log = replace(config.log, drift=True, drift_bound=1.05)

@@ -26,6 +26,7 @@ from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
 
 _GAINS = {"row": "rows", "col": "columns"}
+_DRIFT_BOUND = 10.0
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,17 @@ class Monitor:
         optimizer: Optimizer,
         symmetries: Symmetries | None = None,
         *,
-        drift_bound: float = 10.0,
+        drift_bound: float = _DRIFT_BOUND,
         model: nn.Module | None = None,
         gains: bool = False,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
+        if drift_bound != _DRIFT_BOUND and symmetries is None:
+            raise ValueError(
+                "drift_bound has no effect without symmetries: give those of "
+                "lrm.find_symmetries(model, plan, inputs), or leave it out"
+            )
         self._source, self._bound = Source(optimizer, model), drift_bound
         if self._source.ours is None and symmetries is not None:
             raise ValueError(

@@ -38,9 +38,14 @@ class Source:
         self.optimizer: Optimizer = found
         self.ours = found if isinstance(found, MultiplierOptimizer) else None
         self._entries: dict[int, PlanEntry] = {}
-        if self.ours is not None:
-            return
         name = type(optimizer).__name__
+        if self.ours is not None:
+            if model is not None:
+                raise ValueError(
+                    f"`model` has no effect with {name}, which knows the names of its parameters: "
+                    "leave it out"
+                )
+            return
         if model is None:
             raise TypeError(
                 f"expected an optimizer of this library, got {name}; give its model, too, to read "
