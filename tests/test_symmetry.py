@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import learnable_multipliers as lrm
+from learnable_multipliers.symmetry import Axis
+from learnable_multipliers.symmetry._model_copy import ModelCopy
 from symmetry_tables import (
     NULLITY,
     PER_LAYER,
@@ -832,6 +834,18 @@ def test_the_model_and_the_random_state_are_left_alone():
         for parameter in model.parameters():
             parameter.zero_()
     assert str(lrm.find_symmetries(model, None, features())) == str(first)
+
+
+def test_a_rescaled_copy_is_restored_after_an_error():
+    model = ModelCopy(nn.Linear(3, 2), torch.ones(4, 3))
+    before = {name: parameter.clone() for name, parameter in model.parameters.items()}
+    factors = {Axis("weight", "row"): torch.tensor([2.0, 3.0], dtype=torch.float64)}
+    with model.rescaled(factors):
+        assert not torch.equal(model.parameters["weight"], before["weight"])
+    model.inputs = torch.ones(4, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="shapes"), model.rescaled(factors):
+        model.outputs()
+    assert all(torch.equal(model.parameters[name], value) for name, value in before.items())
 
 
 def test_symmetries_are_told_in_words():

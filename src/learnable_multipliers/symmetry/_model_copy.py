@@ -188,18 +188,20 @@ class ModelCopy:
 
     @contextmanager
     def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
-        """Multiply the entries of axes by factors inside the context."""
+        """Multiply the entries of axes by factors inside the context, and restore them after it."""
         names = {axis.name for axis in factors}
         before = {name: self.parameters[name].detach().clone() for name in names}
-        with torch.no_grad():
-            for axis, factor in factors.items():
-                parameter = self.parameters[axis.name]
-                along = self.layouts[axis.name].along(axis.kind, factor)
-                parameter.copy_((parameter + axis.offset) * along - axis.offset)
-        yield
-        with torch.no_grad():
-            for name, value in before.items():
-                self.parameters[name].copy_(value)
+        try:
+            with torch.no_grad():
+                for axis, factor in factors.items():
+                    parameter = self.parameters[axis.name]
+                    along = self.layouts[axis.name].along(axis.kind, factor)
+                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    self.parameters[name].copy_(value)
 
     def _gradients(self, outputs: Tensor, count: int) -> dict[str, Tensor]:
         """Return gradients of some random combinations of the outputs, (count, *shape)."""
