@@ -203,6 +203,24 @@ def test_a_monitor_made_after_loading_goes_on_from_its_state():
         lrm.Monitor(lrm.AdamW.from_model(nn.Linear(3, 3))).load_state_dict(seen)
 
 
+def test_a_damaged_monitor_state_is_rejected():
+    monitor = lrm.Monitor(set_up()[2])
+    saved = monitor.state_dict()
+    first = saved["expectations"]["walks"][0]
+    for damaged in (
+        {"TensorWalk(...)": [0.0, 0.0, 0, 1.0]},
+        [{**first, "walk": {"rms": 1.0, "drag": 2.0}}],
+        [{key: value for key, value in first.items() if key != "kept"}],
+    ):
+        state = {**saved, "expectations": {"steps": 0, "walks": damaged}}
+        with pytest.raises(ValueError, match="not the state of a monitor"):
+            monitor.load_state_dict(state)
+    for walks in ([], [{**first, "lr_scale": 7.0}, *saved["expectations"]["walks"]]):
+        state = {**saved, "expectations": {"steps": 0, "walks": walks}}
+        with pytest.raises(ValueError, match="only one of the two has TensorWalk"):
+            monitor.load_state_dict(state)
+
+
 def test_skipped_steps_do_not_count():
     model, _, opt = set_up()
     monitor = lrm.Monitor(opt)
