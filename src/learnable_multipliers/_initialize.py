@@ -25,8 +25,7 @@ from learnable_multipliers._names import (
     unwrap_module,
 )
 from learnable_multipliers._plan import Plan
-
-SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
+from learnable_multipliers.roles import SSM_ROLES
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers._rules import Rule
-from learnable_multipliers.roles import ROLES, UNKNOWN, check_role
+from learnable_multipliers.roles import ROLES, SSM_ROLES, UNKNOWN, check_role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._fused import QKV, known_layout
 from learnable_multipliers.roles._norms import Norms, inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
+    SSM_ROLES,
     UNKNOWN,
     ParameterRole,
     Part,
@@ -298,8 +299,8 @@ def mamba2(site: Site) -> Iterator[ParameterRole]:
     if odd or states <= 0 or site.rows("in_proj") != 2 * inner + 2 * states + heads:
         return
     norms = norms_around(site.tree, site.name, "mixer")
-    sizes = {"ssm-z": inner, "ssm-x": inner, "ssm-B": states, "ssm-C": states, "ssm-dt": heads}
-    parts = (Part(role, size) for role, size in sizes.items())
+    sizes = (inner, inner, states, states, heads)
+    parts = (Part(role, size) for role, size in zip(SSM_ROLES, sizes, strict=True))
     yield site.linear("in_proj", *parts, column_norm=norms.before)
     # The gated norm on the mixer's output, which Falcon-H1 can switch off.
     yield site.whole("out_proj", "ssm-out", norms.after, column_norm=site.norm("norm"))

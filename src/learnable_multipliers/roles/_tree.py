@@ -16,11 +16,13 @@ from torch import nn
 from learnable_multipliers._names import canonical_name, children, class_of, unwrap_module
 
 UNKNOWN = "unknown"
+SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
+"""Blocks of rows of Mamba-2's input matrix, in order."""
 ROLES = (
     *("embedding", "position-embedding", "tied-embedding", "head"),
     *("query", "key", "value", "attention-out", "query-latent", "kv-latent"),
     *("gate", "up", "ungated-up", "down"),
-    *("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt", "ssm-out"),
+    *(*SSM_ROLES, "ssm-out"),
     *("router", "adapter", UNKNOWN),
 )
 """`ungated-up` is the first matrix of an MLP without a gate: its rows feed only the activation.
