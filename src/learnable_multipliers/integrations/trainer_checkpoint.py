@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from learnable_multipliers.integrations import missing
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.integrations.saved_run import SavedRun, rebuild_optimizer
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -125,7 +125,7 @@ def _model(folder: Path) -> nn.Module:
         import transformers
         from transformers.utils import logging
     except ImportError as error:
-        raise missing("transformers") from error
+        raise missing_extra("transformers") from error
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The head that was trained, where this version of transformers has it.
     names = getattr(config, "architectures", None) or [""]

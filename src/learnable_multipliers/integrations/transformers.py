@@ -30,7 +30,8 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers._planner import plan
 from learnable_multipliers._rules import Rule, Train
 from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.integrations import missing, new_alarms
+from learnable_multipliers.integrations._health import read_health
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.optim import AdamW, LearnableMultipliers, Muon, unwrap
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
@@ -40,7 +41,7 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.utils import logging
 except ImportError as error:
-    raise missing("transformers") from error
+    raise missing_extra("transformers") from error
 
 __all__ = ["MultiplierCallback", "OptimizerFactory"]
 
@@ -158,13 +159,12 @@ class MultiplierCallback(TrainerCallback, ExportableState):
         logs = kwargs["logs"]
         if self.monitor is None or "loss" not in logs:
             return
-        optimizer, health = unwrap(kwargs["optimizer"]), self.monitor.health()
-        found = {**health.metrics(), "skipped_steps": optimizer.num_skipped}
-        if optimizer.grad_norm is not None:
-            found["raw_grad_norm"] = optimizer.grad_norm.item()
-        logs.update(found)
-        state.log_history[-1].update(found)
-        for alarm in new_alarms(health.alarms, self._seen_alarms):
+        optimizer = unwrap(kwargs["optimizer"])
+        _, metrics, alarms = read_health(self.monitor, optimizer, self._seen_alarms)
+        metrics["skipped_steps"] = optimizer.num_skipped
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)
+        for alarm in alarms:
             if state.is_world_process_zero:
                 _logger.warning(str(alarm))
 
