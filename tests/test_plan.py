@@ -475,7 +475,7 @@ def test_interleaved_heads_have_a_multiplier_each():
 def test_what_has_no_heads_cannot_have_a_multiplier_for_each():
     with pytest.raises(ValueError, match=r"up_proj.* \(up\) cannot .* heads are those of query"):
         lrm.plan(build("llama"), "full", [Rule("up_proj", "per-head")])
-    with pytest.raises(ValueError, match="its role is unknown; say with role or split"):
+    with pytest.raises(ValueError, match="its role is unknown; set role or split to show"):
         lrm.plan(FusedBlock(), "full", [Rule("qkv", "per-head")])
     told = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
     entry = lrm.plan(FusedBlock(), "full", [told])["attn.qkv.weight"]

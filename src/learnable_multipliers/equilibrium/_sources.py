@@ -34,9 +34,9 @@ class Source:
     """The optimizer if it is one of this library."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None):
-        found = innermost(optimizer)
-        self.optimizer: Optimizer = found
-        self.ours = found if isinstance(found, MultiplierOptimizer) else None
+        inner = innermost(optimizer)
+        self.optimizer: Optimizer = inner
+        self.ours = inner if isinstance(inner, MultiplierOptimizer) else None
         self._entries: dict[int, PlanEntry] = {}
         name = type(optimizer).__name__
         if self.ours is not None:
@@ -52,10 +52,10 @@ class Source:
                 "one of torch as it is (model=model), or wrap it: "
                 "lrm.LearnableMultipliers(optimizer, model, plan)"
             )
-        _check_known(found)
+        _check_known(inner)
         planned = plan(model, "none")
         self._entries = {id(p): planned[name] for name, p in named_parameters(model)}
-        _check_names(found, self._entries)
+        _check_names(inner, self._entries)
 
     @property
     def is_plain(self) -> bool:

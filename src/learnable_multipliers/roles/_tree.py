@@ -163,8 +163,8 @@ class Site:
     def norm(self, *names: str) -> str:
         """Return the full name of a child that is a learnable norm of one of `names`, if any."""
         inside = children(self.module)
-        found = (n for n in names if n in inside and is_learnable_norm(inside[n]))
-        return next(map(self.path, found), "")
+        norms = (n for n in names if n in inside and is_learnable_norm(inside[n]))
+        return next(map(self.path, norms), "")
 
     def linear(self, leaf: str, *parts: Part, note: str = "", **more: Any) -> ParameterRole:
         """Return the role of the weight of the linear layer at `leaf`."""
@@ -265,6 +265,6 @@ def is_homogeneous(activation: object) -> bool:
 
 def has_homogeneous_activation(module: nn.Module) -> bool:
     """Return whether the activation kept in the module is positively homogeneous."""
-    kept = (getattr(module, leaf, None) for leaf in _ACTIVATIONS)
-    activation = next((found for found in kept if found is not None), None)
+    activations = (getattr(module, leaf, None) for leaf in _ACTIVATIONS)
+    activation = next((activation for activation in activations if activation is not None), None)
     return activation is not None and is_homogeneous(activation)

@@ -140,14 +140,14 @@ class ModelCopy:
         # If there are few outputs, such as only a loss, take more sets of weights.
         num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
         rows_each = math.ceil(num_rows / num_points)
-        found = []
+        derivatives = []
         for _ in range(num_points):
             self._randomize()
             outputs = self.outputs()
             for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
-                found.append(self._derivatives(outputs, count))
-        rows, sizes = (torch.cat(part) for part in zip(*found, strict=True))
+                derivatives.append(self._derivatives(outputs, count))
+        rows, sizes = (torch.cat(part) for part in zip(*derivatives, strict=True))
         if not sizes.isfinite().all():
             raise ValueError(
                 "the model's outputs or their derivatives are not finite at random weights, so its "
