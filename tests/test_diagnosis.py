@@ -283,7 +283,7 @@ def test_a_signal_makes_a_tensor_free(name):
         (0.0, 1.0, "trapped"),
     ],
 )
-def test_a_tensor_that_is_free_by_its_signal_alone_is_told_as_such(ratio, indicator, told):
+def test_a_tensor_that_is_free_by_its_signal_alone_is_reported_as_such(ratio, indicator, told):
     optimizer, lrs, start = on_noise("adamw")
     found = lrm.diagnose(optimizer, lrs=lrs, start=start)["up_proj.weight"]
     verdict = verdict_of(ratio, found.error, found.settling, indicator, found.size)
@@ -428,7 +428,7 @@ def test_verdicts():
     assert verdict_of(None, None, None, 2.5, 4) == "open"
 
 
-def test_impossible_requests_say_what_to_do():
+def test_impossible_requests_raise_with_a_remedy():
     model = Stack()
     plan = lrm.plan(model)
     with pytest.raises(TypeError, match=r"expected an optimizer of this library"):

@@ -109,7 +109,7 @@ def test_the_page_stands_alone_and_has_every_line(trained, ask, tmp_path):
         assert all(cell in text for cell in cells)
 
 
-def test_missing_parts_are_told_in_words(trained, ask, tmp_path):
+def test_missing_parts_are_reported(trained, ask, tmp_path):
     folder = trained[1] / f"checkpoint-{STEPS}"
 
     def without(*names):
@@ -130,7 +130,7 @@ def test_missing_parts_are_told_in_words(trained, ask, tmp_path):
     assert "--model is for folders" in ask("diagnose", str(folder), "--model", "tiny")[2]
 
 
-def test_a_checkpoint_with_code_in_it_is_refused(trained, ask, tmp_path):
+def test_a_checkpoint_with_code_in_it_raises(trained, ask, tmp_path):
     folder = trained[1] / f"checkpoint-{STEPS}"
     for file in folder.iterdir():
         if file.name != "optimizer.pt":
@@ -205,7 +205,7 @@ def test_a_dcp_folder_gives_the_readings_of_the_live_optimizer(tmp_path, flat, a
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_dcp_folders_that_cannot_be_read_are_refused_in_words(tmp_path, ask):
+def test_dcp_folders_that_cannot_be_read_raise_with_the_reason(tmp_path, ask):
     model = nn.Linear(4, 4)
     save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "bare", no_dist=True)
     assert "has no optimizer state by parameter names" in ask("diagnose", str(tmp_path / "bare"))[2]

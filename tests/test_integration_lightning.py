@@ -175,7 +175,7 @@ def test_lightning_logs_health_at_its_own_steps(tmp_path):
     assert float(last["multipliers/0.weight.row/largest"]) == float(row.abs().max())
 
 
-def test_lightning_tells_what_it_cannot_clip(tmp_path):
+def test_lightning_reports_what_it_cannot_clip(tmp_path):
     with pytest.warns(UserWarning, match="derive the module from MultiplierClipping"):
         fit(tmp_path, Unmixed(), 1, gradient_clip_val=CLIP, callbacks=[MultiplierCallback()])
     with pytest.raises(ValueError, match="raw ones are clipped by their norm"):
@@ -267,7 +267,7 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
             assert torch.equal(value, inner.multipliers()[name][part])
 
 
-def test_a_group_that_finetuning_adds_without_names_is_told_of_param_groups():
+def test_a_group_that_finetuning_adds_without_names_raises_and_names_param_groups():
     from lightning.pytorch.callbacks import BaseFinetuning
 
     model = make_model()

@@ -37,7 +37,7 @@ def take_steps(model, optimizer, count=4):
 
 
 @pytest.mark.parametrize("placement", ["full", "symmetry-aware", "scalar"])
-def test_adapters_carry_nothing_and_the_plan_says_why(placement):
+def test_adapters_carry_nothing_and_the_plan_has_the_reason(placement):
     plan = lrm.plan(adapted(use_dora=True), placement)
     entries = {entry.name: entry for entry in plan.entries}
     matrices = {n: e for n, e in entries.items() if ".lora_A." in n or ".lora_B." in n}

@@ -106,7 +106,7 @@ def test_torchtitan_trains_with_muon(ranks, tmp_path):
     assert all(bool((value != 1).any()) for value in moved)
 
 
-def test_torchtitan_refuses_what_would_train_without_multipliers(ranks, tmp_path):
+def test_torchtitan_rejects_what_would_train_without_multipliers(ranks, tmp_path):
     groups, parts = ranks.run(titan.stock, tmp_path)[0]
     assert "param_groups make optimizers without multipliers" in groups
     assert "pipeline parallelism is not supported" in parts

@@ -200,7 +200,7 @@ def test_health_reaches_tensorboard(tmp_path, monkeypatch):
         assert written == pytest.approx([record[name] for record in training_logs(trainer)])
 
 
-def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
+def test_a_callback_behind_trackers_warns(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
     args = arguments(tmp_path, report_to="tensorboard", max_steps=1)
@@ -211,7 +211,7 @@ def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
     assert "multipliers/largest" in training_logs(trainer)[0]
 
 
-def test_the_class_without_the_factory_is_refused(tmp_path):
+def test_the_class_without_the_factory_raises(tmp_path):
     """Trainer's own groups carry no plan."""
     trainer = Trainer(
         model=tiny(),
@@ -223,7 +223,7 @@ def test_the_class_without_the_factory_is_refused(tmp_path):
         trainer.train()
 
 
-def test_clipping_by_trainer_is_told(tmp_path):
+def test_clipping_by_trainer_warns(tmp_path):
     args = arguments(tmp_path, max_grad_norm=1.0, max_steps=1)
     with pytest.warns(UserWarning, match="set max_grad_norm=0"):
         OptimizerFactory()(tiny(), training_args=args)
@@ -290,7 +290,7 @@ def test_betas_and_eps_come_from_the_training_arguments_where_they_are_of_that_f
     assert alike.inner.given == ((0.9, 0.99), 1e-7)
 
 
-def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
+def test_a_class_that_does_not_name_its_settings_raises_without_them(tmp_path):
     class Quiet(torch.optim.SGD):
         def __init__(self, params, **settings):
             super().__init__(params, **settings)
@@ -302,7 +302,7 @@ def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
     assert {group["lr"] for group in found.param_groups} == {1e-2}
 
 
-def test_another_optimizer_under_the_callback_is_refused(tmp_path):
+def test_another_optimizer_under_the_callback_raises(tmp_path):
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=dataset())
     MultiplierCallback().attach(trainer)
     with pytest.raises(TypeError, match=r"lrm.AdamW.from_model"):

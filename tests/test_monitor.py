@@ -119,7 +119,7 @@ def test_a_start_below_zero_is_no_crossing():
     assert monitor.health().metrics()["multipliers/crossed_zero"] == 1
 
 
-def test_multipliers_on_the_log_scale_are_told_as_themselves():
+def test_multipliers_on_the_log_scale_are_reported_as_themselves():
     model, _, opt = set_up([lrm.Rule("", scale="log")])
     monitor = lrm.Monitor(opt)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_drift_is_what_was_moved_along_a_symmetry():
     assert monitor.health().metrics()[f"drift/{UP_DOWN}"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_run_that_goes_on_is_followed_as_if_it_had_never_stopped():
+def test_a_resumed_run_is_followed_as_if_it_had_never_stopped():
     model, plan, opt = set_up()
     symmetries = lrm.find_symmetries(model, plan, torch.randn(16, 24))
     monitor = lrm.Monitor(opt, symmetries)
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_is_followed_as_if_it_had_never_stopped():
     assert resumed.health().metrics() == monitor.health().metrics()
 
 
-def test_a_monitor_made_after_loading_goes_on_from_its_state():
+def test_a_monitor_made_after_loading_resumes_from_its_state():
     rules = [lrm.Rule("down", "row+col", init=-2.0)]
     model, plan, opt = set_up(rules)
     symmetries = lrm.find_symmetries(model, plan, torch.randn(16, 24))
@@ -230,7 +230,7 @@ def test_skipped_steps_do_not_count():
     assert {reading.note for reading in monitor.health().readings} == {""}
 
 
-def test_a_decay_that_changes_on_the_way_is_told_and_nothing_predicted():
+def test_a_decay_that_changes_during_a_run_is_reported_and_nothing_predicted():
     model, _, opt = set_up()
     monitor = lrm.Monitor(opt)
     take_steps(model, opt, 3)
@@ -244,7 +244,7 @@ def test_a_decay_that_changes_on_the_way_is_told_and_nothing_predicted():
     }
 
 
-def test_watching_changes_nothing_and_ends_when_told():
+def test_a_monitor_changes_nothing_and_stops_on_close():
     model, plan, opt = set_up()
     watched, _, other = set_up()
     monitor = lrm.Monitor(other, lrm.find_symmetries(watched, plan, torch.randn(16, 24)))
@@ -279,7 +279,7 @@ def test_metrics_are_plain_numbers():
     }
 
 
-def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
+def test_any_torch_optimizer_is_followed_as_far_as_it_is_known():
     torch.manual_seed(1)
     model = Mlp()
     plan = lrm.plan(model)
@@ -307,7 +307,7 @@ def test_monitor_and_diagnosis_reject_arguments_without_effect():
             read(opt, model=model)
 
 
-def test_a_run_logs_its_health_and_tells_each_trouble_once(data, tmp_path):
+def test_a_run_logs_its_health_and_reports_each_alarm_once(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     log = replace(config.log, drift=True, drift_bound=1.05)
     # Fast enough to cross zero within a dozen steps.
@@ -332,7 +332,7 @@ def test_a_run_logs_its_health_and_tells_each_trouble_once(data, tmp_path):
     assert told != last["alarms"]
 
 
-def test_health_goes_on_after_a_resume(data, tmp_path):
+def test_health_continues_after_a_resume(data, tmp_path):
     whole = small_run(data, tmp_path / "whole")
     trained(whole)
     config = small_run(data, tmp_path / "part")

@@ -66,7 +66,7 @@ def test_a_role_is_scaled_by_what_it_reads():
     assert whole["down"].multiplier == whole["ssm-out"].multiplier == 1 / 2
 
 
-def test_widths_given_on_one_side_alone_are_refused():
+def test_widths_given_on_one_side_alone_raise():
     with pytest.raises(ValueError, match="`mlp` is 512 at this width and None"):
         mup.scale_roles(mup.RECIPES["lr"], mup.Widths(hidden=64, mlp=512), 32)
     with pytest.raises(ValueError, match="fan_in counts features"):
@@ -99,7 +99,7 @@ def test_rules_bring_learning_rates_and_decays_into_the_groups():
             assert found[name] == (1.0, 0.0), name
 
 
-def test_a_matrix_whose_role_is_told_is_scaled_by_it():
+def test_a_matrix_whose_role_a_rule_sets_is_scaled_by_it():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     scaled = mup.rules(mup.scale_roles(mup.RECIPES["lr"], 8, 2), weight_decay=0.1)
     told = lrm.Rule(r"1\.weight", role="down", optional=True)

@@ -182,7 +182,7 @@ def test_a_monitor_counts_the_steps_of_torch_muon():
 # -- refused in words -------------------------------------------------------------------------
 
 
-def test_what_cannot_be_read_is_refused_in_words():
+def test_what_cannot_be_read_raises_with_the_reason():
     model = made()
     with pytest.raises(TypeError, match=r"SGD keeps no second moment.*AdamW, Adam and Muon"):
         lrm.diagnose(torch.optim.SGD(model.parameters(), lr=0.1), model)

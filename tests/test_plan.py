@@ -135,7 +135,7 @@ def test_interleaved_heads_are_a_set_of_rows():
     ]
 
 
-def test_tied_embedding_gets_columns_only_and_says_why():
+def test_tied_embedding_gets_columns_only_with_the_reason():
     plan = lrm.plan(build("llama-tied"), "full")
     entry = plan["lm_head.weight"]
     assert entry.name == "model.embed_tokens.weight"
@@ -181,7 +181,7 @@ def test_fused_matrix_of_unknown_layout_is_unknown_and_never_guessed():
         lrm.plan(model, "symmetry-aware")
 
 
-def test_rule_tells_the_split_of_a_fused_matrix():
+def test_rule_sets_the_split_of_a_fused_matrix():
     rules = [
         Rule(r"qkv\.weight", split={"query": 4, "key": 4, "value": 4}, repeats=4),
         Rule(r"proj\.weight", role="attention-out"),
@@ -254,7 +254,7 @@ def test_numbers_of_other_libraries_count_as_numbers(number):
     assert lrm.Plan.from_json(plan.to_json()) == plan
 
 
-def test_head_may_carry_rows_when_asked():
+def test_head_may_carry_rows_by_a_rule():
     plan = lrm.plan(build("llama"), "full", [Rule("lm_head", "row")])
     assert plan["lm_head.weight"].multipliers == "row"
 
@@ -322,13 +322,13 @@ def test_unknown_placement_lists_the_known_ones():
         lrm.plan(build("llama"), "fullest")
 
 
-def test_tied_embedding_asked_for_rows_is_refused():
+def test_a_rule_for_rows_of_a_tied_embedding_raises():
     for kind in ("row", "row+col"):
         with pytest.raises(ValueError, match=r"tied to the head \(lm_head.weight\)"):
             lrm.plan(build("llama-tied"), "full", [Rule("embed_tokens", kind)])
 
 
-def test_multipliers_on_a_vector_are_refused():
+def test_multipliers_on_a_vector_raise():
     with pytest.raises(ValueError, match=r"'model.norm.weight' of shape \(16,\), which is not a"):
         lrm.plan(build("llama"), "full", [Rule(r"model\.norm", "row")])
 
@@ -370,7 +370,7 @@ def test_split_must_cover_the_rows():
         lrm.plan(FusedBlock(), "full", [Rule("qkv", split={"query": 4, "key": 4, "value": 4})])
 
 
-def test_plan_for_another_model_is_refused():
+def test_plan_for_another_model_raises():
     plan = lrm.plan(build("llama"), "full")
     with pytest.raises(ValueError, match="made for LlamaForCausalLM, does not fit GPT2LMHeadModel"):
         lrm.reparametrize(build("gpt2"), plan)
@@ -379,7 +379,7 @@ def test_plan_for_another_model_is_refused():
         plan.resolve(wider)
 
 
-def test_flattened_parameters_are_refused():
+def test_flattened_parameters_raise():
     model = HandWritten()
     plan = lrm.plan(model, "full")
     model.output.weight = nn.Parameter(model.output.weight.detach().flatten())
@@ -401,13 +401,13 @@ def test_json_round_trip_keeps_everything():
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"entries": []}', '{"format": 1, "entries": [], "assumptions": []}']
 )
-def test_what_is_not_a_plan_is_refused(text):
+def test_what_is_not_a_plan_raises(text):
     with pytest.raises(ValueError, match="not a plan"):
         lrm.Plan.from_json(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_plan_of_another_format_version_is_refused(version):
+def test_plan_of_another_format_version_raises(version):
     content = json.loads(lrm.plan(HandWritten(), "full").to_json())
     assert content["format"] == 1
     content["format"] = version
@@ -415,7 +415,7 @@ def test_plan_of_another_format_version_is_refused(version):
         lrm.Plan.from_json(json.dumps(content))
 
 
-def test_plan_of_another_placement_name_is_refused():
+def test_plan_of_another_placement_name_raises():
     content = json.loads(lrm.plan(HandWritten(), "full").to_json())
     content["placement"] = "other"
     with pytest.raises(ValueError, match="unknown placement 'other'"):

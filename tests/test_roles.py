@@ -62,7 +62,7 @@ def routers_beside(model, path):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
-def test_sandwich_norms_are_told_apart(family):
+def test_sandwich_norms_are_distinguished(family):
     found = readings(build(family))
     layer = "model.layers.0."
     down = found[f"{layer}mlp.down_proj.weight"]

@@ -172,7 +172,7 @@ def test_the_seed_decides():
     assert runs[0].rms == runs[1].rms != runs[2].rms
 
 
-def test_impossible_requests_say_what_to_do():
+def test_impossible_requests_raise_with_a_remedy():
     with pytest.raises(ValueError, match="choose from adamw, muon, lion, sgdm"):
         lrm.simulate_brownian("adam", [0.1], 0.1)
     with pytest.raises(ValueError, match="adamw has no momentum; it takes betas"):

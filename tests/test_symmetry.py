@@ -584,7 +584,7 @@ def lines(symmetries: lrm.Symmetries) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "falcon-h1"])
-def test_a_summary_tells_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
+def test_a_summary_lists_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
     symmetries = find(build(architecture, layers=2), None)
     told = lines(symmetries)
     unreached = bool(symmetries.silent)
@@ -628,7 +628,7 @@ def test_a_block_of_rows_against_another_of_the_same_matrix_is_no_exchange_in_a_
     assert told[0][1].startswith("in each of 10 matrices: ")
 
 
-def test_without_symmetries_a_summary_says_so():
+def test_a_summary_of_no_symmetries():
     assert lrm.Symmetries((), 0, {}).summary() == "0  independent rescalings in all"
 
 
@@ -782,7 +782,7 @@ class Returns(nn.Module):
     ],
     ids=["numbers", "number", "dict", "tuple", "none"],
 )
-def test_outputs_without_a_floating_point_tensor_are_refused(what):
+def test_outputs_without_a_floating_point_tensor_raise(what):
     with pytest.raises(ValueError, match="no floating-point tensor"):
         lrm.find_symmetries(Returns(what), None, features())
 
@@ -797,12 +797,12 @@ def test_outputs_are_found_where_they_are(what):
     assert_same(families_of(symmetries), [exchange("linear.weight", 4, 5)])
 
 
-def test_outputs_that_depend_on_no_parameter_are_refused():
+def test_outputs_that_depend_on_no_parameter_raise():
     with pytest.raises(ValueError, match="do not depend on any trained parameter"):
         lrm.find_symmetries(Returns(lambda y: y.detach()), None, features())
 
 
-def test_a_model_without_trained_parameters_is_refused():
+def test_a_model_without_trained_parameters_raises():
     for model in (nn.ReLU(), mlp(nn.ReLU()).requires_grad_(False)):
         with pytest.raises(ValueError, match="has no trained parameters"):
             lrm.find_symmetries(model, None, features())
@@ -816,7 +816,7 @@ def test_inputs_may_come_in_any_precision_and_form(dtype):
         assert lrm.find_symmetries(model, None, inputs).nullity == 1
 
 
-def test_the_model_and_the_random_state_are_left_alone():
+def test_the_model_and_the_random_state_do_not_change():
     model = nn.Sequential(
         nn.Linear(5, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 3)
     ).train()
@@ -848,7 +848,7 @@ def test_a_rescaled_copy_is_restored_after_an_error():
     assert all(torch.equal(model.parameters[name], value) for name, value in before.items())
 
 
-def test_symmetries_are_told_in_words():
+def test_symmetries_print_in_words():
     symmetries = lrm.find_symmetries(mlp(Power(2)), None, features())
     assert str(symmetries).splitlines() == [
         "3 symmetries, 6 independent rescalings:",

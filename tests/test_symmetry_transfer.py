@@ -278,7 +278,7 @@ class Tokens(nn.Module):
         return self.attention(self.tokens(ids))
 
 
-def test_a_wrong_proxy_confirms_nothing_wrong_and_says_what_is_open():
+def test_a_wrong_proxy_confirms_nothing_wrong_and_lists_what_is_open():
     model, wrong = Tokens(6, norms=False), Tokens(4, norms=True)
     through = lrm.find_symmetries(model, None, proxy=wrong)
     itself = told(families_of(lrm.find_symmetries(model, None, proxy=None)))
@@ -321,7 +321,7 @@ def test_a_proxy_has_no_part_that_its_model_leaves_out():
     assert make_proxy(HybridLM(replace(OURS, num_layers=1))).config.num_layers == 1
 
 
-def test_a_model_without_config_says_what_to_do():
+def test_a_model_without_config_raises_with_a_remedy():
     with pytest.raises(ValueError, match="Tokens has no config") as error:
         make_proxy(Tokens(4, norms=False))
     assert "make a small model of the same architecture yourself" in str(error.value)
@@ -339,7 +339,7 @@ class Stubborn(nn.Linear):
         self.config = config
 
 
-def test_a_model_that_cannot_be_small_says_why():
+def test_a_model_that_cannot_be_small_raises_with_the_reason():
     with pytest.raises(ValueError, match="RuntimeError: too narrow for this.*proxy=None"):
         make_proxy(Stubborn(ModelConfig()))
 
