@@ -9,17 +9,17 @@ RECORD = {"step": 3, "kind": "train", "loss": 2.25, "text": 'a "quote"}, ä', "l
 
 def test_a_sealed_object_is_read_back_from_any_layout():
     for layout in ({"indent": 1}, {"sort_keys": True}, {"separators": (",", ":")}):
-        found = json.loads(json.dumps(add_checksum(RECORD), **layout))
-        assert verify_checksum(found, "file") == RECORD
+        fields = json.loads(json.dumps(add_checksum(RECORD), **layout))
+        assert verify_checksum(fields, "file") == RECORD
 
 
 @pytest.mark.parametrize("key", RECORD)
 def test_a_changed_or_missing_field_raises(key):
     changed = add_checksum(RECORD) | {key: "other"}
     missing = {name: value for name, value in add_checksum(RECORD).items() if name != key}
-    for found in (changed, missing):
+    for fields in (changed, missing):
         with pytest.raises(ValueError, match="file was changed"):
-            verify_checksum(found, "file")
+            verify_checksum(fields, "file")
 
 
 def test_an_object_without_a_checksum_raises():

@@ -309,11 +309,11 @@ def test_state_comes_back_from_a_checkpoint_and_training_resumes_bit_for_bit():
 def raw_gradients(model, opt):
     """Return the gradients of raw weights and of multipliers, by the chain rule (eq. 4)."""
     raw, matrices, mults = lrm.optim.raw_weights(opt), dict(matrices_of(opt)), lrm.multipliers(opt)
-    found = {}
+    gradients = {}
     for name, values in mults.items():
         grad = model.get_parameter(name).grad
-        found[name] = split_gradient(matrices[name], raw[name], values, grad)
-    return found
+        gradients[name] = split_gradient(matrices[name], raw[name], values, grad)
+    return gradients
 
 
 def equal_runs():
@@ -456,9 +456,9 @@ def test_the_balanced_point_has_the_least_squared_logs():
 def test_query_and_key_of_a_head_come_to_the_same_mean():
     model, _, opt = far_away("llama", "full", zeros=False, num_key_value_heads=4)
     plan = lrm.plan(model, "full")
-    found = lrm.find_symmetries(model, plan, EVERY_TOKEN)
+    symmetries = lrm.find_symmetries(model, plan, EVERY_TOKEN)
     names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight")
-    pair = next(one for one in found if {term.axis for term in one.terms} == rows_of(*names))
+    pair = next(one for one in symmetries if {term.axis for term in one.terms} == rows_of(*names))
     assert pair.num_members == 8  # 4 heads of 4 features, which rotate in pairs
     before, logits_before = lrm.multipliers(opt), logits(model)
     lrm.rebalance_(opt, [pair])

@@ -112,11 +112,11 @@ def fit(folder, module, epochs=EPOCHS, resume=None, callbacks=(), **settings):
 
 def logged(folder, epochs=EPOCHS):
     """Return what was logged by step; the file has a line for each source of metrics."""
-    found = {}
+    by_step = {}
     with (folder / f"to_{epochs}" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            found.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if v})
-    return found
+            by_step.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if v})
+    return by_step
 
 
 @pytest.mark.parametrize("make", [lrm.AdamW, lrm.Muon])

@@ -104,9 +104,9 @@ def assert_same(model, optimizer, other, expected):
     for (name, weight), there in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, there), name
     raw, there = lrm.unwrap(optimizer).raw_weights(), lrm.unwrap(expected).raw_weights()
-    for name, found in lrm.multipliers(expected).items():
+    for name, by_part in lrm.multipliers(expected).items():
         assert torch.equal(raw[name], there[name]), name
-        for part, values in found.items():
+        for part, values in by_part.items():
             assert torch.equal(lrm.multipliers(optimizer)[name][part], values), (name, part)
 
 
@@ -142,8 +142,8 @@ def test_gradients_are_accumulated_as_trainer_does(tmp_path):
     trainer = make_trainer(args)
     trainer.train()
     _, expected, *_ = plain_loop()
-    for name, found in lrm.multipliers(expected).items():
-        for part, values in found.items():
+    for name, by_part in lrm.multipliers(expected).items():
+        for part, values in by_part.items():
             torch.testing.assert_close(lrm.multipliers(trainer.optimizer)[name][part], values)
 
 
@@ -235,9 +235,9 @@ def test_clipping_by_trainer_warns(tmp_path):
 def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
     args = arguments(tmp_path)
     # axolotl gives the arguments by position.
-    found = OptimizerFactory()(tiny(), args, lr=2e-3, placement="scalar")
-    assert found.plan.placement == "scalar"
-    matrices = next(group for group in found.param_groups if group["kind"] == "matrix")
+    optimizer = OptimizerFactory()(tiny(), args, lr=2e-3, placement="scalar")
+    assert optimizer.plan.placement == "scalar"
+    matrices = next(group for group in optimizer.param_groups if group["kind"] == "matrix")
     given = {name: matrices[name] for name in ("lr", "weight_decay", "betas", "eps")}
     assert given == {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     sgd = OptimizerFactory()(tiny(), args, optimizer=torch.optim.SGD, momentum=0.9)
@@ -298,8 +298,8 @@ def test_a_class_that_does_not_name_its_settings_raises_without_them(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="Quiet does not show that it takes lr"):
         OptimizerFactory()(tiny(), args, optimizer=Quiet)
-    found = OptimizerFactory()(tiny(), args, optimizer=Quiet, lr=args.learning_rate)
-    assert {group["lr"] for group in found.param_groups} == {1e-2}
+    optimizer = OptimizerFactory()(tiny(), args, optimizer=Quiet, lr=args.learning_rate)
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
 
 
 def test_another_optimizer_under_the_callback_raises(tmp_path):
@@ -327,9 +327,9 @@ def test_raw_weights_follow_the_best_model(tmp_path):
     optimizer = lrm.unwrap(trainer.optimizer)
     raw, multipliers = optimizer.raw_weights(), optimizer.multipliers()
     for name, weight in best.named_parameters():
-        found = multipliers.get(name, {})
-        product = found.get("row", torch.ones(1)).view(-1, *[1] * (weight.dim() - 1)) * raw[name]
-        product = product * found.get("col", torch.ones(1))
+        own = multipliers.get(name, {})
+        product = own.get("row", torch.ones(1)).view(-1, *[1] * (weight.dim() - 1)) * raw[name]
+        product = product * own.get("col", torch.ones(1))
         torch.testing.assert_close(product, weight, rtol=1e-6, atol=0)
         torch.testing.assert_close(trainer.model.get_parameter(name), weight, rtol=1e-6, atol=0)
     # Training can go on from there.

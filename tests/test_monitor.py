@@ -237,8 +237,8 @@ def test_a_decay_that_changes_during_a_run_is_reported_and_nothing_predicted():
     for group in opt.param_groups:
         group["weight_decay"] *= 2
     take_steps(model, opt, 3)
-    found = {(r.kind, r.predicted is None, r.note) for r in monitor.health().readings}
-    assert found == {
+    notes = {(r.kind, r.predicted is None, r.note) for r in monitor.health().readings}
+    assert notes == {
         ("matrix", True, "its decay was changed during the run"),
         ("multiplier", False, ""),
     }
@@ -323,13 +323,13 @@ def test_a_run_logs_its_health_and_reports_each_alarm_once(data, tmp_path):
     assert f"drift/{UP_DOWN}" in drifts
     assert last["drift/largest"] > max(first["drift/largest"], math.log(1.05))
     assert last["multipliers/crossed_zero"] > 0
-    told = [str(r["text"]) for r in seen if r["kind"] == "warning"]
+    warnings = [str(r["text"]) for r in seen if r["kind"] == "warning"]
     # Each once, as it was when it began; the records have it as it is.
-    assert len(told) == len(last["alarms"]) == 2
+    assert len(warnings) == len(last["alarms"]) == 2
     for text in ("multipliers have crossed zero", "scales have drifted by a factor of"):
-        assert sum(text in one for one in told) == 1
+        assert sum(text in one for one in warnings) == 1
         assert sum(text in one for one in last["alarms"]) == 1
-    assert told != last["alarms"]
+    assert warnings != last["alarms"]
 
 
 def test_health_continues_after_a_resume(data, tmp_path):

@@ -16,14 +16,14 @@ from learnable_multipliers._multiplier import scalar_index
 
 def carried(plan):
     """What each logical matrix of layer 0 carries: {role: {"row", "col", "scalar"}}."""
-    found = {}
+    by_role = {}
     for entry in plan.entries:
         if entry.matrix is None or re.search(r"\.1\.", entry.name):
             continue
         for block in entry.matrix.blocks:
             parts = {"row": block.row, "col": entry.matrix.col, "scalar": block.scalar}
-            found[block.role] = {name for name, is_carried in parts.items() if is_carried}
-    return found
+            by_role[block.role] = {name for name, is_carried in parts.items() if is_carried}
+    return by_role
 
 
 # Appendix "Multipliers placement" of the paper, block by block.
@@ -56,19 +56,19 @@ def test_inner_norm_of_the_ssm_replaces_the_columns_of_its_output():
 
 
 def test_grouped_queries_carry_the_scale_and_not_their_keys_and_values():
-    found = carried(lrm.plan(build("llama"), "symmetry-aware"))
-    assert found["query"] == {"row"}
-    assert found["attention-out"] == {"row", "col"}
-    assert found["key"] == found["value"] == set()
+    by_role = carried(lrm.plan(build("llama"), "symmetry-aware"))
+    assert by_role["query"] == {"row"}
+    assert by_role["attention-out"] == {"row", "col"}
+    assert by_role["key"] == by_role["value"] == set()
 
 
 def test_full_placement_is_everything_but_the_head_and_routers():
-    found = carried(lrm.plan(build("falcon-h1"), "full"))
-    assert found.pop("head") == set()
-    assert all(what == {"row", "col"} for what in found.values())
-    found = carried(lrm.plan(build("mixtral"), "full"))
-    assert found["router"] == set()
-    assert found["gate"] == found["down"] == {"row", "col"}
+    by_role = carried(lrm.plan(build("falcon-h1"), "full"))
+    assert by_role.pop("head") == set()
+    assert all(what == {"row", "col"} for what in by_role.values())
+    by_role = carried(lrm.plan(build("mixtral"), "full"))
+    assert by_role["router"] == set()
+    assert by_role["gate"] == by_role["down"] == {"row", "col"}
 
 
 def test_scalar_placement_has_one_number_per_logical_matrix():
@@ -151,9 +151,9 @@ def test_frozen_norms_leave_the_columns_to_multipliers():
     for name, parameter in model.named_parameters():
         if re.search(r"layers\.\d+\.\w*norm", name):
             parameter.requires_grad_(False)
-    found = carried(lrm.plan(model, "symmetry-aware"))
-    assert found["gate"] == found["query"] == found["ssm-z"] == {"row", "col"}
-    assert found["up"] == found["key"] == found["value"] == found["ssm-x"] == {"col"}
+    by_role = carried(lrm.plan(model, "symmetry-aware"))
+    assert by_role["gate"] == by_role["query"] == by_role["ssm-z"] == {"row", "col"}
+    assert by_role["up"] == by_role["key"] == by_role["value"] == by_role["ssm-x"] == {"col"}
 
 
 def test_relu_makes_the_rows_in_front_of_it_redundant():
@@ -164,9 +164,9 @@ def test_relu_makes_the_rows_in_front_of_it_redundant():
 
 
 def test_hand_written_model_is_read_by_its_groups():
-    found = carried(lrm.plan(HandWritten(), "symmetry-aware"))
+    by_role = carried(lrm.plan(HandWritten(), "symmetry-aware"))
     expected = {role: what for role, what in PAPER.items() if not role.startswith("ssm")}
-    assert found == expected
+    assert by_role == expected
 
 
 def test_fused_matrix_of_unknown_layout_is_unknown_and_never_guessed():
@@ -228,9 +228,9 @@ def test_rule_for_a_role_reaches_blocks_of_fused_matrices(family):
         Rule("", "row", only="query"),
         Rule("", "row", only="value"),
     ]
-    found = carried(lrm.plan(build(family), "full", rules))
-    assert found["key"] == set()
-    assert found["query"] == found["value"] == {"row"}
+    by_role = carried(lrm.plan(build(family), "full", rules))
+    assert by_role["key"] == set()
+    assert by_role["query"] == by_role["value"] == {"row"}
 
 
 def test_rules_set_scale_decay_and_learning_rate():
@@ -477,8 +477,8 @@ def test_what_has_no_heads_cannot_have_a_multiplier_for_each():
         lrm.plan(build("llama"), "full", [Rule("up_proj", "per-head")])
     with pytest.raises(ValueError, match="its role is unknown; set role or split to show"):
         lrm.plan(FusedBlock(), "full", [Rule("qkv", "per-head")])
-    told = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
-    entry = lrm.plan(FusedBlock(), "full", [told])["attn.qkv.weight"]
+    rule = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
+    entry = lrm.plan(FusedBlock(), "full", [rule])["attn.qkv.weight"]
     assert entry.multipliers == "scalar x12 per head"
     untold = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16})
     with pytest.raises(ValueError, match=r'lrm.Rule\(r"attn.*", "per-head", head_dim=64\)'):

@@ -184,9 +184,9 @@ def test_activation_checkpointing_gives_the_same_gradients():
     for layer in model.layers:
         inner = layer.forward
         layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-    found = gradients(model)
+    actual = gradients(model)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
 
 
 def test_save_pretrained_of_an_unmerged_model_raises(tmp_path):

@@ -54,8 +54,8 @@ def families_of(symmetries: lrm.Symmetries) -> list[Family]:
     return [Family(s.kind, tuple(members_of(s))) for s in symmetries]
 
 
-def told(families: list[Family]) -> set[tuple[str, frozenset[frozenset]]]:
-    """Families in a form in which those that say the same are equal."""
+def canonical(families: list[Family]) -> set[tuple[str, frozenset[frozenset]]]:
+    """Families in a form in which those that mean the same are equal."""
 
     def signed(member: Member) -> frozenset:
         sign = 1 if member[min(member)] > 0 else -1
@@ -85,18 +85,18 @@ class Space:
         return int(torch.linalg.matrix_rank(vectors)) if len(vectors) else 0
 
 
-def assert_same(found: list[Family], expected: list[Family]) -> None:
+def assert_same(families: list[Family], expected: list[Family]) -> None:
     """The same families, and none besides; where a choice is free, the same up to that choice."""
-    space = Space(found, expected)
+    space = Space(families, expected)
     count = sum(len(f.members) for f in expected)
     assert space.rank(expected) == count, "the table itself is redundant"
-    assert sum(len(f.members) for f in found) == count
-    assert space.rank(found) == space.rank(found, expected) == count
+    assert sum(len(f.members) for f in families) == count
+    assert space.rank(families) == space.rank(families, expected) == count
 
     exact = [f for f in expected if f.exact]
-    missing = told(exact) - told(found)
-    assert not missing, f"not told so: {missing}"
-    left = [f for f in found if not told([f]) <= told(exact)]
+    missing = canonical(exact) - canonical(families)
+    assert not missing, f"not canonical so: {missing}"
+    left = [f for f in families if not canonical([f]) <= canonical(exact)]
     loose = [f for f in expected if not f.exact]
     assert len(left) == len(loose)
     # What is left is each the sum of one that is expected and of exact ones, in some order.
@@ -193,17 +193,17 @@ class RescaledCopy:
         return float((changed - reference).norm() / reference.norm())
 
 
-def assert_holds(rescaled: RescaledCopy, found: list[Family]) -> None:
+def assert_holds(rescaled: RescaledCopy, families: list[Family]) -> None:
     """Each family leaves the outputs alone, and with any one power changed it does not."""
     draw = random.Random(7)
-    space = Space(found)
-    null = torch.linalg.qr(space.vectors(found).T).Q
+    space = Space(families)
+    null = torch.linalg.qr(space.vectors(families).T).Q
 
     def is_symmetry(member: Member) -> bool:
         vector = space.vectors([Family("", (member,))])[0]
         return bool((vector - null @ (null.T @ vector)).norm() < 1e-9)
 
-    for f in found:
+    for f in families:
         members = list(f.members)
         log_scales = [draw.uniform(-0.6, 0.6) for _ in members]
         assert rescaled.change(members, log_scales) < 1e-10, f
@@ -256,15 +256,15 @@ def test_finds_the_symmetries_worked_out_by_hand(architecture, placement):
     number = NULLITY[architecture][PLACEMENTS.index(placement)]
     assert sum(len(f.members) for f in expected) == number
     assert symmetries.nullity == number
-    found = families_of(symmetries)
-    assert_same(found, expected)
+    families = families_of(symmetries)
+    assert_same(families, expected)
     silent = {"transformer.h.0.attn.c_attn.bias": 8} if architecture == "gpt2" else {}
     assert {axis.name: count for axis, count in symmetries.silent.items()} == silent
 
-    scales = {scale for f in found for member in f.members for scale in member}
+    scales = {scale for f in families for member in f.members for scale in member}
     one_plus = {name for name, axis, _ in scales if axis == "one-plus"}
     assert bool(one_plus) == architecture.startswith("gemma")
-    assert_holds(RescaledCopy(model, token_ids(), one_plus), found)
+    assert_holds(RescaledCopy(model, token_ids(), one_plus), families)
 
 
 @pytest.mark.slow
@@ -296,9 +296,9 @@ def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
     weights[f"{layer}.feed_forward.down_proj.weight"] /= 3
     torch.testing.assert_close(rescaled.outputs(), before, rtol=1e-11, atol=1e-11)
 
-    found = families_of(find(model, "symmetry-aware"))
-    residual = [f for f in found if f.kind == "normalization"]
-    blocks = [f for f in found if f.kind == "multiplicative"]
+    families = families_of(find(model, "symmetry-aware"))
+    residual = [f for f in families if f.kind == "normalization"]
+    blocks = [f for f in families if f.kind == "multiplicative"]
     assert [len(f.members) for f in residual] == [1]
     powers = [
         {(name.removeprefix(f"{layer}."), axis): p for (name, axis, _), p in f.members[0].items()}
@@ -332,9 +332,9 @@ def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
 def check(model: nn.Module, inputs: Tensor, expected: list[Family], plan=None) -> lrm.Symmetries:
     symmetries = lrm.find_symmetries(model, plan, inputs)
     assert symmetries.nullity == sum(len(f.members) for f in expected)
-    found = families_of(symmetries)
-    assert_same(found, expected)
-    assert_holds(RescaledCopy(model, inputs), found)
+    families = families_of(symmetries)
+    assert_same(families, expected)
+    assert_holds(RescaledCopy(model, inputs), families)
     return symmetries
 
 
@@ -586,9 +586,9 @@ def lines(symmetries: lrm.Symmetries) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "falcon-h1"])
 def test_a_summary_lists_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
     symmetries = find(build(architecture, layers=2), None)
-    told = lines(symmetries)
+    summary = lines(symmetries)
     unreached = bool(symmetries.silent)
-    *each_line, (total, words) = told[:-1] if unreached else told
+    *each_line, (total, words) = summary[:-1] if unreached else summary
     assert sum(count for count, _ in each_line) == total == symmetries.nullity
     exchanges = sum(s.num_members for s in symmetries if s.kind == "exchange")
     assert each_line[0] == (
@@ -599,33 +599,33 @@ def test_a_summary_lists_the_same_symmetry_of_all_layers_once_and_counts_them_al
     inside = [s for s in symmetries if s.place and s.kind != "exchange"]
     repeated = [words for _, words in each_line if words.startswith("in each of 2 layers: ")]
     assert len(inside) == 2 * len(repeated)
-    assert unreached == ("not reached by the inputs" in told[-1][1])
+    assert unreached == ("not reached by the inputs" in summary[-1][1])
 
 
 def test_a_summary_names_scales_by_their_last_words():
-    told = [words for _, words in lines(find(build("llama", layers=2), None))]
+    summary = [words for _, words in lines(find(build("llama", layers=2), None))]
     assert (
         "in each of 2 layers: rows of up_proj against columns of down_proj, per channel "
-        "(multiplicative)" in told
+        "(multiplicative)" in summary
     )
     assert (
         "rows of embed_tokens, rows of o_proj in 2 layers and rows of down_proj in 2 layers, "
-        "as a whole (normalization)" in told
+        "as a whole (normalization)" in summary
     )
     # Two modules may end alike, and the modules of a sequence have numbers alone.
-    told = [words for _, words in lines(find(build("gpt2", layers=2), None))]
-    assert any("attn.c_proj" in words and " c_proj" not in words for words in told)
-    told = [words for _, words in lines(lrm.find_symmetries(mlp(nn.ReLU()), None, features()))]
-    assert "rows of 0 and 0.bias against columns of 2, per channel (multiplicative)" in told
+    summary = [words for _, words in lines(find(build("gpt2", layers=2), None))]
+    assert any("attn.c_proj" in words and " c_proj" not in words for words in summary)
+    summary = [words for _, words in lines(lrm.find_symmetries(mlp(nn.ReLU()), None, features()))]
+    assert "rows of 0 and 0.bias against columns of 2, per channel (multiplicative)" in summary
 
 
 def test_a_block_of_rows_against_another_of_the_same_matrix_is_no_exchange_in_a_summary():
     pytest.importorskip("transformers")
     import families
 
-    told = lines(lrm.find_symmetries(families.build("phi3"), None))
-    assert any("rows of qkv_proj [0:16] against rows of qkv_proj [16:24]" in w for _, w in told)
-    assert told[0][1].startswith("in each of 10 matrices: ")
+    summary = lines(lrm.find_symmetries(families.build("phi3"), None))
+    assert any("rows of qkv_proj [0:16] against rows of qkv_proj [16:24]" in w for _, w in summary)
+    assert summary[0][1].startswith("in each of 10 matrices: ")
 
 
 def test_a_summary_of_no_symmetries():
@@ -680,15 +680,17 @@ def translated(families: list[Family], names: dict[str, str]) -> list[Family]:
 def test_names_do_not_matter(architecture):
     model, names = renamed(build(architecture))
     assert not any("proj" in name or "norm" in name or "weight" in name for name in names)
-    found = families_of(find(model, None))
-    assert_same(translated(found, names), table(architecture, None))
+    families = families_of(find(model, None))
+    assert_same(translated(families, names), table(architecture, None))
 
 
 def test_names_do_not_matter_to_models_written_by_hand():
     model = Diamond()
     shuffled, names = renamed(model)
-    found = families_of(lrm.find_symmetries(shuffled, None, features()))
-    assert_same(translated(found, names), families_of(lrm.find_symmetries(model, None, features())))
+    families = families_of(lrm.find_symmetries(shuffled, None, features()))
+    assert_same(
+        translated(families, names), families_of(lrm.find_symmetries(model, None, features()))
+    )
 
 
 # What the inputs do not reach, and what cannot be asked
@@ -866,9 +868,9 @@ def test_symmetries_print_in_words():
 @pytest.mark.parametrize("rules", [[], [lrm.Rule("[qkv]_proj", "per-head")]])
 def test_scalars_have_the_same_symmetries_on_either_scale(rules):
     model = build("llama")
-    found = [
+    both = [
         lrm.find_symmetries(model, lrm.plan(model, "scalar", rules, scale=scale))
         for scale in ("linear", "log")
     ]
-    assert len(found[0]) > 0
-    assert [s.exponents for s in found[0]] == [s.exponents for s in found[1]]
+    assert len(both[0]) > 0
+    assert [s.exponents for s in both[0]] == [s.exponents for s in both[1]]

@@ -204,12 +204,12 @@ def test_symmetries_of_any_inputs_hold_and_are_those_of_a_proxy(family):
     for symmetry in (*itself, *through):
         assert _change(in_float64, symmetry) < 1e-5, symmetry
     for one, other, count in EXPECTED[family]:
-        found = [
+        counts = [
             s.num_members
             for s in itself
             if {one, other} <= {str(term.axis) for term in s.terms} and s.kind == "multiplicative"
         ]
-        assert count in found, (one, other, found)
+        assert count in counts, (one, other, counts)
     assert rescalings(through) == rescalings(itself)
 
 
