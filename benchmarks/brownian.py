@@ -43,9 +43,8 @@ def ratio(
 ) -> dict[str, float]:
     """Simulate one cell of the table."""
     lr = product / WEIGHT_DECAY
-    closed = lrm.equilibrium_rms(
-        lr, WEIGHT_DECAY, optimizer=optimizer, shape=(shape[-2], shape[-1]), **settings
-    )
+    sides = (shape[-2], shape[-1]) if optimizer == "muon" else None
+    closed = lrm.equilibrium_rms(lr, WEIGHT_DECAY, optimizer=optimizer, shape=sides, **settings)
     slow = product <= 1e-5
     steps = 200 + round((1 if slow else 5) / product)
     run = lrm.simulate_brownian(

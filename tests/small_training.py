@@ -102,11 +102,11 @@ def train(kind="adamw", placement="scalar", steps=STEPS, seed=0, ssm_size=0):
 ENDS = ("embedding", "head")
 
 
-def median_departure(found, kind):
+def median_departure(diagnosis, kind):
     """Return the median of |log(measured / predicted)| over hidden matrices, or multipliers."""
     departures = [
         abs(reading.log_ratio)
-        for reading in found.readings
+        for reading in diagnosis.readings
         if reading.kind == kind and (kind == "multiplier" or reading.role not in ENDS)
     ]
     return statistics.median(departures) if departures else None
@@ -120,13 +120,13 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = train(options.optimizer, options.placement, seed=options.seed)
-    found = run.diagnosis()
+    diagnosis = run.diagnosis()
     constant = run.diagnosis([max(run.lrs)] * len(run.lrs))
-    print(found)
+    print(diagnosis)
     print(
-        f"loss {run.loss:.3f}; hidden matrices {median_departure(found, 'matrix'):.3f}, under a "
-        f"constant rate {median_departure(constant, 'matrix'):.3f}; multipliers",
-        median_departure(found, "multiplier"),
+        f"loss {run.loss:.3f}; hidden matrices {median_departure(diagnosis, 'matrix'):.3f}, under "
+        f"a constant rate {median_departure(constant, 'matrix'):.3f}; multipliers",
+        median_departure(diagnosis, "multiplier"),
     )
 
 

@@ -9,20 +9,20 @@ RECORD = {"step": 3, "kind": "train", "loss": 2.25, "text": 'a "quote"}, ä', "l
 
 def test_a_sealed_object_is_read_back_from_any_layout():
     for layout in ({"indent": 1}, {"sort_keys": True}, {"separators": (",", ":")}):
-        found = json.loads(json.dumps(add_checksum(RECORD), **layout))
-        assert verify_checksum(found, "file") == RECORD
+        fields = json.loads(json.dumps(add_checksum(RECORD), **layout))
+        assert verify_checksum(fields, "file") == RECORD
 
 
 @pytest.mark.parametrize("key", RECORD)
-def test_a_changed_or_missing_field_is_noticed(key):
+def test_a_changed_or_missing_field_raises(key):
     changed = add_checksum(RECORD) | {key: "other"}
     missing = {name: value for name, value in add_checksum(RECORD).items() if name != key}
-    for found in (changed, missing):
+    for fields in (changed, missing):
         with pytest.raises(ValueError, match="file was changed"):
-            verify_checksum(found, "file")
+            verify_checksum(fields, "file")
 
 
-def test_an_object_without_a_checksum_is_refused():
+def test_an_object_without_a_checksum_raises():
     with pytest.raises(ValueError, match="file carries no sha256"):
         verify_checksum(RECORD, "file")
 
@@ -34,7 +34,7 @@ def test_a_sealed_line_is_json_and_read_back():
     assert decode_line(line) == RECORD
 
 
-def test_every_flipped_bit_of_a_line_is_noticed():
+def test_every_flipped_bit_of_a_line_raises():
     line = encode_line(RECORD)[:-1]
     for at in range(8 * len(line)):
         flipped = bytearray(line)

@@ -250,7 +250,7 @@ def test_learned_multipliers_are_part_of_s_and_not_of_the_weight():
         assert row.relaxations == pytest.approx(2 * 0.01 * 0.5 * 8)
 
 
-def test_probes_that_see_nothing_say_so():
+def test_probes_that_see_nothing_raise():
     def check(probe):
         def prepare(model, width):
             model.unused = nn.Linear(width, width)

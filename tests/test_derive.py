@@ -22,12 +22,12 @@ def derived(model: nn.Module, rules=()) -> lrm.Plan:
 
 def carried(plan: lrm.Plan) -> Carried:
     """Which rows of each matrix carry a multiplier, and whether its columns do."""
-    found = {}
+    by_name = {}
     for entry in plan.entries:
         if entry.matrix is not None:
             one = [block.row for block in entry.matrix.blocks for _ in range(block.size)]
-            found[entry.name] = tuple(one * entry.matrix.repeats), entry.matrix.col
-    return found
+            by_name[entry.name] = tuple(one * entry.matrix.repeats), entry.matrix.col
+    return by_name
 
 
 def rows(*runs: tuple[int, bool]) -> tuple[bool, ...]:
@@ -74,8 +74,8 @@ def test_derives_the_placement_that_roles_give(architecture):
 @pytest.mark.parametrize("architecture", ["falcon-h1", "falcon-h1-inner-norm"])
 def test_names_do_not_matter_to_the_appendix(architecture):
     model, names = renamed(build(architecture))
-    found = {names[name]: what for name, what in carried(derived(model)).items()}
-    assert found == appendix(inner_norm="norm" in architecture)
+    by_name = {names[name]: what for name, what in carried(derived(model)).items()}
+    assert by_name == appendix(inner_norm="norm" in architecture)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_a_large_model_gets_the_papers_placement_through_its_proxy(inner_norm):
         "o_proj": "row+col",
         "lm_head": "none",
     }
-    found = {e.name: e.multipliers for e in plan.entries if e.matrix is not None}
-    assert len(found) == 2 + 2 * 9
-    for name, multipliers in found.items():
+    by_name = {e.name: e.multipliers for e in plan.entries if e.matrix is not None}
+    assert len(by_name) == 2 + 2 * 9
+    for name, multipliers in by_name.items():
         assert multipliers == kinds[name.split(".")[-2]], name
     assert not any("not confirmed" in said for said in plan.symmetries)
     assert len(plan.symmetries) == 1 + 2 * 5 + 1

@@ -37,10 +37,10 @@ def moments(gradients, betas):
 def test_indicator_of_pure_noise_is_one_at_any_step(betas, steps):
     size = 50_000
     noise = 7.0 * torch.randn(steps, size, dtype=torch.float64)
-    found = noise_indicator(*moments(noise, betas), *betas, steps).item()
+    indicator = noise_indicator(*moments(noise, betas), *betas, steps).item()
     # At the first step m^2 and v are the same numbers, so nothing is left to chance.
     tolerance = 1e-12 if steps == 1 else 4 * math.sqrt(2 / size)
-    assert found == pytest.approx(1.0, abs=tolerance)
+    assert indicator == pytest.approx(1.0, abs=tolerance)
 
 
 @pytest.mark.parametrize("signal", [0.1, 0.5, 2.0])
@@ -48,11 +48,11 @@ def test_indicator_of_pure_noise_is_one_at_any_step(betas, steps):
 def test_indicator_with_a_signal_is_what_the_signal_adds(signal, steps):
     betas, size = (0.9, 0.95), 50_000
     gradients = signal + torch.randn(steps, size, dtype=torch.float64)
-    found = noise_indicator(*moments(gradients, betas), *betas, steps).item()
+    indicator = noise_indicator(*moments(gradients, betas), *betas, steps).item()
     constant = (signal * (1 - betas[0] ** steps)) ** 2 / (1 - betas[1] ** steps)
     expected = (constant / noise_ratio(*betas, steps) + 1) / (1 + signal**2)
-    assert found == pytest.approx(expected, rel=0.02)
-    assert found > 1
+    assert indicator == pytest.approx(expected, rel=0.02)
+    assert indicator > 1
 
 
 def test_indicator_at_its_ends():
@@ -168,8 +168,8 @@ def test_state_with_and_without_the_mean_square_is_loaded():
         for parameter in group["params"]:
             parameter.grad = torch.randn_like(parameter)
     older.step()
-    found = {r.name: r for r in lrm.diagnose(older).readings if r.part == "weight"}
-    assert 0 < found["qkv.weight"].indicator < 10
+    readings = {r.name: r for r in lrm.diagnose(older).readings if r.part == "weight"}
+    assert 0 < readings["qkv.weight"].indicator < 10
 
 
 # -- optimizers on noise ------------------------------------------------------------------------
@@ -240,16 +240,16 @@ def on_noise(name, kind="row+col", signal=0.0):
 @pytest.mark.parametrize("name", ["adamw", "muon", "torch AdamW"])
 def test_noise_is_recognized_as_such(name, kind):
     optimizer, lrs, start = on_noise(name, kind)
-    found = lrm.diagnose(optimizer, lrs=lrs, start=start, frequency=SHARE)
+    diagnosis = lrm.diagnose(optimizer, lrs=lrs, start=start, frequency=SHARE)
     for matrix in [*HIDDEN, "lm_head.weight"]:
-        reading = found[matrix]
+        reading = diagnosis[matrix]
         scale = 0.3 if name == "muon" and matrix == "lm_head.weight" else 1.0
         assert reading.settling == pytest.approx(2 * DECAY * scale * sum(lrs), rel=0.02)
         assert reading.log_ratio == pytest.approx(0, abs=0.04)
         assert reading.indicator == pytest.approx(1, abs=0.1)
         assert reading.verdict == ("trapped" if reading.settling >= 4 else "open")
         assert reading.error == pytest.approx(1 / math.sqrt(2 * reading.size), rel=0.1)
-    norm = found["norm.weight"]
+    norm = diagnosis["norm.weight"]
     assert abs(norm.log_ratio) < 4 * norm.error
     if name == "torch AdamW":
         # One group, one decay.
@@ -258,23 +258,23 @@ def test_noise_is_recognized_as_such(name, kind):
         # No decay, so no equilibrium; on noise the norm walks away from 1 as it should.
         assert (norm.kind, norm.settling, norm.verdict) == ("vector", 0.0, "open")
     if kind == "row+col":
-        row = found["up_proj.weight", "row"]
+        row = diagnosis["up_proj.weight", "row"]
         assert (row.kind, row.size, row.verdict) == ("multiplier", 96, "open")
         assert abs(row.log_ratio) < 4 * row.error
-    assert len(found.readings) == len(start.readings)
+    assert len(diagnosis.readings) == len(start.readings)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_signal_makes_a_tensor_free(name):
     optimizer, lrs, start = on_noise(name, signal=1.0)
-    found = lrm.diagnose(optimizer, lrs=lrs, start=start)
-    assert all(found[matrix].indicator > 3 for matrix in HIDDEN)
-    assert {found[matrix].verdict for matrix in HIDDEN} == {"free"}
-    assert found["norm.weight"].verdict == "free"
+    diagnosis = lrm.diagnose(optimizer, lrs=lrs, start=start)
+    assert all(diagnosis[matrix].indicator > 3 for matrix in HIDDEN)
+    assert {diagnosis[matrix].verdict for matrix in HIDDEN} == {"free"}
+    assert diagnosis["norm.weight"].verdict == "free"
 
 
 @pytest.mark.parametrize(
-    ("ratio", "indicator", "told"),
+    ("ratio", "indicator", "shown"),
     [
         (0.0, 9.0, "free (signal in gradients)"),
         (None, 9.0, "free (signal in gradients)"),
@@ -283,30 +283,30 @@ def test_a_signal_makes_a_tensor_free(name):
         (0.0, 1.0, "trapped"),
     ],
 )
-def test_a_tensor_that_is_free_by_its_signal_alone_is_told_as_such(ratio, indicator, told):
+def test_a_tensor_that_is_free_by_its_signal_alone_is_reported_as_such(ratio, indicator, shown):
     optimizer, lrs, start = on_noise("adamw")
-    found = lrm.diagnose(optimizer, lrs=lrs, start=start)["up_proj.weight"]
-    verdict = verdict_of(ratio, found.error, found.settling, indicator, found.size)
-    changed = replace(found, log_ratio=ratio, indicator=indicator, verdict=verdict)
-    assert lrm.Diagnosis((changed,), {}).table()[1][-1] == told
+    reading = lrm.diagnose(optimizer, lrs=lrs, start=start)["up_proj.weight"]
+    verdict = verdict_of(ratio, reading.error, reading.settling, indicator, reading.size)
+    changed = replace(reading, log_ratio=ratio, indicator=indicator, verdict=verdict)
+    assert lrm.Diagnosis((changed,), {}).table()[1][-1] == shown
 
 
 def test_rare_rows_are_predicted_as_many_of_them_walk():
     lrs, frequency = [4e-3] * 300, torch.logspace(-2, 0, 7, dtype=torch.float64)
-    found = row_spread(lrs, 1.0, (0.9, 0.95), frequency)
+    spread = row_spread(lrs, 1.0, (0.9, 0.95), frequency)
     chance = frequency[:, None].expand(-1, 1500)
     run = lrm.simulate_brownian("adamw", lrs, 1.0, (7, 1500, 4), frequency=chance, seed=5)
     # One row for each frequency would err by half where gradients are few.
     torch.testing.assert_close(
-        found, run.row_rms.double().square().mean(-1).sqrt(), rtol=0.06, atol=0
+        spread, run.row_rms.double().square().mean(-1).sqrt(), rtol=0.06, atol=0
     )
-    assert bool((found.diff() > 0).all())
+    assert bool((spread.diff() > 0).all())
 
 
 def test_rows_of_an_embedding_walk_by_their_frequency():
     optimizer, lrs, start = on_noise("adamw", "none")
-    found = lrm.diagnose(optimizer, lrs=lrs, start=start, frequency=SHARE)
-    rows = found.rows["embed_tokens.weight"]
+    diagnosis = lrm.diagnose(optimizer, lrs=lrs, start=start, frequency=SHARE)
+    rows = diagnosis.rows["embed_tokens.weight"]
     never, rare, always = rows.bands
     assert [band.num_rows for band in rows.bands] == [10, 20, 30]
     assert (never.high, rare.low, always.high) == (0.0, 0.01, 1.0)
@@ -317,7 +317,7 @@ def test_rows_of_an_embedding_walk_by_their_frequency():
     assert rare.predicted < 0.8 * always.predicted
     assert always.verdict == "trapped"
     assert rows.predicted.shape == rows.rms.shape == (60,)
-    assert found["embed_tokens.weight"].note.startswith("row by row")
+    assert diagnosis["embed_tokens.weight"].note.startswith("row by row")
     # Without frequencies rows are read, not predicted.
     bare = lrm.diagnose(optimizer, lrs=lrs, start=start).rows["embed_tokens.weight"]
     assert bare.predicted is None
@@ -330,9 +330,9 @@ def test_rows_of_an_embedding_walk_by_their_frequency():
 
 def test_row_frequency_is_the_chance_of_being_in_a_batch():
     counts = torch.tensor([0, 1, 9, 990])
-    found = lrm.row_frequency(counts, 100)
+    frequency = lrm.row_frequency(counts, 100)
     expected = [1 - (1 - c / 1000) ** 100 for c in counts.tolist()]
-    assert found.tolist() == pytest.approx(expected, rel=1e-9)
+    assert frequency.tolist() == pytest.approx(expected, rel=1e-9)
 
 
 def test_wrapped_adamw_reads_like_our_own():
@@ -349,13 +349,13 @@ def test_wrapped_adamw_reads_like_our_own():
 @pytest.mark.parametrize("name", ["torch Adam", "torch SGD"])
 def test_a_walk_that_is_not_known_is_not_predicted(name):
     optimizer, lrs, start = on_noise(name)
-    found = lrm.diagnose(optimizer, lrs=lrs, start=start)
-    reading = found["up_proj.weight"]
+    diagnosis = lrm.diagnose(optimizer, lrs=lrs, start=start)
+    reading = diagnosis["up_proj.weight"]
     assert (reading.predicted, reading.verdict) == (None, "open")
     assert reading.note == "its optimizer's random walk on noise is not known"
     assert (reading.indicator is None) == (name == "torch SGD")
     # AdamW trains the multipliers whatever trains the rest.
-    assert found["up_proj.weight", "row"].predicted is not None
+    assert diagnosis["up_proj.weight", "row"].predicted is not None
 
 
 def test_without_rates_the_present_rate_counts():
@@ -377,15 +377,15 @@ def test_without_rates_the_present_rate_counts():
     note = lrm.diagnose(optimizer)["norm.weight"].note
     assert note == "no decay, so no equilibrium: give lrs and start"
     # With rates and no start, what has forgotten its start is predicted, and multipliers are.
-    found = lrm.diagnose(optimizer, lrs=lrs)
-    assert found["up_proj.weight"].predicted > 0
-    assert found["up_proj.weight", "row"].predicted > 0
-    assert found["norm.weight"].note.startswith("its start is not forgotten: give start")
+    diagnosis = lrm.diagnose(optimizer, lrs=lrs)
+    assert diagnosis["up_proj.weight"].predicted > 0
+    assert diagnosis["up_proj.weight", "row"].predicted > 0
+    assert diagnosis["norm.weight"].note.startswith("its start is not forgotten: give start")
     # After a schedule that ends at 0.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    found = lrm.diagnose(optimizer)["up_proj.weight"]
-    assert found.note == "the rate is 0 now, so no equilibrium: give lrs and start"
+    reading = lrm.diagnose(optimizer)["up_proj.weight"]
+    assert reading.note == "the rate is 0 now, so no equilibrium: give lrs and start"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -400,23 +400,25 @@ def test_every_trained_tensor_is_read(optimizer_class, kind):
         backward(model, torch.randint(0, 13, (2, 7)))
         optimizer.step()
         optimizer.zero_grad()
-    found = lrm.diagnose(optimizer, lrs=[1e-2] * 3, start=before)
+    diagnosis = lrm.diagnose(optimizer, lrs=[1e-2] * 3, start=before)
     carried = sum(len(values) for values in lrm.multipliers(optimizer).values())
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(found.readings) == len(trained) + carried
+    assert len(diagnosis.readings) == len(trained) + carried
     for name, raw in optimizer.raw_weights().items():
         rms = raw.square().mean().sqrt().item()
-        assert found[name].measured == pytest.approx(rms, rel=1e-6)
-        assert found[name].steps == (0 if name.startswith("unused") else 3)
+        assert diagnosis[name].measured == pytest.approx(rms, rel=1e-6)
+        assert diagnosis[name].steps == (0 if name.startswith("unused") else 3)
     if kind == "log":
         # The logarithm is what trains: it starts at 0.
-        assert 0 < found["out.weight", "row"].measured < 0.1
+        assert 0 < diagnosis["out.weight", "row"].measured < 0.1
     elif kind == "blocks":
-        assert found["qkv.weight", "row"].size == 4
-    text = str(found)
+        assert diagnosis["qkv.weight", "row"].size == 4
+    text = str(diagnosis)
     assert all(name in text for name in ("norm.weight", "head.weight", "verdict"))
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert [reading["name"] for reading in plain["readings"]] == [r.name for r in found.readings]
+    plain = json.loads(json.dumps(diagnosis.to_dict()))
+    assert [reading["name"] for reading in plain["readings"]] == [
+        r.name for r in diagnosis.readings
+    ]
 
 
 def test_verdicts():
@@ -428,7 +430,7 @@ def test_verdicts():
     assert verdict_of(None, None, None, 2.5, 4) == "open"
 
 
-def test_impossible_requests_say_what_to_do():
+def test_impossible_requests_raise_with_a_remedy():
     model = Stack()
     plan = lrm.plan(model)
     with pytest.raises(TypeError, match=r"expected an optimizer of this library"):
@@ -452,12 +454,12 @@ def test_impossible_requests_say_what_to_do():
 @pytest.mark.slow
 def test_matrices_of_a_real_run_follow_brownian_motion_and_multipliers_do_not():
     run = train()
-    found = run.diagnosis()
-    hidden = [r for r in found.readings if r.kind == "matrix" and r.role not in ENDS]
+    diagnosis = run.diagnosis()
+    hidden = [r for r in diagnosis.readings if r.kind == "matrix" and r.role not in ENDS]
     assert len(hidden) == 14
     assert all(reading.settling >= 4 for reading in hidden)
-    assert median_departure(found, "matrix") < 0.1
-    assert median_departure(found, "multiplier") > 0.3
+    assert median_departure(diagnosis, "matrix") < 0.1
+    assert median_departure(diagnosis, "multiplier") > 0.3
     verdicts = [reading.verdict for reading in hidden]
     assert verdicts.count("trapped") >= 0.8 * len(verdicts)
     # It has learned: by their frequencies alone the bytes cost 3.3 nats.
@@ -472,16 +474,16 @@ def test_matrices_of_a_real_run_follow_brownian_motion_and_multipliers_do_not():
     sampled = lrm.simulate_brownian(
         "adamw", run.lrs, run.weight_decay, (100, 100), start_rms=run.start[name].measured
     )
-    assert sampled.rms[-1] == pytest.approx(found[name].predicted, rel=0.03)
+    assert sampled.rms[-1] == pytest.approx(diagnosis[name].predicted, rel=0.03)
 
 
 def test_a_hybrid_shows_conv1d_and_d_and_norms():
     run = train(placement="full", steps=3, ssm_size=64)
-    found = run.diagnosis()
+    diagnosis = run.diagnosis()
     layer = "model.layers.0"
     for name in ("mamba.D", "mamba.conv1d.weight", "input_layernorm.weight"):
-        reading = found[f"{layer}.{name}"]
+        reading = diagnosis[f"{layer}.{name}"]
         assert (reading.kind, reading.settling) == ("vector", 0.0)
         assert reading.predicted == pytest.approx(reading.measured, rel=0.1)
         assert reading.indicator is not None
-    assert found[f"{layer}.mamba.in_proj.weight"].role.startswith("ssm")
+    assert diagnosis[f"{layer}.mamba.in_proj.weight"].role.startswith("ssm")

@@ -145,8 +145,8 @@ def test_slow_sgd_is_the_slow_form_over_one_minus_momentum():
     for momentum, nesterov in ((0.0, False), (0.9, False), (0.9, True)):
         slow = math.sqrt(lr / (2 * decay)) / (1 - momentum)
         settings = {"momentum": momentum, "nesterov": nesterov}
-        found = equilibrium_rms(lr, decay, optimizer="sgdm", **settings)
-        assert found == pytest.approx(slow, rel=1e-6)
+        closed = equilibrium_rms(lr, decay, optimizer="sgdm", **settings)
+        assert closed == pytest.approx(slow, rel=1e-6)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98), (0.0, 0.9)])
@@ -164,8 +164,8 @@ def test_lions_signs_are_as_alike_as_those_of_its_gaussian(betas):
     k = math.sqrt((1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2))
     linear = math.sqrt(1e-9 / (math.pi * 0.1)) / k
     if b1:
-        found = equilibrium_rms(1e-9, 0.1, optimizer="lion", betas=betas)
-        assert found == pytest.approx(linear, rel=0.05)
+        closed = equilibrium_rms(1e-9, 0.1, optimizer="lion", betas=betas)
+        assert closed == pytest.approx(linear, rel=0.05)
 
 
 @pytest.mark.parametrize("coefficients", ["quintic", "polar-express"])
@@ -281,6 +281,9 @@ def test_limits_and_impossible_settings():
         equilibrium_rms(0.1, 0.1, optimizer="adam")
     with pytest.raises(ValueError, match="adamw has no momentum; it takes betas"):
         equilibrium_rms(0.1, 0.1, momentum=0.9)
+    for settings in ({}, {"optimizer": "sgdm"}, {"optimizer": "muon"}):
+        with pytest.raises(ValueError, match="shape has no effect here"):
+            equilibrium_rms(0.1, 0.1, shape=(4, 8), **settings)
     with pytest.raises(ValueError, match="shape"):
         muon_walk(adjust_lr="original")
     with pytest.raises(ValueError, match="shape"):

@@ -52,7 +52,7 @@ def test_heads_have_the_rows_that_the_config_gives_them(family):
     expected = getattr(config, "head_dim", None) or config.hidden_size // getattr(
         config, "num_attention_heads", 1
     )
-    found = {
+    head_dims = {
         (block.role, block.head_dim)
         for entry in lrm.plan(model, "full").entries
         for block in (entry.matrix.blocks if entry.matrix else ())
@@ -62,9 +62,9 @@ def test_heads_have_the_rows_that_the_config_gives_them(family):
         # Rotated and other features of a head, and the rotated ones of a key that all heads share.
         rope, other, value = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
         shared = {("key", rope), ("key", other), ("value", value)}
-        assert found == {("query", rope + other)} | shared
+        assert head_dims == {("query", rope + other)} | shared
     elif family != "mamba2":
-        assert found == {(role, expected) for role in QKV}
+        assert head_dims == {(role, expected) for role in QKV}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -202,10 +202,10 @@ NORMED_OUTPUTS = {"gemma2", "gemma3", "olmo2", "glm4"}
 def test_symmetry_aware_rows_follow_the_norms_that_are_there(family):
     model = make(family)
     plan = lrm.plan(model, "symmetry-aware")
-    found = {}
+    rows = {}
     for entry in plan.entries:
         for block in entry.matrix.blocks if entry.matrix else ():
-            found.setdefault(block.role, set()).add(block.row)
-    assert found.get("query", {True}) == {family not in QK_NORMED}
+            rows.setdefault(block.role, set()).add(block.row)
+    assert rows.get("query", {True}) == {family not in QK_NORMED}
     for role in ("attention-out", "down"):
-        assert found.get(role, {True}) == {family not in NORMED_OUTPUTS} or role not in found
+        assert rows.get(role, {True}) == {family not in NORMED_OUTPUTS} or role not in rows

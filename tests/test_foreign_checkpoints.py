@@ -73,13 +73,13 @@ def live(trainer):
 
 
 def test_noise_traps_a_llama_and_a_planted_signal_is_free(trained):
-    found = live(trained[0])
-    hidden = [r for r in found.readings if ".layers." in r.name and r.kind == "matrix"]
+    diagnosis = live(trained[0])
+    hidden = [r for r in diagnosis.readings if ".layers." in r.name and r.kind == "matrix"]
     assert len(hidden) == 14
     verdicts = {reading.name: reading.verdict for reading in hidden}
     assert verdicts.pop(PLANTED) == "free"
     assert set(verdicts.values()) == {"trapped"}
-    assert (found[PLANTED].indicator or 0) > 4
+    assert (diagnosis[PLANTED].indicator or 0) > 4
 
 
 def test_a_trainer_checkpoint_gives_the_table_of_the_live_optimizer(trained, ask):
@@ -91,10 +91,10 @@ def test_a_trainer_checkpoint_gives_the_table_of_the_live_optimizer(trained, ask
         assert text.startswith(f"{expected}\n\nLlamaForCausalLM in checkpoint-{STEPS}, step ")
         assert text.rstrip().endswith(expected.summary())
     code, text, _ = ask("diagnose", str(folder), "--json")
-    written, told = json.loads(text), json.loads(json.dumps(expected.to_dict()))
+    written, plain = json.loads(text), json.loads(json.dumps(expected.to_dict()))
     assert written["step"] == STEPS
     for key in ("readings", "rows"):
-        assert written[key] == told[key]
+        assert written[key] == plain[key]
 
 
 def test_the_page_stands_alone_and_has_every_line(trained, ask, tmp_path):
@@ -109,7 +109,7 @@ def test_the_page_stands_alone_and_has_every_line(trained, ask, tmp_path):
         assert all(cell in text for cell in cells)
 
 
-def test_missing_parts_are_told_in_words(trained, ask, tmp_path):
+def test_missing_parts_are_reported(trained, ask, tmp_path):
     folder = trained[1] / f"checkpoint-{STEPS}"
 
     def without(*names):
@@ -130,7 +130,7 @@ def test_missing_parts_are_told_in_words(trained, ask, tmp_path):
     assert "--model is for folders" in ask("diagnose", str(folder), "--model", "tiny")[2]
 
 
-def test_a_checkpoint_with_code_in_it_is_refused(trained, ask, tmp_path):
+def test_a_checkpoint_with_code_in_it_raises(trained, ask, tmp_path):
     folder = trained[1] / f"checkpoint-{STEPS}"
     for file in folder.iterdir():
         if file.name != "optimizer.pt":
@@ -143,11 +143,11 @@ def test_a_checkpoint_with_code_in_it_is_refused(trained, ask, tmp_path):
 
 def test_rates_between_logs_lie_on_lines():
     logged = {10: 1.0, 20: 0.5}
-    found = step_rates(logged, 22, 2.0, 0.4)
-    assert len(found) == 22
-    assert found[9] == 1.0
-    assert found[14] == pytest.approx(0.75)
-    assert found[4] == pytest.approx(1.5)
+    rates = step_rates(logged, 22, 2.0, 0.4)
+    assert len(rates) == 22
+    assert rates[9] == 1.0
+    assert rates[14] == pytest.approx(0.75)
+    assert rates[4] == pytest.approx(1.5)
     # A warmup comes from zero.
     assert step_rates({5: 0.5, 10: 1.0}, 10, 1.0, 1.0)[:5] == pytest.approx(
         [0.1, 0.2, 0.3, 0.4, 0.5]
@@ -190,11 +190,11 @@ def test_a_dcp_folder_gives_the_readings_of_the_live_optimizer(tmp_path, flat, a
     optimizer, model = saved_by_dcp(tmp_path, flat)
     expected = lrm.diagnose(optimizer, model)
     saved = read_dcp_checkpoint(tmp_path, nn.Sequential(*(m for m in model)).to("meta"))
-    found = lrm.diagnose(saved.optimizer, saved.model)
+    diagnosis = lrm.diagnose(saved.optimizer, saved.model)
     assert saved.step == 100
     # The order of a flattened state is its own.
     for reading in expected.readings:
-        assert found[reading.name] == reading
+        assert diagnosis[reading.name] == reading
     code, text, complaints = ask("diagnose", str(tmp_path), "--json")
     assert code == 0
     assert "without --model the role of each matrix is unknown" in complaints
@@ -205,7 +205,7 @@ def test_a_dcp_folder_gives_the_readings_of_the_live_optimizer(tmp_path, flat, a
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_dcp_folders_that_cannot_be_read_are_refused_in_words(tmp_path, ask):
+def test_dcp_folders_that_cannot_be_read_raise_with_the_reason(tmp_path, ask):
     model = nn.Linear(4, 4)
     save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "bare", no_dist=True)
     assert "has no optimizer state by parameter names" in ask("diagnose", str(tmp_path / "bare"))[2]

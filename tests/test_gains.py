@@ -29,10 +29,10 @@ def test_gradients_are_those_of_multipliers_at_one(kind):
     weight, grad = torch.randn(2, *matrix.shape, dtype=torch.float64)
     values = initial_values(matrix, dtype=torch.float64)
     _, expected = split_gradient(matrix, weight, values, grad)
-    found = gain_gradients(matrix, weight, grad)
-    assert found.keys() == expected.keys()
-    for part in found:
-        torch.testing.assert_close(found[part], expected[part], rtol=1e-12, atol=1e-12)
+    gradients = gain_gradients(matrix, weight, grad)
+    assert gradients.keys() == expected.keys()
+    for part in gradients:
+        torch.testing.assert_close(gradients[part], expected[part], rtol=1e-12, atol=1e-12)
 
 
 class Pair(nn.Module):
@@ -121,12 +121,12 @@ def test_a_signal_in_some_rows_shows_in_the_rows():
         model.up_proj.weight.grad[::2] += 0.3 * model.up_proj.weight[::2].sign()
         optimizer.step()
     health = monitor.health()
-    found = {(gain.name, gain.part): gain.indicator for gain in health.gains}
+    indicators = {(gain.name, gain.part): gain.indicator for gain in health.gains}
     weight = next(r for r in health.readings if r.name == "up_proj.weight")
-    assert weight.indicator < 2 < 8 < found["up_proj.weight", "row"]
-    assert found["down_proj.weight", "row"] < 2
+    assert weight.indicator < 2 < 8 < indicators["up_proj.weight", "row"]
+    assert indicators["down_proj.weight", "row"] < 2
     assert health.metrics()["gains/rows"] == pytest.approx(
-        (found["up_proj.weight", "row"] + found["down_proj.weight", "row"]) / 2
+        (indicators["up_proj.weight", "row"] + indicators["down_proj.weight", "row"]) / 2
     )
     assert "the same of multipliers, if there were any: rows" in str(health)
 
@@ -149,7 +149,7 @@ def test_multipliers_that_are_there_need_no_gains():
     model = made()
     optimizer = lrm.AdamW.from_model(model, lr=1e-2)
     with pytest.raises(ValueError, match=r"those that AdamW trains are in health\(\)\.readings"):
-        lrm.Monitor(optimizer, model=model, gains=True)
+        lrm.Monitor(optimizer, gains=True)
 
 
 def on_shards(way):

@@ -286,7 +286,7 @@ def test_at_a_half_rounding_does_not_swing_to_and_fro():
         assert torch.equal(lrm.multipliers(opt)[rows.name]["row"], once[rows.name]["row"])
 
 
-def test_state_comes_back_from_a_checkpoint_and_training_goes_on_bit_for_bit():
+def test_state_comes_back_from_a_checkpoint_and_training_resumes_bit_for_bit():
     model, plan, opt = far_away("falcon-h1", "full")
     symmetries = symmetries_of("falcon-h1", "full")
     lrm.rebalance_(opt, symmetries)
@@ -309,11 +309,11 @@ def test_state_comes_back_from_a_checkpoint_and_training_goes_on_bit_for_bit():
 def raw_gradients(model, opt):
     """Return the gradients of raw weights and of multipliers, by the chain rule (eq. 4)."""
     raw, matrices, mults = lrm.optim.raw_weights(opt), dict(matrices_of(opt)), lrm.multipliers(opt)
-    found = {}
+    gradients = {}
     for name, values in mults.items():
         grad = model.get_parameter(name).grad
-        found[name] = split_gradient(matrices[name], raw[name], values, grad)
-    return found
+        gradients[name] = split_gradient(matrices[name], raw[name], values, grad)
+    return gradients
 
 
 def equal_runs():
@@ -456,9 +456,9 @@ def test_the_balanced_point_has_the_least_squared_logs():
 def test_query_and_key_of_a_head_come_to_the_same_mean():
     model, _, opt = far_away("llama", "full", zeros=False, num_key_value_heads=4)
     plan = lrm.plan(model, "full")
-    found = lrm.find_symmetries(model, plan, EVERY_TOKEN)
+    symmetries = lrm.find_symmetries(model, plan, EVERY_TOKEN)
     names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight")
-    pair = next(one for one in found if {term.axis for term in one.terms} == rows_of(*names))
+    pair = next(one for one in symmetries if {term.axis for term in one.terms} == rows_of(*names))
     assert pair.num_members == 8  # 4 heads of 4 features, which rotate in pairs
     before, logits_before = lrm.multipliers(opt), logits(model)
     lrm.rebalance_(opt, [pair])
@@ -622,7 +622,7 @@ def test_filters_shifted_vectors_and_logs_move_along(scale):
         )
 
 
-def test_what_would_round_is_refused_for_powers_of_two():
+def test_powers_of_two_that_would_round_raise():
     _, opt, _, symmetries = stored_case("log", torch.float32)
     with pytest.raises(ValueError, match="first.*by its logarithm.*leave out"):
         lrm.rebalance_(opt, symmetries[:1], powers_of_two=True)
@@ -643,7 +643,7 @@ def test_norms_that_use_one_plus_their_weight_are_moved_in_a_whole_model():
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_scales_that_the_optimizer_does_not_train_are_refused_with_the_fix():
+def test_scales_that_the_optimizer_does_not_train_raise_with_the_fix():
     model, plan, opt = far_away("llama", "full")
     everything = lrm.find_symmetries(model, None, EVERY_TOKEN)
     state = state_of(opt)
@@ -658,7 +658,7 @@ def test_scales_that_the_optimizer_does_not_train_are_refused_with_the_fix():
         assert all(torch.equal(value, state[name][key]) for key, value in kept.items())
 
 
-def test_rows_that_carry_nothing_are_refused():
+def test_rows_that_carry_nothing_raise():
     model = model_of("falcon-h1")
     opt = OPTIMIZERS["adamw"](model, lrm.plan(model, "symmetry-aware"))
     name = "model.layers.0.mamba.in_proj.weight"
@@ -668,7 +668,7 @@ def test_rows_that_carry_nothing_are_refused():
         lrm.drift(opt, [Symmetry("normalization", (term,), 1)])
 
 
-def test_a_write_from_outside_is_noticed_before_anything_moves():
+def test_a_write_from_outside_raises_before_anything_moves():
     model, _, opt = far_away("llama", "full")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
@@ -679,7 +679,7 @@ def test_a_write_from_outside_is_noticed_before_anything_moves():
         assert all(torch.equal(value, state[name][key]) for key, value in kept.items())
 
 
-def test_a_wrapped_optimizer_with_unknown_moments_is_refused_for_vectors_alone():
+def test_a_wrapped_optimizer_with_unknown_moments_raises_for_vectors_alone():
     model = model_of("llama")
     plan = lrm.plan(model, "full")
     opt = lrm.LearnableMultipliers(torch.optim.Adagrad(model.parameters(), lr=1e-2), model, plan)

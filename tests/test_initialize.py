@@ -76,7 +76,7 @@ def test_folded_config_gives_the_same_model_again():
     torch.testing.assert_close(logits(again), before, rtol=1e-6, atol=1e-7)
 
 
-def test_constants_of_matrices_without_multipliers_stay_and_the_plan_says_so():
+def test_constants_of_matrices_without_multipliers_stay_and_the_plan_lists_them():
     model = mup_model()
     before = logits(model)
     plan = lrm.plan(model, "symmetry-aware", FOLD)
@@ -104,7 +104,7 @@ def test_fold_works_on_either_scale_and_for_scalars(scale):
     torch.testing.assert_close(scalars, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_number_keeps_the_function_unless_told_otherwise():
+def test_number_keeps_the_function_unless_a_rule_keeps_the_raw_weight():
     model = build("llama", dtype=torch.float64)
     before = logits(model)
     weight = model.model.layers[0].mlp.up_proj.weight.detach().clone()
@@ -129,7 +129,7 @@ def test_number_that_keeps_the_raw_weight_changes_the_function_on_purpose():
     torch.testing.assert_close(up.weight, 0.25 * weight, **F64)
 
 
-def test_folding_twice_is_refused():
+def test_folding_twice_raises():
     model = mup_model()
     plan = lrm.plan(model, "full", FOLD)
     done = lrm.initialize_(model, plan)
@@ -140,7 +140,7 @@ def test_folding_twice_is_refused():
     torch.testing.assert_close(model.model.embed_tokens.weight.detach(), weight, rtol=0, atol=0)
 
 
-def test_fold_without_fixed_multipliers_is_refused():
+def test_fold_without_fixed_multipliers_raises():
     with pytest.raises(ValueError, match="has none that are known"):
         lrm.plan(build("llama"), "full", FOLD)
 

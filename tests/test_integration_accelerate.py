@@ -24,9 +24,9 @@ def fresh():
 def two_ranks():
     from ranks import Ranks
 
-    found = Ranks(2)
-    yield found
-    found.stop()
+    workers = Ranks(2)
+    yield workers
+    workers.stop()
 
 
 def train(accelerator, model, optimizer, steps, parts=1):
@@ -38,10 +38,10 @@ def train(accelerator, model, optimizer, steps, parts=1):
                 optimizer.zero_grad()
 
 
-def assert_equal(found, expected, **tolerance):
-    assert found.keys() == expected.keys()
+def assert_equal(actual, expected, **tolerance):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=name, **tolerance)
+        torch.testing.assert_close(actual[name], value, msg=name, **tolerance)
 
 
 EXACT = {"rtol": 0, "atol": 0}
@@ -76,9 +76,9 @@ def test_clipping_by_hand_takes_the_prepared_optimizer(fresh):
         optimizer.zero_grad()
     expected = plain("adamw")
     torch.testing.assert_close(norms[-1], expected.pop("norm"), rtol=1e-5, atol=0)
-    found = snapshot(model, optimizer)
-    del found["norm"]
-    assert_equal(found, expected, rtol=1e-5, atol=1e-6)
+    actual = snapshot(model, optimizer)
+    del actual["norm"]
+    assert_equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,10 +121,10 @@ def test_health_of_a_prepared_optimizer_is_that_of_a_plain_loop(fresh):
     other, expected = build("adamw")
     followed = lrm.Monitor(expected)
     train(accelerator, other, expected, batches())
-    found = monitor.health().metrics()
-    assert found == followed.health().metrics()
-    assert found["multipliers/largest"] > 1.01
-    accelerator.log(found)  # What trackers get.
+    metrics = monitor.health().metrics()
+    assert metrics == followed.health().metrics()
+    assert metrics["multipliers/largest"] > 1.01
+    accelerator.log(metrics)  # What trackers get.
     assert lrm.diagnose(optimizer).readings == lrm.diagnose(expected).readings
 
 
@@ -132,18 +132,18 @@ def test_health_of_a_prepared_optimizer_is_that_of_a_plain_loop(fresh):
 def test_fsdp2_trains_all_as_one_process_does_and_resumes(kind, tmp_path, two_ranks):
     expected, start = plain(kind), snapshot_at_start(kind)
     whole, *_ = two_ranks.run(fsdp2, kind, str(tmp_path))
-    found, health, num_sharded = whole
+    actual, health, num_sharded = whole
     assert num_sharded == 6
-    assert_equal(found, expected, rtol=2e-5, atol=1e-6)
+    assert_equal(actual, expected, rtol=2e-5, atol=1e-6)
     # Norms and biases as well: all have moved far more than the tolerance.
     for name, value in start.items():
-        assert (found[name] - value).abs().max() > 1e-4, name
+        assert (actual[name] - value).abs().max() > 1e-4, name
     assert health["multipliers/largest"] == pytest.approx(
         max(v.max().item() for n, v in expected.items() if n.startswith(("row", "col")))
     )
     two_ranks.run(fsdp2, kind, str(tmp_path), 2)
     resumed, *_ = two_ranks.run(fsdp2, kind, str(tmp_path), None, True)
-    assert_equal(resumed[0], found, **EXACT)
+    assert_equal(resumed[0], actual, **EXACT)
 
 
 def snapshot_at_start(kind):

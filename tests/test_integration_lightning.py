@@ -112,11 +112,11 @@ def fit(folder, module, epochs=EPOCHS, resume=None, callbacks=(), **settings):
 
 def logged(folder, epochs=EPOCHS):
     """Return what was logged by step; the file has a line for each source of metrics."""
-    found = {}
+    by_step = {}
     with (folder / f"to_{epochs}" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            found.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if v})
-    return found
+            by_step.setdefault(int(row["step"]), {}).update({k: v for k, v in row.items() if v})
+    return by_step
 
 
 @pytest.mark.parametrize("make", [lrm.AdamW, lrm.Muon])
@@ -175,7 +175,7 @@ def test_lightning_logs_health_at_its_own_steps(tmp_path):
     assert float(last["multipliers/0.weight.row/largest"]) == float(row.abs().max())
 
 
-def test_lightning_tells_what_it_cannot_clip(tmp_path):
+def test_lightning_reports_what_it_cannot_clip(tmp_path):
     with pytest.warns(UserWarning, match="derive the module from MultiplierClipping"):
         fit(tmp_path, Unmixed(), 1, gradient_clip_val=CLIP, callbacks=[MultiplierCallback()])
     with pytest.raises(ValueError, match="raw ones are clipped by their norm"):
@@ -267,7 +267,7 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
             assert torch.equal(value, inner.multipliers()[name][part])
 
 
-def test_a_group_that_finetuning_adds_without_names_is_told_of_param_groups():
+def test_a_group_that_finetuning_adds_without_names_raises_and_names_param_groups():
     from lightning.pytorch.callbacks import BaseFinetuning
 
     model = make_model()

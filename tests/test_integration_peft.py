@@ -37,7 +37,7 @@ def take_steps(model, optimizer, count=4):
 
 
 @pytest.mark.parametrize("placement", ["full", "symmetry-aware", "scalar"])
-def test_adapters_carry_nothing_and_the_plan_says_why(placement):
+def test_adapters_carry_nothing_and_the_plan_has_the_reason(placement):
     plan = lrm.plan(adapted(use_dora=True), placement)
     entries = {entry.name: entry for entry in plan.entries}
     matrices = {n: e for n, e in entries.items() if ".lora_A." in n or ".lora_B." in n}
@@ -57,8 +57,10 @@ def test_adapters_train_as_with_torch_adamw():
     take_steps(model, lrm.AdamW.from_model(model, **settings))
     trained = [p for p in other.parameters() if p.requires_grad]
     take_steps(other, torch.optim.AdamW(trained, **settings))
-    for (name, found), expected in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=name)
+    for (name, parameter), expected in zip(
+        model.named_parameters(), other.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_multipliers_over_a_fixed_base_are_merged_on_save(tmp_path):
@@ -75,8 +77,8 @@ def test_multipliers_over_a_fixed_base_are_merged_on_save(tmp_path):
         assert torch.equal(raw[name], before), name
         row, col = multipliers[name]["row"], multipliers[name]["col"]
         assert (row - 1).abs().max() > 1e-2
-        found = model.get_parameter(name).detach()
-        torch.testing.assert_close(found, row[:, None] * before * col)
+        weight = model.get_parameter(name).detach()
+        torch.testing.assert_close(weight, row[:, None] * before * col)
     ids = torch.arange(8)[None]
     expected = model(ids).logits
     model.merge_and_unload().save_pretrained(tmp_path)

@@ -19,9 +19,9 @@ RATES = [8e-4 * factor for factor in (0.5, 1.0, 1.0, 0.5)]
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(2)
-    yield found
-    found.stop()
+    workers = Ranks(2)
+    yield workers
+    workers.stop()
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def logged(folder):
     """Return what torchtitan wrote to TensorBoard: by name, the values of all steps."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = {}
+    by_tag = {}
     for file in sorted(folder.glob("tb/*/events*")):
         events = EventAccumulator(str(file)).Reload()
         for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, {}).update({e.step: e.value for e in events.Scalars(tag)})
-    return found
+            by_tag.setdefault(tag, {}).update({e.step: e.value for e in events.Scalars(tag)})
+    return by_tag
 
 
 def assert_same(ours, theirs, **tolerance):
@@ -71,12 +71,12 @@ def test_torchtitan_trains_as_a_plain_loop(whole, reference):
 
 
 def test_torchtitan_clips_the_raw_norm_and_logs_it(whole, reference):
-    found = logged(whole[0])
+    metrics = logged(whole[0])
     raw, effective = ([reading[i] for reading in reference[1]] for i in (0, 1))
     assert min(raw) > titan.CLIP
-    assert list(found["raw_grad_norm"].values()) == pytest.approx(raw, rel=1e-5)
+    assert list(metrics["raw_grad_norm"].values()) == pytest.approx(raw, rel=1e-5)
     # What torchtitan logs as grad_norm is another norm once multipliers have moved.
-    assert list(found["grad_norm"].values()) == pytest.approx(effective, rel=1e-4)
+    assert list(metrics["grad_norm"].values()) == pytest.approx(effective, rel=1e-4)
     assert raw[0] == pytest.approx(effective[0], rel=1e-6)
     assert raw[-1] != pytest.approx(effective[-1], rel=1e-3)
 
@@ -93,11 +93,11 @@ def test_torchtitan_resumes_bit_for_bit(ranks, whole, tmp_path):
 
 
 def test_torchtitan_logs_health_with_its_metrics(whole, reference):
-    found = logged(whole[0])
+    metrics = logged(whole[0])
     for step, (_, _, health) in enumerate(reference[1], start=1):
         for name, value in health.items():
-            assert found[name][step] == pytest.approx(value, rel=0.02, abs=1e-3), name
-    assert found["loss_metrics/global_avg_loss"].keys() == found["noise/matrices"].keys()
+            assert metrics[name][step] == pytest.approx(value, rel=0.02, abs=1e-3), name
+    assert metrics["loss_metrics/global_avg_loss"].keys() == metrics["noise/matrices"].keys()
 
 
 def test_torchtitan_trains_with_muon(ranks, tmp_path):
@@ -106,7 +106,7 @@ def test_torchtitan_trains_with_muon(ranks, tmp_path):
     assert all(bool((value != 1).any()) for value in moved)
 
 
-def test_torchtitan_refuses_what_would_train_without_multipliers(ranks, tmp_path):
+def test_torchtitan_rejects_what_would_train_without_multipliers(ranks, tmp_path):
     groups, parts = ranks.run(titan.stock, tmp_path)[0]
     assert "param_groups make optimizers without multipliers" in groups
     assert "pipeline parallelism is not supported" in parts

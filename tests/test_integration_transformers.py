@@ -104,9 +104,9 @@ def assert_same(model, optimizer, other, expected):
     for (name, weight), there in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, there), name
     raw, there = lrm.unwrap(optimizer).raw_weights(), lrm.unwrap(expected).raw_weights()
-    for name, found in lrm.multipliers(expected).items():
+    for name, by_part in lrm.multipliers(expected).items():
         assert torch.equal(raw[name], there[name]), name
-        for part, values in found.items():
+        for part, values in by_part.items():
             assert torch.equal(lrm.multipliers(optimizer)[name][part], values), (name, part)
 
 
@@ -142,8 +142,8 @@ def test_gradients_are_accumulated_as_trainer_does(tmp_path):
     trainer = make_trainer(args)
     trainer.train()
     _, expected, *_ = plain_loop()
-    for name, found in lrm.multipliers(expected).items():
-        for part, values in found.items():
+    for name, by_part in lrm.multipliers(expected).items():
+        for part, values in by_part.items():
             torch.testing.assert_close(lrm.multipliers(trainer.optimizer)[name][part], values)
 
 
@@ -200,7 +200,7 @@ def test_health_reaches_tensorboard(tmp_path, monkeypatch):
         assert written == pytest.approx([record[name] for record in training_logs(trainer)])
 
 
-def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
+def test_a_callback_behind_trackers_warns(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
     args = arguments(tmp_path, report_to="tensorboard", max_steps=1)
@@ -211,7 +211,7 @@ def test_a_callback_behind_trackers_says_so(tmp_path, monkeypatch):
     assert "multipliers/largest" in training_logs(trainer)[0]
 
 
-def test_the_class_without_the_factory_is_refused(tmp_path):
+def test_the_class_without_the_factory_raises(tmp_path):
     """Trainer's own groups carry no plan."""
     trainer = Trainer(
         model=tiny(),
@@ -223,7 +223,7 @@ def test_the_class_without_the_factory_is_refused(tmp_path):
         trainer.train()
 
 
-def test_clipping_by_trainer_is_told(tmp_path):
+def test_clipping_by_trainer_warns(tmp_path):
     args = arguments(tmp_path, max_grad_norm=1.0, max_steps=1)
     with pytest.warns(UserWarning, match="set max_grad_norm=0"):
         OptimizerFactory()(tiny(), training_args=args)
@@ -235,9 +235,9 @@ def test_clipping_by_trainer_is_told(tmp_path):
 def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
     args = arguments(tmp_path)
     # axolotl gives the arguments by position.
-    found = OptimizerFactory()(tiny(), args, lr=2e-3, placement="scalar")
-    assert found.plan.placement == "scalar"
-    matrices = next(group for group in found.param_groups if group["kind"] == "matrix")
+    optimizer = OptimizerFactory()(tiny(), args, lr=2e-3, placement="scalar")
+    assert optimizer.plan.placement == "scalar"
+    matrices = next(group for group in optimizer.param_groups if group["kind"] == "matrix")
     given = {name: matrices[name] for name in ("lr", "weight_decay", "betas", "eps")}
     assert given == {"lr": 2e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
     sgd = OptimizerFactory()(tiny(), args, optimizer=torch.optim.SGD, momentum=0.9)
@@ -245,6 +245,9 @@ def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
     assert {group["lr"] for group in sgd.param_groups} == {1e-2}
     with pytest.raises(ValueError, match="its learning rate would not count"):
         OptimizerFactory()(tiny())
+    plan = lrm.plan(tiny())
+    with pytest.raises(ValueError, match="train is for making a plan"):
+        OptimizerFactory()(tiny(), args, placement=plan, train="multipliers")
     with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):
         OptimizerFactory()(tiny(), args, optimizer="lion")
     with pytest.raises(ValueError, match="choose from 'adamw', 'muon'"):
@@ -287,7 +290,7 @@ def test_betas_and_eps_come_from_the_training_arguments_where_they_are_of_that_f
     assert alike.inner.given == ((0.9, 0.99), 1e-7)
 
 
-def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
+def test_a_class_that_does_not_name_its_settings_raises_without_them(tmp_path):
     class Quiet(torch.optim.SGD):
         def __init__(self, params, **settings):
             super().__init__(params, **settings)
@@ -295,11 +298,11 @@ def test_a_class_that_does_not_name_its_settings_is_asked_for_them(tmp_path):
     args = arguments(tmp_path)
     with pytest.raises(ValueError, match="Quiet does not show that it takes lr"):
         OptimizerFactory()(tiny(), args, optimizer=Quiet)
-    found = OptimizerFactory()(tiny(), args, optimizer=Quiet, lr=args.learning_rate)
-    assert {group["lr"] for group in found.param_groups} == {1e-2}
+    optimizer = OptimizerFactory()(tiny(), args, optimizer=Quiet, lr=args.learning_rate)
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
 
 
-def test_another_optimizer_under_the_callback_is_refused(tmp_path):
+def test_another_optimizer_under_the_callback_raises(tmp_path):
     trainer = Trainer(model=tiny(), args=arguments(tmp_path), train_dataset=dataset())
     MultiplierCallback().attach(trainer)
     with pytest.raises(TypeError, match=r"lrm.AdamW.from_model"):
@@ -324,9 +327,9 @@ def test_raw_weights_follow_the_best_model(tmp_path):
     optimizer = lrm.unwrap(trainer.optimizer)
     raw, multipliers = optimizer.raw_weights(), optimizer.multipliers()
     for name, weight in best.named_parameters():
-        found = multipliers.get(name, {})
-        product = found.get("row", torch.ones(1)).view(-1, *[1] * (weight.dim() - 1)) * raw[name]
-        product = product * found.get("col", torch.ones(1))
+        own = multipliers.get(name, {})
+        product = own.get("row", torch.ones(1)).view(-1, *[1] * (weight.dim() - 1)) * raw[name]
+        product = product * own.get("col", torch.ones(1))
         torch.testing.assert_close(product, weight, rtol=1e-6, atol=0)
         torch.testing.assert_close(trainer.model.get_parameter(name), weight, rtol=1e-6, atol=0)
     # Training can go on from there.

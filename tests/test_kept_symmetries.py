@@ -45,7 +45,7 @@ def planned(name: str) -> lrm.Plan:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Symmetries]:
+def searched() -> dict[str, Symmetries]:
     return {name: lrm.find_symmetries(build(MODELS[name]), planned(name)) for name in MODELS}
 
 
@@ -56,13 +56,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def searches(found, monkeypatch):
+def searches(searched, monkeypatch):
     """Answer searches from those made once; return how many there were."""
     count = []
 
     def search(model, plan):
         count.append(plan)
-        return found["hybrid" if model.config.has_ssm else "llama"]
+        return searched["hybrid" if model.config.has_ssm else "llama"]
 
     monkeypatch.setattr(kept, "find_symmetries", search)
     return count
@@ -92,33 +92,33 @@ def test_channels_heads_and_whole_matrices_are_a_run_or_a_few():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_symmetries_come_back_from_json_as_they_were(name, found):
-    again = from_json_data(json.loads(json.dumps(to_json_data(found[name]))))
-    assert everything(again) == everything(found[name])
-    assert str(again) == str(found[name])
+def test_symmetries_come_back_from_json_as_they_were(name, searched):
+    again = from_json_data(json.loads(json.dumps(to_json_data(searched[name]))))
+    assert everything(again) == everything(searched[name])
+    assert str(again) == str(searched[name])
 
 
-def test_entries_that_were_not_reached_and_open_questions_are_kept_too(found):
-    axis = found["llama"][0].terms[0].axis
-    open_ones = replace(found["llama"], silent={axis: 3}, unconfirmed=("a pair, in layer 1",))
+def test_entries_that_were_not_reached_and_open_questions_are_kept_too(searched):
+    axis = searched["llama"][0].terms[0].axis
+    open_ones = replace(searched["llama"], silent={axis: 3}, unconfirmed=("a pair, in layer 1",))
     again = from_json_data(json.loads(json.dumps(to_json_data(open_ones))))
     assert everything(again) == everything(open_ones)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_next_run_reads_what_the_first_one_found(name, found, folder, searches):
+def test_the_next_run_reads_what_the_first_one_found(name, searched, folder, searches):
     first = kept.symmetries_of(MODELS[name], planned(name))
     second = kept.symmetries_of(MODELS[name], planned(name))
     assert len(searches) == 1
-    assert everything(first) == everything(second) == everything(found[name])
+    assert everything(first) == everything(second) == everything(searched[name])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_drift_along_kept_symmetries_is_the_same_number(name, found, folder, searches):
+def test_drift_along_kept_symmetries_is_the_same_number(name, searched, folder, searches):
     kept.symmetries_of(MODELS[name], planned(name))
     again = kept.symmetries_of(MODELS[name], planned(name))
     optimizer, _ = make_optimizer(build(MODELS[name]), OptimizerConfig())
-    fresh, read = lrm.Monitor(optimizer, found[name]), lrm.Monitor(optimizer, again)
+    fresh, read = lrm.Monitor(optimizer, searched[name]), lrm.Monitor(optimizer, again)
     for state in optimizer.state.values():
         for kind in {"row", "col"} & set(state):
             state[kind].mul_(torch.rand_like(state[kind]) + 0.5)
@@ -127,9 +127,9 @@ def test_drift_along_kept_symmetries_is_the_same_number(name, found, folder, sea
     assert read.health().metrics() == numbers
 
 
-def test_the_weights_of_a_run_do_not_matter(found):
+def test_the_weights_of_a_run_do_not_matter(searched):
     other = lrm.find_symmetries(build(MODELS["llama"], seed=1), planned("llama"))
-    assert everything(other) == everything(found["llama"])
+    assert everything(other) == everything(searched["llama"])
 
 
 def damaged(content: bytes) -> bytes:
@@ -149,7 +149,7 @@ def no_json(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("wrong", [damaged, cut_off, of_another_model, no_json])
-def test_a_file_that_is_wrong_is_replaced(wrong, found, folder, searches):
+def test_a_file_that_is_wrong_is_replaced(wrong, searched, folder, searches):
     kept.symmetries_of(MODELS["llama"], planned("llama"))
     (path,) = folder.iterdir()
     good = path.read_bytes()
@@ -157,22 +157,22 @@ def test_a_file_that_is_wrong_is_replaced(wrong, found, folder, searches):
     assert path.read_bytes() != good
     again = kept.symmetries_of(MODELS["llama"], planned("llama"))
     assert (len(searches), path.read_bytes()) == (2, good)
-    assert everything(again) == everything(found["llama"])
+    assert everything(again) == everything(searched["llama"])
 
 
-def test_a_cache_that_cannot_be_written_to_costs_a_search(found, folder, searches):
+def test_a_cache_that_cannot_be_written_to_costs_a_search(searched, folder, searches):
     folder.parent.write_text("a file where the cache folder would be")
     for _ in range(2):
         again = kept.symmetries_of(MODELS["llama"], planned("llama"))
-        assert everything(again) == everything(found["llama"])
+        assert everything(again) == everything(searched["llama"])
     assert len(searches) == 2
 
 
-def test_several_runs_at_once_leave_one_whole_file(found, folder, searches):
+def test_several_runs_at_once_leave_one_whole_file(searched, folder, searches):
     with ThreadPoolExecutor(8) as pool:
         plans = [planned("llama")] * 16
         results = list(pool.map(kept.symmetries_of, [MODELS["llama"]] * 16, plans))
-    assert all(everything(result) == everything(found["llama"]) for result in results)
+    assert all(everything(result) == everything(searched["llama"]) for result in results)
     assert len(list(folder.iterdir())) == 1
     count = len(searches)
     kept.symmetries_of(MODELS["llama"], planned("llama"))

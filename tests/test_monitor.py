@@ -119,7 +119,7 @@ def test_a_start_below_zero_is_no_crossing():
     assert monitor.health().metrics()["multipliers/crossed_zero"] == 1
 
 
-def test_multipliers_on_the_log_scale_are_told_as_themselves():
+def test_multipliers_on_the_log_scale_are_reported_as_themselves():
     model, _, opt = set_up([lrm.Rule("", scale="log")])
     monitor = lrm.Monitor(opt)
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_drift_is_what_was_moved_along_a_symmetry():
     assert monitor.health().metrics()[f"drift/{UP_DOWN}"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_run_that_goes_on_is_followed_as_if_it_had_never_stopped():
+def test_a_resumed_run_is_followed_as_if_it_had_never_stopped():
     model, plan, opt = set_up()
     symmetries = lrm.find_symmetries(model, plan, torch.randn(16, 24))
     monitor = lrm.Monitor(opt, symmetries)
@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_is_followed_as_if_it_had_never_stopped():
     assert resumed.health().metrics() == monitor.health().metrics()
 
 
-def test_a_monitor_made_after_loading_goes_on_from_its_state():
+def test_a_monitor_made_after_loading_resumes_from_its_state():
     rules = [lrm.Rule("down", "row+col", init=-2.0)]
     model, plan, opt = set_up(rules)
     symmetries = lrm.find_symmetries(model, plan, torch.randn(16, 24))
@@ -203,6 +203,24 @@ def test_a_monitor_made_after_loading_goes_on_from_its_state():
         lrm.Monitor(lrm.AdamW.from_model(nn.Linear(3, 3))).load_state_dict(seen)
 
 
+def test_a_damaged_monitor_state_is_rejected():
+    monitor = lrm.Monitor(set_up()[2])
+    saved = monitor.state_dict()
+    first = saved["expectations"]["walks"][0]
+    for damaged in (
+        {"TensorWalk(...)": [0.0, 0.0, 0, 1.0]},
+        [{**first, "walk": {"rms": 1.0, "drag": 2.0}}],
+        [{key: value for key, value in first.items() if key != "kept"}],
+    ):
+        state = {**saved, "expectations": {"steps": 0, "walks": damaged}}
+        with pytest.raises(ValueError, match="not the state of a monitor"):
+            monitor.load_state_dict(state)
+    for walks in ([], [{**first, "lr_scale": 7.0}, *saved["expectations"]["walks"]]):
+        state = {**saved, "expectations": {"steps": 0, "walks": walks}}
+        with pytest.raises(ValueError, match="only one of the two has TensorWalk"):
+            monitor.load_state_dict(state)
+
+
 def test_skipped_steps_do_not_count():
     model, _, opt = set_up()
     monitor = lrm.Monitor(opt)
@@ -212,21 +230,21 @@ def test_skipped_steps_do_not_count():
     assert {reading.note for reading in monitor.health().readings} == {""}
 
 
-def test_a_decay_that_changes_on_the_way_is_told_and_nothing_predicted():
+def test_a_decay_that_changes_during_a_run_is_reported_and_nothing_predicted():
     model, _, opt = set_up()
     monitor = lrm.Monitor(opt)
     take_steps(model, opt, 3)
     for group in opt.param_groups:
         group["weight_decay"] *= 2
     take_steps(model, opt, 3)
-    found = {(r.kind, r.predicted is None, r.note) for r in monitor.health().readings}
-    assert found == {
+    notes = {(r.kind, r.predicted is None, r.note) for r in monitor.health().readings}
+    assert notes == {
         ("matrix", True, "its decay was changed during the run"),
         ("multiplier", False, ""),
     }
 
 
-def test_watching_changes_nothing_and_ends_when_told():
+def test_a_monitor_changes_nothing_and_stops_on_close():
     model, plan, opt = set_up()
     watched, _, other = set_up()
     monitor = lrm.Monitor(other, lrm.find_symmetries(watched, plan, torch.randn(16, 24)))
@@ -261,7 +279,7 @@ def test_metrics_are_plain_numbers():
     }
 
 
-def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
+def test_any_torch_optimizer_is_followed_as_far_as_it_is_known():
     torch.manual_seed(1)
     model = Mlp()
     plan = lrm.plan(model)
@@ -279,7 +297,17 @@ def test_any_torch_optimizer_is_watched_as_far_as_it_is_known():
         lrm.Monitor(opt, drift_bound=0.5)
 
 
-def test_a_run_logs_its_health_and_tells_each_trouble_once(data, tmp_path):
+def test_monitor_and_diagnosis_reject_arguments_without_effect():
+    model = Mlp()
+    opt = lrm.AdamW.from_model(model)
+    with pytest.raises(ValueError, match="drift_bound has no effect without symmetries"):
+        lrm.Monitor(opt, drift_bound=5.0)
+    for read in (lrm.diagnose, lrm.Monitor):
+        with pytest.raises(ValueError, match="`model` has no effect with AdamW"):
+            read(opt, model=model)
+
+
+def test_a_run_logs_its_health_and_reports_each_alarm_once(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     log = replace(config.log, drift=True, drift_bound=1.05)
     # Fast enough to cross zero within a dozen steps.
@@ -295,16 +323,16 @@ def test_a_run_logs_its_health_and_tells_each_trouble_once(data, tmp_path):
     assert f"drift/{UP_DOWN}" in drifts
     assert last["drift/largest"] > max(first["drift/largest"], math.log(1.05))
     assert last["multipliers/crossed_zero"] > 0
-    told = [str(r["text"]) for r in seen if r["kind"] == "warning"]
+    warnings = [str(r["text"]) for r in seen if r["kind"] == "warning"]
     # Each once, as it was when it began; the records have it as it is.
-    assert len(told) == len(last["alarms"]) == 2
+    assert len(warnings) == len(last["alarms"]) == 2
     for text in ("multipliers have crossed zero", "scales have drifted by a factor of"):
-        assert sum(text in one for one in told) == 1
+        assert sum(text in one for one in warnings) == 1
         assert sum(text in one for one in last["alarms"]) == 1
-    assert told != last["alarms"]
+    assert warnings != last["alarms"]
 
 
-def test_health_goes_on_after_a_resume(data, tmp_path):
+def test_health_continues_after_a_resume(data, tmp_path):
     whole = small_run(data, tmp_path / "whole")
     trained(whole)
     config = small_run(data, tmp_path / "part")

@@ -197,7 +197,7 @@ def test_carried_rows_and_all_rows_are_inverse(matrix):
     assert matrix.num_multipliers >= carried.numel()
 
 
-def test_initial_values_have_the_product_asked_for():
+def test_initial_values_have_the_given_product():
     blocks = (
         Block(role="query", size=2, row=True, init=3.0),
         Block(role="key", size=1, scalar=True, init=0.5),
@@ -235,7 +235,7 @@ def test_columns_take_the_initial_value_where_nothing_else_is_carried():
         ),
     ],
 )
-def test_impossible_matrices_are_refused(change, message):
+def test_impossible_matrices_raise(change, message):
     arguments = {"shape": (4, 3), "blocks": (Block(role="up", size=4),), **change}
     with pytest.raises(ValueError, match=message):
         Matrix(**arguments)

@@ -66,7 +66,7 @@ def test_a_role_is_scaled_by_what_it_reads():
     assert whole["down"].multiplier == whole["ssm-out"].multiplier == 1 / 2
 
 
-def test_widths_given_on_one_side_alone_are_refused():
+def test_widths_given_on_one_side_alone_raise():
     with pytest.raises(ValueError, match="`mlp` is 512 at this width and None"):
         mup.scale_roles(mup.RECIPES["lr"], mup.Widths(hidden=64, mlp=512), 32)
     with pytest.raises(ValueError, match="fan_in counts features"):
@@ -89,23 +89,23 @@ def settings_by_name(model, rules, weight_decay):
 def test_rules_bring_learning_rates_and_decays_into_the_groups():
     scalings = mup.scale_roles(mup.RECIPES["lr-wd"], 128, 32)
     model = build(PRESETS["tiny"])
-    found = settings_by_name(model, mup.rules(scalings, weight_decay=0.1), 0.1)
+    settings = settings_by_name(model, mup.rules(scalings, weight_decay=0.1), 0.1)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "embed" not in name:
-            assert found[name] == (1 / 4, 0.4), name
+            assert settings[name] == (1 / 4, 0.4), name
         elif "embed" in name:
-            assert found[name] == (1.0, 0.1)
+            assert settings[name] == (1.0, 0.1)
         else:
-            assert found[name] == (1.0, 0.0), name
+            assert settings[name] == (1.0, 0.0), name
 
 
-def test_a_matrix_whose_role_is_told_is_scaled_by_it():
+def test_a_matrix_whose_role_a_rule_sets_is_scaled_by_it():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     scaled = mup.rules(mup.scale_roles(mup.RECIPES["lr"], 8, 2), weight_decay=0.1)
-    told = lrm.Rule(r"1\.weight", role="down", optional=True)
-    found = settings_by_name(model, [*scaled, told], 0.1)
-    assert found["0.weight"] == (1.0, 0.1)
-    assert found["1.weight"] == (0.25, 0.1)
+    rule = lrm.Rule(r"1\.weight", role="down", optional=True)
+    settings = settings_by_name(model, [*scaled, rule], 0.1)
+    assert settings["0.weight"] == (1.0, 0.1)
+    assert settings["1.weight"] == (0.25, 0.1)
 
 
 def test_tuned_rates_multiply_the_recipe_and_reach_vectors():
@@ -114,13 +114,13 @@ def test_tuned_rates_multiply_the_recipe_and_reach_vectors():
         lr={"gate": 3.0}, weight_decay={"gate": 5.0, "embedding": 2.0}, vector_lr={r"norm": 7.0}
     )
     model = build(PRESETS["tiny"])
-    found = settings_by_name(model, mup.rules(scalings, weight_decay=0.1, tuned=tuned), 0.1)
+    settings = settings_by_name(model, mup.rules(scalings, weight_decay=0.1, tuned=tuned), 0.1)
     layer = "model.layers.0"
-    assert found[f"{layer}.feed_forward.gate_proj.weight"] == (1.5, 0.5)
-    assert found[f"{layer}.feed_forward.up_proj.weight"] == (0.5, 0.1)
-    assert found["model.embed_tokens.weight"] == (1.0, 0.2)
-    assert found[f"{layer}.input_layernorm.weight"] == (7.0, 0.0)
-    assert found[f"{layer}.mamba.A_log"] == (1.0, 0.0)
+    assert settings[f"{layer}.feed_forward.gate_proj.weight"] == (1.5, 0.5)
+    assert settings[f"{layer}.feed_forward.up_proj.weight"] == (0.5, 0.1)
+    assert settings["model.embed_tokens.weight"] == (1.0, 0.2)
+    assert settings[f"{layer}.input_layernorm.weight"] == (7.0, 0.0)
+    assert settings[f"{layer}.mamba.A_log"] == (1.0, 0.0)
     with pytest.raises(ValueError, match="unknown role 'gates'; closest: gate"):
         mup.TunedRates(lr={"gates": 2.0})
     with pytest.raises(ValueError, match=r"weight_decay\['gate'\] is a factor above 0"):
@@ -131,6 +131,8 @@ def test_scaled_multipliers_are_not_dropped_silently():
     scalings = mup.scale_roles(mup.RECIPES["multiplier"], 64, 32)
     with pytest.raises(ValueError, match="multipliers='learned'"):
         mup.rules(scalings, weight_decay=0.1)
+    with pytest.raises(ValueError, match="'fixed' or 'learned', got 'learn'"):
+        mup.rules(scalings, weight_decay=0.1, multipliers="learn")
 
 
 def uneven_scalings():
@@ -222,18 +224,18 @@ def falcon_h1_shape(sizes):
 def test_width_rules_give_all_56_published_multipliers():
     compared = 0
     for size, sizes in enumerate(SHAPES):
-        found = mup.falcon_h1_multipliers(falcon_h1_shape(sizes))
-        assert set(found) == set(PUBLISHED)
+        multipliers = mup.falcon_h1_multipliers(falcon_h1_shape(sizes))
+        assert set(multipliers) == set(PUBLISHED)
         for name, by_size in PUBLISHED.items():
             published = by_size[size] if by_size[size] != SAME else by_size[0]
             if published.endswith("~"):
                 # Rounded where it is public: half a unit of its last digit.
                 number = Decimal(published[:-1])
                 digits = number.as_tuple().exponent
-                assert abs(Decimal(found[name]) - number) <= Decimal(5).scaleb(digits - 1)
+                assert abs(Decimal(multipliers[name]) - number) <= Decimal(5).scaleb(digits - 1)
             else:
                 # 3e-16 is one unit in the last place.
-                assert found[name] == pytest.approx(float(published), rel=3e-16, abs=0)
+                assert multipliers[name] == pytest.approx(float(published), rel=3e-16, abs=0)
             compared += 1
     assert compared == 56
 

@@ -71,9 +71,9 @@ def test_torch_adamw_reads_like_ours_without_multipliers(variant, lrs):
     if variant == "tensor lr":
         for group in theirs.param_groups:
             group["lr"] = torch.tensor(LR, dtype=torch.float64)
-    found, expected = lrm.diagnose(theirs, plain, lrs=lrs), lrm.diagnose(ours, lrs=lrs)
-    assert len(found.readings) == len(expected.readings) == 4
-    for reading in found.readings:
+    diagnosis, expected = lrm.diagnose(theirs, plain, lrs=lrs), lrm.diagnose(ours, lrs=lrs)
+    assert len(diagnosis.readings) == len(expected.readings) == 4
+    for reading in diagnosis.readings:
         same = expected[reading.name]
         assert (reading.verdict, reading.steps, reading.role) == (
             same.verdict,
@@ -86,11 +86,11 @@ def test_torch_adamw_reads_like_ours_without_multipliers(variant, lrs):
                 assert getattr(reading, field) is None
             else:
                 assert getattr(reading, field) == pytest.approx(ones, rel=2e-5)
-    assert [found[name].verdict for name in ("up_proj.weight", "norm.weight")] == [
+    assert [diagnosis[name].verdict for name in ("up_proj.weight", "norm.weight")] == [
         "trapped",
         "open",
     ]
-    assert bool(found.assumptions) == (lrs is None)
+    assert bool(diagnosis.assumptions) == (lrs is None)
     # What users of our own optimizers see has nothing new.
     assert set(expected.to_dict()) == {"readings", "rows"}
 
@@ -104,14 +104,14 @@ def test_torch_muon_is_predicted_like_ours(rule):
         model.add_module(name, nn.Linear(into, out, bias=False))
     theirs = torch.optim.Muon(model.parameters(), lr=LR, weight_decay=DECAY, adjust_lr_fn=rule)
     on_noise(model, theirs, 150)
-    found = lrm.diagnose(theirs, model, lrs=[LR] * 150)
+    diagnosis = lrm.diagnose(theirs, model, lrs=[LR] * 150)
     ours = lrm.Muon.from_model(
         model, "none", lr=LR, weight_decay=DECAY, adjust_lr=rule or "original"
     )
     on_noise(model, ours, 150)
     expected = lrm.diagnose(ours, lrs=[LR] * 150)
     for name in shapes:
-        reading = found[f"{name}.weight"]
+        reading = diagnosis[f"{name}.weight"]
         assert reading.predicted == pytest.approx(expected[f"{name}.weight"].predicted, rel=1e-9)
         assert reading.measured == pytest.approx(reading.predicted, rel=0.06)
         assert (reading.indicator, reading.verdict) == (None, "trapped")
@@ -121,20 +121,20 @@ def test_adams_decay_is_divided_by_the_size_of_gradients():
     model = made().double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=BETAS, weight_decay=0.5)
     on_noise(model, optimizer, 900)
-    found = lrm.diagnose(optimizer, model)
+    diagnosis = lrm.diagnose(optimizer, model)
     for name in ("up_proj.weight", "down_proj.weight"):
-        assert found[name].log_ratio == pytest.approx(0, abs=0.05)
-        assert found[name].verdict == "trapped"
-        assert found[name].indicator == pytest.approx(1, abs=0.1)
-    assert any("Adam divides its decay" in text for text in found.assumptions)
+        assert diagnosis[name].log_ratio == pytest.approx(0, abs=0.05)
+        assert diagnosis[name].verdict == "trapped"
+        assert diagnosis[name].indicator == pytest.approx(1, abs=0.1)
+    assert any("Adam divides its decay" in text for text in diagnosis.assumptions)
 
 
 def test_a_planted_signal_is_free_and_a_young_run_is_never_trapped():
     model = made()
     optimizer = on_noise(model, adamw(model), planted="gate_proj.weight")
-    found = lrm.diagnose(optimizer, model)
-    assert found["gate_proj.weight"].verdict == "free"
-    assert found["up_proj.weight"].verdict == "trapped"
+    diagnosis = lrm.diagnose(optimizer, model)
+    assert diagnosis["gate_proj.weight"].verdict == "free"
+    assert diagnosis["up_proj.weight"].verdict == "trapped"
     young = made()
     few = lrm.diagnose(on_noise(young, adamw(young), 60), young)
     reading = few["up_proj.weight"]
@@ -146,8 +146,8 @@ def test_a_planted_signal_is_free_and_a_young_run_is_never_trapped():
 
 def test_what_is_assumed_of_the_past_is_said():
     model = made()
-    found = lrm.diagnose(on_noise(model, adamw(model)), model)
-    assert "assumed: the learning rate has always been 0.05" in str(found)
+    diagnosis = lrm.diagnose(on_noise(model, adamw(model)), model)
+    assert "assumed: the learning rate has always been 0.05" in str(diagnosis)
 
 
 # -- a monitor --------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def test_a_monitor_follows_torch_adamw_as_it_follows_ours():
     monitors = lrm.Monitor(theirs, model=plain), lrm.Monitor(ours)
     on_noise(plain, theirs, 50)
     on_noise(own, ours, 50)
-    found, expected = (monitor.health() for monitor in monitors)
-    assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-4)
-    for one, other in zip(found.readings, expected.readings, strict=True):
+    health, expected = (monitor.health() for monitor in monitors)
+    assert health.metrics() == pytest.approx(expected.metrics(), rel=1e-4)
+    for one, other in zip(health.readings, expected.readings, strict=True):
         assert one.predicted == pytest.approx(other.predicted, rel=1e-6)
         assert one.note == other.note
-    assert not found.ranges
+    assert not health.ranges
 
 
 def test_a_monitor_counts_the_steps_of_torch_muon():
@@ -182,7 +182,7 @@ def test_a_monitor_counts_the_steps_of_torch_muon():
 # -- refused in words -------------------------------------------------------------------------
 
 
-def test_what_cannot_be_read_is_refused_in_words():
+def test_what_cannot_be_read_raises_with_the_reason():
     model = made()
     with pytest.raises(TypeError, match=r"SGD keeps no second moment.*AdamW, Adam and Muon"):
         lrm.diagnose(torch.optim.SGD(model.parameters(), lr=0.1), model)

@@ -16,14 +16,14 @@ from learnable_multipliers._multiplier import scalar_index
 
 def carried(plan):
     """What each logical matrix of layer 0 carries: {role: {"row", "col", "scalar"}}."""
-    found = {}
+    by_role = {}
     for entry in plan.entries:
         if entry.matrix is None or re.search(r"\.1\.", entry.name):
             continue
         for block in entry.matrix.blocks:
             parts = {"row": block.row, "col": entry.matrix.col, "scalar": block.scalar}
-            found[block.role] = {name for name, is_carried in parts.items() if is_carried}
-    return found
+            by_role[block.role] = {name for name, is_carried in parts.items() if is_carried}
+    return by_role
 
 
 # Appendix "Multipliers placement" of the paper, block by block.
@@ -56,19 +56,19 @@ def test_inner_norm_of_the_ssm_replaces_the_columns_of_its_output():
 
 
 def test_grouped_queries_carry_the_scale_and_not_their_keys_and_values():
-    found = carried(lrm.plan(build("llama"), "symmetry-aware"))
-    assert found["query"] == {"row"}
-    assert found["attention-out"] == {"row", "col"}
-    assert found["key"] == found["value"] == set()
+    by_role = carried(lrm.plan(build("llama"), "symmetry-aware"))
+    assert by_role["query"] == {"row"}
+    assert by_role["attention-out"] == {"row", "col"}
+    assert by_role["key"] == by_role["value"] == set()
 
 
 def test_full_placement_is_everything_but_the_head_and_routers():
-    found = carried(lrm.plan(build("falcon-h1"), "full"))
-    assert found.pop("head") == set()
-    assert all(what == {"row", "col"} for what in found.values())
-    found = carried(lrm.plan(build("mixtral"), "full"))
-    assert found["router"] == set()
-    assert found["gate"] == found["down"] == {"row", "col"}
+    by_role = carried(lrm.plan(build("falcon-h1"), "full"))
+    assert by_role.pop("head") == set()
+    assert all(what == {"row", "col"} for what in by_role.values())
+    by_role = carried(lrm.plan(build("mixtral"), "full"))
+    assert by_role["router"] == set()
+    assert by_role["gate"] == by_role["down"] == {"row", "col"}
 
 
 def test_scalar_placement_has_one_number_per_logical_matrix():
@@ -135,7 +135,7 @@ def test_interleaved_heads_are_a_set_of_rows():
     ]
 
 
-def test_tied_embedding_gets_columns_only_and_says_why():
+def test_tied_embedding_gets_columns_only_with_the_reason():
     plan = lrm.plan(build("llama-tied"), "full")
     entry = plan["lm_head.weight"]
     assert entry.name == "model.embed_tokens.weight"
@@ -151,9 +151,9 @@ def test_frozen_norms_leave_the_columns_to_multipliers():
     for name, parameter in model.named_parameters():
         if re.search(r"layers\.\d+\.\w*norm", name):
             parameter.requires_grad_(False)
-    found = carried(lrm.plan(model, "symmetry-aware"))
-    assert found["gate"] == found["query"] == found["ssm-z"] == {"row", "col"}
-    assert found["up"] == found["key"] == found["value"] == found["ssm-x"] == {"col"}
+    by_role = carried(lrm.plan(model, "symmetry-aware"))
+    assert by_role["gate"] == by_role["query"] == by_role["ssm-z"] == {"row", "col"}
+    assert by_role["up"] == by_role["key"] == by_role["value"] == by_role["ssm-x"] == {"col"}
 
 
 def test_relu_makes_the_rows_in_front_of_it_redundant():
@@ -164,9 +164,9 @@ def test_relu_makes_the_rows_in_front_of_it_redundant():
 
 
 def test_hand_written_model_is_read_by_its_groups():
-    found = carried(lrm.plan(HandWritten(), "symmetry-aware"))
+    by_role = carried(lrm.plan(HandWritten(), "symmetry-aware"))
     expected = {role: what for role, what in PAPER.items() if not role.startswith("ssm")}
-    assert found == expected
+    assert by_role == expected
 
 
 def test_fused_matrix_of_unknown_layout_is_unknown_and_never_guessed():
@@ -181,7 +181,7 @@ def test_fused_matrix_of_unknown_layout_is_unknown_and_never_guessed():
         lrm.plan(model, "symmetry-aware")
 
 
-def test_rule_tells_the_split_of_a_fused_matrix():
+def test_rule_sets_the_split_of_a_fused_matrix():
     rules = [
         Rule(r"qkv\.weight", split={"query": 4, "key": 4, "value": 4}, repeats=4),
         Rule(r"proj\.weight", role="attention-out"),
@@ -228,9 +228,9 @@ def test_rule_for_a_role_reaches_blocks_of_fused_matrices(family):
         Rule("", "row", only="query"),
         Rule("", "row", only="value"),
     ]
-    found = carried(lrm.plan(build(family), "full", rules))
-    assert found["key"] == set()
-    assert found["query"] == found["value"] == {"row"}
+    by_role = carried(lrm.plan(build(family), "full", rules))
+    assert by_role["key"] == set()
+    assert by_role["query"] == by_role["value"] == {"row"}
 
 
 def test_rules_set_scale_decay_and_learning_rate():
@@ -254,7 +254,7 @@ def test_numbers_of_other_libraries_count_as_numbers(number):
     assert lrm.Plan.from_json(plan.to_json()) == plan
 
 
-def test_head_may_carry_rows_when_asked():
+def test_head_may_carry_rows_by_a_rule():
     plan = lrm.plan(build("llama"), "full", [Rule("lm_head", "row")])
     assert plan["lm_head.weight"].multipliers == "row"
 
@@ -300,18 +300,35 @@ def test_rule_hidden_by_an_earlier_one_is_an_error():
         lrm.plan(build("llama"), "full", [Rule("proj", "row", only="ssm-z")])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": torch.ones(1, 2)}, "`inputs` has no effect without derive=True"),
+        ({"proxy": None}, "`proxy` has no effect without derive=True"),
+        ({"proxy": nn.Linear(1, 1)}, "`proxy` has no effect without derive=True"),
+        ({"placement": "none", "scale": "log"}, "scale='log' has no effect with the placement"),
+        ({"placement": "none", "init": "fold"}, "init='fold' has no effect with the placement"),
+        ({"placement": "none", "train": "multipliers"}, "train='multipliers' has no effect with"),
+        ({"rules": [Rule(r"model\.norm", scale="log")]}, "which is not a matrix"),
+    ],
+)
+def test_plan_rejects_arguments_without_effect(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lrm.plan(build("llama"), **arguments)
+
+
 def test_unknown_placement_lists_the_known_ones():
     with pytest.raises(ValueError, match="unknown placement 'fullest'.*'symmetry-aware'"):
         lrm.plan(build("llama"), "fullest")
 
 
-def test_tied_embedding_asked_for_rows_is_refused():
+def test_a_rule_for_rows_of_a_tied_embedding_raises():
     for kind in ("row", "row+col"):
         with pytest.raises(ValueError, match=r"tied to the head \(lm_head.weight\)"):
             lrm.plan(build("llama-tied"), "full", [Rule("embed_tokens", kind)])
 
 
-def test_multipliers_on_a_vector_are_refused():
+def test_multipliers_on_a_vector_raise():
     with pytest.raises(ValueError, match=r"'model.norm.weight' of shape \(16,\), which is not a"):
         lrm.plan(build("llama"), "full", [Rule(r"model\.norm", "row")])
 
@@ -325,9 +342,15 @@ def test_multipliers_on_a_vector_are_refused():
         ({"init_keeps": "both"}, "'function' or 'raw'"),
         ({"only": "key", "role": "up"}, "cannot set"),
         ({"role": "up", "split": {"up": 4}}, "not both"),
+        ({"repeats": 3}, "repeats=3 has no effect without `split`"),
+        ({"init_keeps": "raw"}, "init_keeps='raw' has no effect without a number"),
+        ({"init": "fold", "init_keeps": "raw"}, "init_keeps='raw' has no effect without a number"),
+        ({"kind": "none", "init": "fold"}, "init='fold' has no effect on kind 'none'"),
+        ({"train": "multipliers", "lr_scale": 2.0}, "lr_scale has no effect with train="),
+        ({"train": "multipliers", "weight_decay": 0.0}, "weight_decay has no effect with train="),
     ],
 )
-def test_rules_refuse_what_they_cannot_mean(arguments, message):
+def test_rules_reject_what_they_cannot_mean(arguments, message):
     with pytest.raises(ValueError, match=message):
         Rule("x", **arguments)
 
@@ -347,7 +370,7 @@ def test_split_must_cover_the_rows():
         lrm.plan(FusedBlock(), "full", [Rule("qkv", split={"query": 4, "key": 4, "value": 4})])
 
 
-def test_plan_for_another_model_is_refused():
+def test_plan_for_another_model_raises():
     plan = lrm.plan(build("llama"), "full")
     with pytest.raises(ValueError, match="made for LlamaForCausalLM, does not fit GPT2LMHeadModel"):
         lrm.reparametrize(build("gpt2"), plan)
@@ -356,7 +379,7 @@ def test_plan_for_another_model_is_refused():
         plan.resolve(wider)
 
 
-def test_flattened_parameters_are_refused():
+def test_flattened_parameters_raise():
     model = HandWritten()
     plan = lrm.plan(model, "full")
     model.output.weight = nn.Parameter(model.output.weight.detach().flatten())
@@ -378,13 +401,13 @@ def test_json_round_trip_keeps_everything():
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"entries": []}', '{"format": 1, "entries": [], "assumptions": []}']
 )
-def test_what_is_not_a_plan_is_refused(text):
+def test_what_is_not_a_plan_raises(text):
     with pytest.raises(ValueError, match="not a plan"):
         lrm.Plan.from_json(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_plan_of_another_format_version_is_refused(version):
+def test_plan_of_another_format_version_raises(version):
     content = json.loads(lrm.plan(HandWritten(), "full").to_json())
     assert content["format"] == 1
     content["format"] = version
@@ -392,7 +415,7 @@ def test_plan_of_another_format_version_is_refused(version):
         lrm.Plan.from_json(json.dumps(content))
 
 
-def test_plan_of_another_placement_name_is_refused():
+def test_plan_of_another_placement_name_raises():
     content = json.loads(lrm.plan(HandWritten(), "full").to_json())
     content["placement"] = "other"
     with pytest.raises(ValueError, match="unknown placement 'other'"):
@@ -452,10 +475,10 @@ def test_interleaved_heads_have_a_multiplier_each():
 def test_what_has_no_heads_cannot_have_a_multiplier_for_each():
     with pytest.raises(ValueError, match=r"up_proj.* \(up\) cannot .* heads are those of query"):
         lrm.plan(build("llama"), "full", [Rule("up_proj", "per-head")])
-    with pytest.raises(ValueError, match="its role is unknown; say with role or split"):
+    with pytest.raises(ValueError, match="its role is unknown; set role or split to show"):
         lrm.plan(FusedBlock(), "full", [Rule("qkv", "per-head")])
-    told = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
-    entry = lrm.plan(FusedBlock(), "full", [told])["attn.qkv.weight"]
+    rule = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16}, head_dim=4)
+    entry = lrm.plan(FusedBlock(), "full", [rule])["attn.qkv.weight"]
     assert entry.multipliers == "scalar x12 per head"
     untold = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16})
     with pytest.raises(ValueError, match=r'lrm.Rule\(r"attn.*", "per-head", head_dim=64\)'):

@@ -184,12 +184,12 @@ def test_activation_checkpointing_gives_the_same_gradients():
     for layer in model.layers:
         inner = layer.forward
         layer.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
-    found = gradients(model)
+    actual = gradients(model)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
 
 
-def test_save_pretrained_refuses_an_unmerged_model(tmp_path):
+def test_save_pretrained_of_an_unmerged_model_raises(tmp_path):
     from transformers import LlamaForCausalLM
 
     model = explicit(build("llama"))
@@ -204,7 +204,7 @@ def test_save_pretrained_refuses_an_unmerged_model(tmp_path):
         model.save_pretrained(tmp_path)
 
 
-def test_reparametrizing_twice_is_refused():
+def test_reparametrizing_twice_raises():
     model = HandWritten()
     plan = lrm.plan(model, "full")
     lrm.reparametrize(model, plan)
@@ -212,7 +212,7 @@ def test_reparametrizing_twice_is_refused():
         lrm.reparametrize(model, plan)
 
 
-def test_parametrization_on_top_is_refused_by_merge():
+def test_merge_with_a_parametrization_on_top_raises():
     model = explicit(HandWritten())
     parametrize.register_parametrization(model.output, "weight", torch.nn.Identity())
     parametrize.register_parametrization(

@@ -62,14 +62,14 @@ def routers_beside(model, path):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
-def test_sandwich_norms_are_told_apart(family):
-    found = readings(build(family))
+def test_sandwich_norms_are_distinguished(family):
+    by_name = readings(build(family))
     layer = "model.layers.0."
-    down = found[f"{layer}mlp.down_proj.weight"]
+    down = by_name[f"{layer}mlp.down_proj.weight"]
     after = {"glm4": "post_mlp_layernorm"}.get(family, "post_feedforward_layernorm")
     assert down.parts[0].row_norm == f"{layer}{after}"
     assert not down.column_norm
-    query = next(r for n, r in found.items() if n.startswith(f"{layer}self_attn.q_proj.weight"))
+    query = next(r for n, r in by_name.items() if n.startswith(f"{layer}self_attn.q_proj.weight"))
     assert query.column_norm == f"{layer}input_layernorm"
 
 
@@ -77,25 +77,25 @@ def test_freezing_one_norm_does_not_change_what_the_others_are():
     """Llama's post_attention_layernorm feeds the MLP, whatever is trained."""
     model = build("llama")
     model.model.layers[0].input_layernorm.requires_grad_(False)
-    found = readings(model)
+    by_name = readings(model)
     layer = "model.layers.0."
-    assert found[f"{layer}self_attn.q_proj.weight"].column_norm == ""
-    assert found[f"{layer}self_attn.o_proj.weight"].parts[0].row_norm == ""
-    assert found[f"{layer}mlp.up_proj.weight"].column_norm == f"{layer}post_attention_layernorm"
+    assert by_name[f"{layer}self_attn.q_proj.weight"].column_norm == ""
+    assert by_name[f"{layer}self_attn.o_proj.weight"].parts[0].row_norm == ""
+    assert by_name[f"{layer}mlp.up_proj.weight"].column_norm == f"{layer}post_attention_layernorm"
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_post_norm_layers_are_recognized_by_their_own_word(first):
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=first)
-    found = readings(layer)
-    assert [part.role for part in found["self_attn.in_proj_weight"].parts] == [
+    by_name = readings(layer)
+    assert [part.role for part in by_name["self_attn.in_proj_weight"].parts] == [
         "query",
         "key",
         "value",
     ]
-    assert found["self_attn.in_proj_weight"].column_norm == ("norm1" if first else "")
-    assert found["linear1.weight"].column_norm == ("norm2" if first else "")
-    assert found["linear1.weight"].parts[0].role == "ungated-up"
+    assert by_name["self_attn.in_proj_weight"].column_norm == ("norm1" if first else "")
+    assert by_name["linear1.weight"].column_norm == ("norm2" if first else "")
+    assert by_name["linear1.weight"].parts[0].role == "ungated-up"
 
 
 def test_post_norm_stack_is_recognized_by_the_missing_final_norm():
@@ -103,9 +103,9 @@ def test_post_norm_stack_is_recognized_by_the_missing_final_norm():
     assert not any(reading.column_norm for reading in readings(model).values())
     model = HandWritten()
     del model.norm
-    found = read_roles(model)
-    assert not any(reading.column_norm for reading in found.parameters)
-    assert any("post-norm" in sentence for sentence in found.assumptions)
+    model_roles = read_roles(model)
+    assert not any(reading.column_norm for reading in model_roles.parameters)
+    assert any("post-norm" in sentence for sentence in model_roles.assumptions)
 
 
 def test_bert_has_no_column_norms():
@@ -119,29 +119,29 @@ def test_bert_has_no_column_norms():
         intermediate_size=24,
         is_decoder=True,
     )
-    found = readings(BertLMHeadModel(config))
+    by_name = readings(BertLMHeadModel(config))
     layer = "bert.encoder.layer.0."
-    assert found[f"{layer}intermediate.dense.weight"].parts[0].role == "ungated-up"
-    assert found[f"{layer}attention.output.dense.weight"].parts[0].role == "attention-out"
-    assert not any(r.column_norm for n, r in found.items() if n.startswith(layer))
+    assert by_name[f"{layer}intermediate.dense.weight"].parts[0].role == "ungated-up"
+    assert by_name[f"{layer}attention.output.dense.weight"].parts[0].role == "attention-out"
+    assert not any(r.column_norm for n, r in by_name.items() if n.startswith(layer))
 
 
 def test_keys_and_values_of_cross_attention_are_not_fed_by_the_layers_norm():
     layer = nn.TransformerDecoderLayer(16, 4, 32, batch_first=True, norm_first=True)
-    found = readings(layer)
-    assert found["self_attn.in_proj_weight"].column_norm
-    assert not found["multihead_attn.in_proj_weight"].column_norm
+    by_name = readings(layer)
+    assert by_name["self_attn.in_proj_weight"].column_norm
+    assert not by_name["multihead_attn.in_proj_weight"].column_norm
 
 
 def test_attention_biases_are_no_matrix():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
-    found = roles(T5ForConditionalGeneration(config))
-    tables = [name for name in found if "relative_attention_bias" in name]
+    by_name = roles(T5ForConditionalGeneration(config))
+    tables = [name for name in by_name if "relative_attention_bias" in name]
     assert tables
-    assert all(found[name] == "vector" for name in tables)
-    assert "unknown" not in {role for role in found.values() for role in role}
+    assert all(by_name[name] == "vector" for name in tables)
+    assert "unknown" not in {role for role in by_name.values() for role in role}
 
 
 class Mixture(nn.Module):
@@ -171,12 +171,12 @@ class Mixture(nn.Module):
 
 
 def test_norm_behind_a_mixture_is_no_ones_row_multiplier():
-    found = readings(Mixture())
-    assert found["layers.0.mlp.gate.weight"].parts[0].role == "router"
-    downs = [r for n, r in found.items() if n.endswith("down_proj.weight")]
+    by_name = readings(Mixture())
+    assert by_name["layers.0.mlp.gate.weight"].parts[0].role == "router"
+    downs = [r for n, r in by_name.items() if n.endswith("down_proj.weight")]
     assert len(downs) == 5
     assert not any(down.parts[0].row_norm for down in downs)
-    up = found["layers.0.mlp.experts.0.up_proj.weight"]
+    up = by_name["layers.0.mlp.experts.0.up_proj.weight"]
     assert up.column_norm == "layers.0.pre_mlp_norm"
 
 
@@ -192,13 +192,13 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_axes_of_hand_written_stacks_follow_from_the_models_width(transposed):
     model = nn.ModuleDict({"embed": nn.Embedding(11, 8), "experts": Experts(transposed)})
-    found = readings(model)
-    assert [found[f"experts.{n}"].parts[0].role for n in ("w1", "w3", "w2")] == [
+    by_name = readings(model)
+    assert [by_name[f"experts.{n}"].parts[0].role for n in ("w1", "w3", "w2")] == [
         "gate",
         "up",
         "down",
     ]
-    assert found["experts.w1"].transposed == transposed
+    assert by_name["experts.w1"].transposed == transposed
     model = nn.ModuleDict({"experts": Experts(transposed)})
     assert readings(model)["experts.w1"].opaque
 
@@ -211,9 +211,9 @@ def test_nano_gpt_is_read():
             self.c_proj = nn.Linear(16, 16)
 
     model = nn.ModuleDict({"attn": CausalSelfAttention()})
-    found = roles(model)
-    assert found["attn.c_attn.weight"] == ("query", "key", "value")
-    assert found["attn.c_proj.weight"] == ("attention-out",)
+    by_name = roles(model)
+    assert by_name["attn.c_attn.weight"] == ("query", "key", "value")
+    assert by_name["attn.c_proj.weight"] == ("attention-out",)
 
 
 class Odd(nn.Module):
@@ -246,10 +246,10 @@ class LayerNormLinear(nn.Module):
 
 
 def test_look_alikes_are_unknown():
-    found = roles(Odd())
-    matrices = [n for n in found if n.endswith("weight") and "embed" not in n]
-    assert {name: found[name] for name in matrices} == dict.fromkeys(matrices, ("unknown",))
-    assert found["position_embedding.weight"] == ("position-embedding",)
+    by_name = roles(Odd())
+    matrices = [n for n in by_name if n.endswith("weight") and "embed" not in n]
+    assert {name: by_name[name] for name in matrices} == dict.fromkeys(matrices, ("unknown",))
+    assert by_name["position_embedding.weight"] == ("position-embedding",)
 
 
 def test_linear_attention_is_not_read_as_softmax_attention():
@@ -260,9 +260,9 @@ def test_linear_attention_is_not_read_as_softmax_attention():
                 self.add_module(leaf, nn.Linear(8, 8))
             self.conv1d = nn.Conv1d(8, 8, 4, groups=8)
 
-    found = roles(nn.ModuleDict({"attn": DeltaAttention()}))
-    assert {found[f"attn.{leaf}_proj.weight"] for leaf in "qkvo"} == {("unknown",)}
-    assert found["attn.conv1d.weight"] == "vector"
+    by_name = roles(nn.ModuleDict({"attn": DeltaAttention()}))
+    assert {by_name[f"attn.{leaf}_proj.weight"] for leaf in "qkvo"} == {("unknown",)}
+    assert by_name["attn.conv1d.weight"] == "vector"
 
 
 def test_more_inside_attention_is_said():
@@ -272,8 +272,8 @@ def test_more_inside_attention_is_said():
             for leaf in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj"):
                 self.add_module(leaf, nn.Linear(8, 8))
 
-    found = read_roles(nn.ModuleDict({"attn": GatedAttention()}))
-    assert any("holds g_proj as well" in sentence for sentence in found.assumptions)
+    model_roles = read_roles(nn.ModuleDict({"attn": GatedAttention()}))
+    assert any("holds g_proj as well" in sentence for sentence in model_roles.assumptions)
 
 
 @pytest.mark.slow

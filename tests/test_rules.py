@@ -65,7 +65,7 @@ def test_a_file_stands_for_its_rules(tmp_path):
         ("@other kind=row", "cannot name another one"),
     ],
 )
-def test_a_line_that_is_no_rule_is_refused_in_words(line, message):
+def test_a_line_that_is_no_rule_raises_with_the_reason(line, message):
     with pytest.raises(ValueError, match=message):
         parse_rule(line)
 
@@ -80,7 +80,7 @@ def test_a_line_that_is_no_rule_is_refused_in_words(line, message):
         (b"@rules.txt\n", "line 1: rule '@rules.txt': a file of rules cannot name another"),
     ],
 )
-def test_a_file_that_holds_no_rules_is_refused_with_its_line(tmp_path, content, message):
+def test_a_file_that_holds_no_rules_raises_with_its_line(tmp_path, content, message):
     file = tmp_path / "rules.txt"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):

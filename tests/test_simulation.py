@@ -48,8 +48,8 @@ def test_adamw_comes_to_the_closed_form(rate_times_decay, betas):
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.98)])
 def test_adamw_comes_to_the_closed_form_at_slow_rates(betas):
     closed = lrm.equilibrium_rms(1e-4 / DECAY, DECAY, betas=betas)
-    found = settled("adamw", 1e-4, (50, 100), betas=betas)
-    assert found == pytest.approx(closed, rel=0.03)
+    rms = settled("adamw", 1e-4, (50, 100), betas=betas)
+    assert rms == pytest.approx(closed, rel=0.03)
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ FORMS = {
 def test_lion_and_sgd_come_to_their_closed_forms(rate_times_decay, name):
     optimizer, settings = name.split()[0], FORMS[name]
     closed = lrm.equilibrium_rms(rate_times_decay / DECAY, DECAY, optimizer=optimizer, **settings)
-    found = settled(optimizer, rate_times_decay, **settings)
-    assert found == pytest.approx(closed, rel=0.02)
+    rms = settled(optimizer, rate_times_decay, **settings)
+    assert rms == pytest.approx(closed, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", [(4, 48, 48), (4, 24, 96), (4, 96, 24), (1, 112, 112)])
@@ -172,7 +172,7 @@ def test_the_seed_decides():
     assert runs[0].rms == runs[1].rms != runs[2].rms
 
 
-def test_impossible_requests_say_what_to_do():
+def test_impossible_requests_raise_with_a_remedy():
     with pytest.raises(ValueError, match="choose from adamw, muon, lion, sgdm"):
         lrm.simulate_brownian("adam", [0.1], 0.1)
     with pytest.raises(ValueError, match="adamw has no momentum; it takes betas"):

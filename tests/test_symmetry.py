@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import learnable_multipliers as lrm
+from learnable_multipliers.symmetry import Axis
+from learnable_multipliers.symmetry._model_copy import ModelCopy
 from symmetry_tables import (
     NULLITY,
     PER_LAYER,
@@ -52,8 +54,8 @@ def families_of(symmetries: lrm.Symmetries) -> list[Family]:
     return [Family(s.kind, tuple(members_of(s))) for s in symmetries]
 
 
-def told(families: list[Family]) -> set[tuple[str, frozenset[frozenset]]]:
-    """Families in a form in which those that say the same are equal."""
+def canonical(families: list[Family]) -> set[tuple[str, frozenset[frozenset]]]:
+    """Families in a form in which those that mean the same are equal."""
 
     def signed(member: Member) -> frozenset:
         sign = 1 if member[min(member)] > 0 else -1
@@ -83,18 +85,18 @@ class Space:
         return int(torch.linalg.matrix_rank(vectors)) if len(vectors) else 0
 
 
-def assert_same(found: list[Family], expected: list[Family]) -> None:
+def assert_same(families: list[Family], expected: list[Family]) -> None:
     """The same families, and none besides; where a choice is free, the same up to that choice."""
-    space = Space(found, expected)
+    space = Space(families, expected)
     count = sum(len(f.members) for f in expected)
     assert space.rank(expected) == count, "the table itself is redundant"
-    assert sum(len(f.members) for f in found) == count
-    assert space.rank(found) == space.rank(found, expected) == count
+    assert sum(len(f.members) for f in families) == count
+    assert space.rank(families) == space.rank(families, expected) == count
 
     exact = [f for f in expected if f.exact]
-    missing = told(exact) - told(found)
-    assert not missing, f"not told so: {missing}"
-    left = [f for f in found if not told([f]) <= told(exact)]
+    missing = canonical(exact) - canonical(families)
+    assert not missing, f"not canonical so: {missing}"
+    left = [f for f in families if not canonical([f]) <= canonical(exact)]
     loose = [f for f in expected if not f.exact]
     assert len(left) == len(loose)
     # What is left is each the sum of one that is expected and of exact ones, in some order.
@@ -191,17 +193,17 @@ class RescaledCopy:
         return float((changed - reference).norm() / reference.norm())
 
 
-def assert_holds(rescaled: RescaledCopy, found: list[Family]) -> None:
+def assert_holds(rescaled: RescaledCopy, families: list[Family]) -> None:
     """Each family leaves the outputs alone, and with any one power changed it does not."""
     draw = random.Random(7)
-    space = Space(found)
-    null = torch.linalg.qr(space.vectors(found).T).Q
+    space = Space(families)
+    null = torch.linalg.qr(space.vectors(families).T).Q
 
     def is_symmetry(member: Member) -> bool:
         vector = space.vectors([Family("", (member,))])[0]
         return bool((vector - null @ (null.T @ vector)).norm() < 1e-9)
 
-    for f in found:
+    for f in families:
         members = list(f.members)
         log_scales = [draw.uniform(-0.6, 0.6) for _ in members]
         assert rescaled.change(members, log_scales) < 1e-10, f
@@ -254,15 +256,15 @@ def test_finds_the_symmetries_worked_out_by_hand(architecture, placement):
     number = NULLITY[architecture][PLACEMENTS.index(placement)]
     assert sum(len(f.members) for f in expected) == number
     assert symmetries.nullity == number
-    found = families_of(symmetries)
-    assert_same(found, expected)
+    families = families_of(symmetries)
+    assert_same(families, expected)
     silent = {"transformer.h.0.attn.c_attn.bias": 8} if architecture == "gpt2" else {}
     assert {axis.name: count for axis, count in symmetries.silent.items()} == silent
 
-    scales = {scale for f in found for member in f.members for scale in member}
+    scales = {scale for f in families for member in f.members for scale in member}
     one_plus = {name for name, axis, _ in scales if axis == "one-plus"}
     assert bool(one_plus) == architecture.startswith("gemma")
-    assert_holds(RescaledCopy(model, token_ids(), one_plus), found)
+    assert_holds(RescaledCopy(model, token_ids(), one_plus), families)
 
 
 @pytest.mark.slow
@@ -294,9 +296,9 @@ def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
     weights[f"{layer}.feed_forward.down_proj.weight"] /= 3
     torch.testing.assert_close(rescaled.outputs(), before, rtol=1e-11, atol=1e-11)
 
-    found = families_of(find(model, "symmetry-aware"))
-    residual = [f for f in found if f.kind == "normalization"]
-    blocks = [f for f in found if f.kind == "multiplicative"]
+    families = families_of(find(model, "symmetry-aware"))
+    residual = [f for f in families if f.kind == "normalization"]
+    blocks = [f for f in families if f.kind == "multiplicative"]
     assert [len(f.members) for f in residual] == [1]
     powers = [
         {(name.removeprefix(f"{layer}."), axis): p for (name, axis, _), p in f.members[0].items()}
@@ -330,9 +332,9 @@ def test_the_placement_of_the_papers_appendix_keeps_one_scale_of_each_block():
 def check(model: nn.Module, inputs: Tensor, expected: list[Family], plan=None) -> lrm.Symmetries:
     symmetries = lrm.find_symmetries(model, plan, inputs)
     assert symmetries.nullity == sum(len(f.members) for f in expected)
-    found = families_of(symmetries)
-    assert_same(found, expected)
-    assert_holds(RescaledCopy(model, inputs), found)
+    families = families_of(symmetries)
+    assert_same(families, expected)
+    assert_holds(RescaledCopy(model, inputs), families)
     return symmetries
 
 
@@ -582,11 +584,11 @@ def lines(symmetries: lrm.Symmetries) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "falcon-h1"])
-def test_a_summary_tells_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
+def test_a_summary_lists_the_same_symmetry_of_all_layers_once_and_counts_them_all(architecture):
     symmetries = find(build(architecture, layers=2), None)
-    told = lines(symmetries)
+    summary = lines(symmetries)
     unreached = bool(symmetries.silent)
-    *each_line, (total, words) = told[:-1] if unreached else told
+    *each_line, (total, words) = summary[:-1] if unreached else summary
     assert sum(count for count, _ in each_line) == total == symmetries.nullity
     exchanges = sum(s.num_members for s in symmetries if s.kind == "exchange")
     assert each_line[0] == (
@@ -597,36 +599,36 @@ def test_a_summary_tells_the_same_symmetry_of_all_layers_once_and_counts_them_al
     inside = [s for s in symmetries if s.place and s.kind != "exchange"]
     repeated = [words for _, words in each_line if words.startswith("in each of 2 layers: ")]
     assert len(inside) == 2 * len(repeated)
-    assert unreached == ("not reached by the inputs" in told[-1][1])
+    assert unreached == ("not reached by the inputs" in summary[-1][1])
 
 
 def test_a_summary_names_scales_by_their_last_words():
-    told = [words for _, words in lines(find(build("llama", layers=2), None))]
+    summary = [words for _, words in lines(find(build("llama", layers=2), None))]
     assert (
         "in each of 2 layers: rows of up_proj against columns of down_proj, per channel "
-        "(multiplicative)" in told
+        "(multiplicative)" in summary
     )
     assert (
         "rows of embed_tokens, rows of o_proj in 2 layers and rows of down_proj in 2 layers, "
-        "as a whole (normalization)" in told
+        "as a whole (normalization)" in summary
     )
     # Two modules may end alike, and the modules of a sequence have numbers alone.
-    told = [words for _, words in lines(find(build("gpt2", layers=2), None))]
-    assert any("attn.c_proj" in words and " c_proj" not in words for words in told)
-    told = [words for _, words in lines(lrm.find_symmetries(mlp(nn.ReLU()), None, features()))]
-    assert "rows of 0 and 0.bias against columns of 2, per channel (multiplicative)" in told
+    summary = [words for _, words in lines(find(build("gpt2", layers=2), None))]
+    assert any("attn.c_proj" in words and " c_proj" not in words for words in summary)
+    summary = [words for _, words in lines(lrm.find_symmetries(mlp(nn.ReLU()), None, features()))]
+    assert "rows of 0 and 0.bias against columns of 2, per channel (multiplicative)" in summary
 
 
 def test_a_block_of_rows_against_another_of_the_same_matrix_is_no_exchange_in_a_summary():
     pytest.importorskip("transformers")
     import families
 
-    told = lines(lrm.find_symmetries(families.build("phi3"), None))
-    assert any("rows of qkv_proj [0:16] against rows of qkv_proj [16:24]" in w for _, w in told)
-    assert told[0][1].startswith("in each of 10 matrices: ")
+    summary = lines(lrm.find_symmetries(families.build("phi3"), None))
+    assert any("rows of qkv_proj [0:16] against rows of qkv_proj [16:24]" in w for _, w in summary)
+    assert summary[0][1].startswith("in each of 10 matrices: ")
 
 
-def test_without_symmetries_a_summary_says_so():
+def test_a_summary_of_no_symmetries():
     assert lrm.Symmetries((), 0, {}).summary() == "0  independent rescalings in all"
 
 
@@ -678,15 +680,17 @@ def translated(families: list[Family], names: dict[str, str]) -> list[Family]:
 def test_names_do_not_matter(architecture):
     model, names = renamed(build(architecture))
     assert not any("proj" in name or "norm" in name or "weight" in name for name in names)
-    found = families_of(find(model, None))
-    assert_same(translated(found, names), table(architecture, None))
+    families = families_of(find(model, None))
+    assert_same(translated(families, names), table(architecture, None))
 
 
 def test_names_do_not_matter_to_models_written_by_hand():
     model = Diamond()
     shuffled, names = renamed(model)
-    found = families_of(lrm.find_symmetries(shuffled, None, features()))
-    assert_same(translated(found, names), families_of(lrm.find_symmetries(model, None, features())))
+    families = families_of(lrm.find_symmetries(shuffled, None, features()))
+    assert_same(
+        translated(families, names), families_of(lrm.find_symmetries(model, None, features()))
+    )
 
 
 # What the inputs do not reach, and what cannot be asked
@@ -780,7 +784,7 @@ class Returns(nn.Module):
     ],
     ids=["numbers", "number", "dict", "tuple", "none"],
 )
-def test_outputs_without_a_floating_point_tensor_are_refused(what):
+def test_outputs_without_a_floating_point_tensor_raise(what):
     with pytest.raises(ValueError, match="no floating-point tensor"):
         lrm.find_symmetries(Returns(what), None, features())
 
@@ -795,12 +799,12 @@ def test_outputs_are_found_where_they_are(what):
     assert_same(families_of(symmetries), [exchange("linear.weight", 4, 5)])
 
 
-def test_outputs_that_depend_on_no_parameter_are_refused():
+def test_outputs_that_depend_on_no_parameter_raise():
     with pytest.raises(ValueError, match="do not depend on any trained parameter"):
         lrm.find_symmetries(Returns(lambda y: y.detach()), None, features())
 
 
-def test_a_model_without_trained_parameters_is_refused():
+def test_a_model_without_trained_parameters_raises():
     for model in (nn.ReLU(), mlp(nn.ReLU()).requires_grad_(False)):
         with pytest.raises(ValueError, match="has no trained parameters"):
             lrm.find_symmetries(model, None, features())
@@ -814,7 +818,7 @@ def test_inputs_may_come_in_any_precision_and_form(dtype):
         assert lrm.find_symmetries(model, None, inputs).nullity == 1
 
 
-def test_the_model_and_the_random_state_are_left_alone():
+def test_the_model_and_the_random_state_do_not_change():
     model = nn.Sequential(
         nn.Linear(5, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 3)
     ).train()
@@ -834,7 +838,19 @@ def test_the_model_and_the_random_state_are_left_alone():
     assert str(lrm.find_symmetries(model, None, features())) == str(first)
 
 
-def test_symmetries_are_told_in_words():
+def test_a_rescaled_copy_is_restored_after_an_error():
+    model = ModelCopy(nn.Linear(3, 2), torch.ones(4, 3))
+    before = {name: parameter.clone() for name, parameter in model.parameters.items()}
+    factors = {Axis("weight", "row"): torch.tensor([2.0, 3.0], dtype=torch.float64)}
+    with model.rescaled(factors):
+        assert not torch.equal(model.parameters["weight"], before["weight"])
+    model.inputs = torch.ones(4, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="shapes"), model.rescaled(factors):
+        model.outputs()
+    assert all(torch.equal(model.parameters[name], value) for name, value in before.items())
+
+
+def test_symmetries_print_in_words():
     symmetries = lrm.find_symmetries(mlp(Power(2)), None, features())
     assert str(symmetries).splitlines() == [
         "3 symmetries, 6 independent rescalings:",
@@ -852,9 +868,9 @@ def test_symmetries_are_told_in_words():
 @pytest.mark.parametrize("rules", [[], [lrm.Rule("[qkv]_proj", "per-head")]])
 def test_scalars_have_the_same_symmetries_on_either_scale(rules):
     model = build("llama")
-    found = [
+    both = [
         lrm.find_symmetries(model, lrm.plan(model, "scalar", rules, scale=scale))
         for scale in ("linear", "log")
     ]
-    assert len(found[0]) > 0
-    assert [s.exponents for s in found[0]] == [s.exponents for s in found[1]]
+    assert len(both[0]) > 0
+    assert [s.exponents for s in both[0]] == [s.exponents for s in both[1]]

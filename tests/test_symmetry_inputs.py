@@ -204,12 +204,12 @@ def test_symmetries_of_any_inputs_hold_and_are_those_of_a_proxy(family):
     for symmetry in (*itself, *through):
         assert _change(in_float64, symmetry) < 1e-5, symmetry
     for one, other, count in EXPECTED[family]:
-        found = [
+        counts = [
             s.num_members
             for s in itself
             if {one, other} <= {str(term.axis) for term in s.terms} and s.kind == "multiplicative"
         ]
-        assert count in found, (one, other, found)
+        assert count in counts, (one, other, counts)
     assert rescalings(through) == rescalings(itself)
 
 
@@ -236,7 +236,7 @@ def test_a_large_model_is_searched_through_a_proxy_run_on_its_inputs():
 # What to do where a model cannot be run
 
 
-def test_a_model_that_needs_more_than_tokens_says_to_give_inputs():
+def test_a_model_that_needs_more_than_tokens_raises_and_asks_for_inputs():
     model, _ = t5(12)
     with pytest.raises(ValueError, match="does not run on random tokens alone.*give inputs"):
         lrm.find_symmetries(model, None)
@@ -256,7 +256,7 @@ class Images(nn.Module):
         return self.down(self.up(x).relu())
 
 
-def test_a_proxy_that_does_not_fit_the_inputs_says_what_to_pass_and_that_works():
+def test_a_proxy_that_does_not_fit_the_inputs_raises_with_a_remedy_that_works():
     model, inputs = Images(12, 10), numbers(8, 12)
     small = Images(6, 5)
     with pytest.raises(ValueError, match=r"small Images does not run.*proxy=\(small, inputs\)"):
@@ -282,7 +282,7 @@ def test_special_tokens_of_a_proxy_lie_in_its_vocabulary():
     assert small.config.pad_token_id == 399 % 13
 
 
-def test_a_model_without_finite_outputs_is_refused_in_words():
+def test_a_model_without_finite_outputs_raises():
     config = transformers.LlamaConfig(
         hidden_size=16,
         num_hidden_layers=1,

@@ -16,7 +16,7 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.symmetry._proxy import make_proxy
 from learnable_multipliers.symmetry._transfer import Pattern, describe, resized_patterns
-from test_symmetry import families_of, told
+from test_symmetry import canonical, families_of
 
 # Patterns
 
@@ -38,11 +38,11 @@ def patterns(draw) -> Pattern:
 
 @given(patterns())
 def test_a_pattern_is_found_again_from_its_members(pattern):
-    found = describe(pattern.members())
-    assert found is not None
-    assert torch.equal(found.members(), pattern.members())
+    description = describe(pattern.members())
+    assert description is not None
+    assert torch.equal(description.members(), pattern.members())
     # Never told in a longer way than it was made.
-    assert len(found.sizes) <= len(pattern.sizes)
+    assert len(description.sizes) <= len(pattern.sizes)
 
 
 @given(patterns())
@@ -233,7 +233,7 @@ def test_a_proxy_gives_the_symmetries_of_the_model_itself(architecture, placemen
     plan = planned(model, placement)
     through = lrm.find_symmetries(model, plan, proxy=proxy)
     itself = lrm.find_symmetries(model, plan, proxy=None)
-    assert told(families_of(through)) == told(families_of(itself))
+    assert canonical(families_of(through)) == canonical(families_of(itself))
     assert through.nullity == itself.nullity
     assert through.unconfirmed == ()
 
@@ -241,10 +241,10 @@ def test_a_proxy_gives_the_symmetries_of_the_model_itself(architecture, placemen
 @pytest.mark.slow
 def test_a_proxy_is_used_by_default_where_the_model_is_large():
     large = HybridLM(replace(OURS, vocab_size=3000, hidden_size=24, num_layers=1))
-    found = lrm.find_symmetries(large, lrm.plan(large, "symmetry-aware"), proxy="auto")
+    symmetries = lrm.find_symmetries(large, lrm.plan(large, "symmetry-aware"), proxy="auto")
     # Exchanges of embedding, attention-out and down; two norms; the residual stream.
-    assert found.nullity == len(found) == 6
-    assert found.unconfirmed == ()
+    assert symmetries.nullity == len(symmetries) == 6
+    assert symmetries.unconfirmed == ()
 
 
 # What a proxy cannot show
@@ -278,11 +278,11 @@ class Tokens(nn.Module):
         return self.attention(self.tokens(ids))
 
 
-def test_a_wrong_proxy_confirms_nothing_wrong_and_says_what_is_open():
+def test_a_wrong_proxy_confirms_nothing_wrong_and_lists_what_is_open():
     model, wrong = Tokens(6, norms=False), Tokens(4, norms=True)
     through = lrm.find_symmetries(model, None, proxy=wrong)
-    itself = told(families_of(lrm.find_symmetries(model, None, proxy=None)))
-    assert told(families_of(through)) <= itself
+    itself = canonical(families_of(lrm.find_symmetries(model, None, proxy=None)))
+    assert canonical(families_of(through)) <= itself
     # With norms, queries and keys have no scale of their own; without, only their product has.
     for leaf in "qk":
         words = f"rows of attention.{leaf}, as a whole (normalization)"
@@ -291,7 +291,7 @@ def test_a_wrong_proxy_confirms_nothing_wrong_and_says_what_is_open():
     assert "the list may be incomplete" in str(through)
 
     right = lrm.find_symmetries(model, None, proxy=Tokens(4, norms=False))
-    assert told(families_of(right)) == itself
+    assert canonical(families_of(right)) == itself
     assert right.unconfirmed == ()
     assert "incomplete" not in str(right)
 
@@ -305,8 +305,8 @@ def test_a_proxy_with_norms_on_queries_and_keys_misleads_no_llama():
     wrong = families.build("qwen3", **{**sizes, "hidden_size": 8, "head_dim": 4, "vocab_size": 13})
     plan = lrm.plan(model, "full")
     through = lrm.find_symmetries(model, plan, proxy=wrong)
-    itself = told(families_of(lrm.find_symmetries(model, plan, proxy=None)))
-    assert told(families_of(through)) < itself
+    itself = canonical(families_of(lrm.find_symmetries(model, plan, proxy=None)))
+    assert canonical(families_of(through)) < itself
     q = "model.layers.0.self_attn.q_proj"
     assert any(words.startswith(f"rows of {q}, in 4 sets of 4") for words in through.unconfirmed)
 
@@ -321,7 +321,7 @@ def test_a_proxy_has_no_part_that_its_model_leaves_out():
     assert make_proxy(HybridLM(replace(OURS, num_layers=1))).config.num_layers == 1
 
 
-def test_a_model_without_config_says_what_to_do():
+def test_a_model_without_config_raises_with_a_remedy():
     with pytest.raises(ValueError, match="Tokens has no config") as error:
         make_proxy(Tokens(4, norms=False))
     assert "make a small model of the same architecture yourself" in str(error.value)
@@ -339,7 +339,7 @@ class Stubborn(nn.Linear):
         self.config = config
 
 
-def test_a_model_that_cannot_be_small_says_why():
+def test_a_model_that_cannot_be_small_raises_with_the_reason():
     with pytest.raises(ValueError, match="RuntimeError: too narrow for this.*proxy=None"):
         make_proxy(Stubborn(ModelConfig()))
 
@@ -349,12 +349,12 @@ def test_finding_the_symmetries_of_the_tiny_preset_takes_half_a_minute_at_most()
     model = HybridLM(PRESETS["tiny"])
     plan = lrm.plan(model, "full")
     start = time.process_time()
-    found = lrm.find_symmetries(model, plan)
+    symmetries = lrm.find_symmetries(model, plan)
     assert time.process_time() - start < 30
-    assert found.unconfirmed == ()
+    assert symmetries.unconfirmed == ()
     # By layer: gate, up, down, in_proj, ssm-out, q, k, v and attention-out trade rows for columns
     # (9); two norms feed columns (2 * 128); up-down (320), q-k in pairs (2 * 16), v-out (2 * 32),
     # and conv1d against x, B and C (192 + 16 + 16). With the embedding and the residual stream:
     layer = 9 + 2 * 128 + 320 + 32 + 64 + 224
-    extra = found.nullity - 2 * layer - 2
-    assert extra == 0, str(found)
+    extra = symmetries.nullity - 2 * layer - 2
+    assert extra == 0, str(symmetries)

@@ -24,9 +24,9 @@ head, whose gradient is most of the norm."""
 
 
 def _devices():
-    found = {name: getattr(torch.cpu, name) for name in ("set_device", "synchronize")}
+    functions = {name: getattr(torch.cpu, name) for name in ("set_device", "synchronize")}
     return types.SimpleNamespace(
-        **found,
+        **functions,
         device_count=lambda: 1,
         current_device=lambda: 0,
         get_device_name=lambda device=None: "cpu",
@@ -217,7 +217,7 @@ def plain(start, rates, make, settings):
         model.init_weights()
     model.load_state_dict(start, strict=False)
     optimizer = make.from_model(model, max_grad_norm=CLIP, **SETTINGS, **settings)
-    monitor, found = lrm.Monitor(optimizer), []
+    monitor, steps = lrm.Monitor(optimizer), []
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -227,10 +227,10 @@ def plain(start, rates, make, settings):
         effective = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
         optimizer.step()
         optimizer.zero_grad()
-        found.append((float(optimizer.grad_norm), effective, monitor.health().metrics()))
+        steps.append((float(optimizer.grad_norm), effective, monitor.health().metrics()))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     raw = {name: value.clone() for name, value in optimizer.raw_weights().items()}
-    return {"weights": weights, "raw": raw, "multipliers": lrm.multipliers(optimizer)}, found
+    return {"weights": weights, "raw": raw, "multipliers": lrm.multipliers(optimizer)}, steps
 
 
 if __name__ == "__main__":

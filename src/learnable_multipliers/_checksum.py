@@ -28,12 +28,12 @@ def add_checksum(content: dict[str, Any]) -> dict[str, Any]:
     return content | {KEY: _digest(content)}
 
 
-def verify_checksum(found: dict[str, Any], name: str) -> dict[str, Any]:
+def verify_checksum(fields: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a JSON object without its checksum; raise a ValueError if its content was changed."""
-    content = {key: value for key, value in found.items() if key != KEY}
-    if KEY not in found:
+    content = {key: value for key, value in fields.items() if key != KEY}
+    if KEY not in fields:
         raise ValueError(f"{name} carries no {KEY} of its content")
-    if found[KEY] != _digest(content):
+    if fields[KEY] != _digest(content):
         raise ValueError(f"{name} was changed after it was written: its {KEY} does not fit")
     return content
 
@@ -44,10 +44,10 @@ def read_verified(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, or not a file")
     try:
-        found = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} holds a {type(found).__name__}, not a JSON object")
-        return verify_checksum(found, str(path))
+        fields = json.loads(path.read_bytes())
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path} holds a {type(fields).__name__}, not a JSON object")
+        return verify_checksum(fields, str(path))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
     # Bytes that are not UTF-8 are not JSON either.

@@ -257,7 +257,7 @@ def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axi
     """Return the values of some axes; raise for those that the optimizer does not train."""
     states = {state.name: state for state in opt.parameter_states()}
     multipliers, raw = opt.multipliers(), opt.raw_weights()
-    found = {}
+    by_axis = {}
     for axis in axes:
         state = states.get(axis.name)
         if state is None or not _trains(state, axis):
@@ -268,7 +268,7 @@ def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axi
             )
         matrix = state.matrix
         if not axis.is_vector and matrix is None:
-            found[axis] = _filter(axis, raw[axis.name])
+            by_axis[axis] = _filter(axis, raw[axis.name])
             continue
         stored = raw[axis.name] if axis.is_vector else multipliers[axis.name][axis.kind]
         values = (stored.detach() + axis.offset).to("cpu", torch.float64)
@@ -277,11 +277,11 @@ def read_axis_values(opt: MultiplierOptimizer, axes: Iterable[Axis]) -> dict[Axi
             carried = keep_carried_rows(matrix, carried)
         exact = not axis.offset and not (matrix and matrix.scale == "log")
         index = torch.arange(values.numel())
-        found[axis] = AxisValues(values.flatten(), axis, index, carried.flatten(), exact)
-    for axis, read in found.items():
+        by_axis[axis] = AxisValues(values.flatten(), axis, index, carried.flatten(), exact)
+    for axis, read in by_axis.items():
         if not read.values.isfinite().all():
             raise ValueError(f"{axis} ({axis.kind}) holds numbers that are not finite")
-    return found
+    return by_axis
 
 
 @torch.no_grad()
@@ -308,21 +308,21 @@ def multiply_(opt: MultiplierOptimizer, factors: Mapping[Axis, Tensor]) -> None:
 
 def _multiply_multipliers_(state: ParameterState, factors: Mapping[Axis, Tensor]) -> None:
     assert state.matrix is not None
-    kept = state.multipliers
+    stored = state.multipliers
     inverse = {
         kind: torch.ones(shape, dtype=torch.float64)
         for kind, shape in state.matrix.value_shapes().items()
     }
     for axis, flat in factors.items():
-        value = kept[axis.kind]
+        value = stored[axis.kind]
         inverse[axis.kind] = (1 / flat).view(value.shape)
         if state.matrix.scale == "log":
             value.add_(flat.log().view(value.shape).to(value))
             continue
         factor = flat.view(value.shape).to(value)
         value.mul_(factor)
-        kept[f"{axis.kind}_exp_avg"].div_(factor)
-        kept[f"{axis.kind}_exp_avg_sq"].div_(factor.square())
+        stored[f"{axis.kind}_exp_avg"].div_(factor)
+        stored[f"{axis.kind}_exp_avg_sq"].div_(factor.square())
     grad = state.parameter.grad
     if grad is not None:
         linear: Matrix = replace(state.matrix, scale="linear")

@@ -25,8 +25,7 @@ from learnable_multipliers._names import (
     unwrap_module,
 )
 from learnable_multipliers._plan import Plan
-
-SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
+from learnable_multipliers.roles import SSM_ROLES
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class FixedMultiplier:
 
 def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
     """Return the known constants of `model` that are not 1."""
-    found: list[FixedMultiplier] = []
+    multipliers: list[FixedMultiplier] = []
     for name, module in unwrap(model).named_modules():
         if module is not unwrap_module(module):
             # The attributes of what it wraps can be read from it, too.
@@ -59,8 +58,8 @@ def fixed_multipliers(model: nn.Module) -> tuple[FixedMultiplier, ...]:
         root = f"{canonical_name(name)}." if name else ""
         for multiplier in own:
             targets = tuple((f"{root}{path}", role) for path, role in multiplier.targets)
-            found.append(replace(multiplier, targets=targets))
-    return tuple(multiplier for multiplier in found if multiplier.value != 1.0)
+            multipliers.append(replace(multiplier, targets=targets))
+    return tuple(multiplier for multiplier in multipliers if multiplier.value != 1.0)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ _FALCON_H1 = (
 def _falcon_h1(model: Any) -> tuple[FixedMultiplier, ...]:
     """Read a Hugging Face `FalconH1ForCausalLM`."""
     layers = [f"model.layers.{i}." for i in range(len(model.model.layers))]
-    found = []
+    multipliers = []
     for constant in _FALCON_H1:
         places = [""] if constant.path.startswith("model.") else layers
         label, value = constant.field, getattr(model.config, constant.field)
@@ -113,8 +112,10 @@ def _falcon_h1(model: Any) -> tuple[FixedMultiplier, ...]:
             (f"{place}{path}.weight", role) for place in places for path, role in constant.targets
         )
         reset = partial(_reset, model, places, constant)
-        found.append(FixedMultiplier(label, float(value), targets, constant.scales_bias, reset))
-    return tuple(found)
+        multipliers.append(
+            FixedMultiplier(label, float(value), targets, constant.scales_bias, reset)
+        )
+    return tuple(multipliers)
 
 
 def _reset(model: Any, places: list[str], constant: _Constant) -> None:
@@ -146,10 +147,10 @@ def initialize_(model: nn.Module, plan: Plan) -> Plan:
     parameters = plan.resolve(model)
     fixed = {multiplier.field: multiplier for multiplier in fixed_multipliers(model)}
     for field, value in plan.folds:
-        found = fixed[field].value if field in fixed else 1.0
-        if found != value:
+        current = fixed[field].value if field in fixed else 1.0
+        if current != value:
             raise ValueError(
-                f"the plan folds {field} = {value:g}, but the model has {found:g}: was it folded "
+                f"the plan folds {field} = {value:g}, but the model has {current:g}: was it folded "
                 "already? Use the plan that initialize_ returned, or make a new one."
             )
     for entry in plan.entries:

@@ -46,10 +46,10 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
     FSDP2, DDP's composable form and `parametrize` give it a subclass of their own making.
     """
-    found = type(module)
-    while found.__module__.startswith("torch.") and _DERIVED.match(found.__name__):
-        found = found.__bases__[-1]
-    return found
+    cls = type(module)
+    while cls.__module__.startswith("torch.") and _DERIVED.match(cls.__name__):
+        cls = cls.__bases__[-1]
+    return cls
 
 
 def canonical_name(name: str) -> str:

@@ -159,9 +159,9 @@ class Plan:
         for name, shape in planned.items():
             if name not in present or tuple(present[name].shape) == shape:
                 continue
-            found = tuple(present[name].shape)
-            flat = " (flattened by its wrapper: use FSDP2)" if len(found) < len(shape) else ""
-            problems.append(f"{name} has shape {found}, planned {shape}{flat}")
+            actual = tuple(present[name].shape)
+            flat = " (flattened by its wrapper: use FSDP2)" if len(actual) < len(shape) else ""
+            problems.append(f"{name} has shape {actual}, planned {shape}{flat}")
         if problems:
             more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
             name = class_of(unwrap(model)).__name__

@@ -69,13 +69,28 @@ def plan(
     roles = read_roles(bare)
     if derive and placement != "symmetry-aware":
         raise ValueError(f"derive=True computes the symmetry-aware placement, not {placement!r}")
+    if not derive and (inputs is not None or proxy != "auto"):
+        name = "proxy" if inputs is None else "inputs"
+        raise ValueError(f"`{name}` has no effect without derive=True: set that, or leave it out")
+    rules = check_rules(rules)
+    if placement == "none" and not rules:
+        for name, value, default in (
+            ("scale", scale, "linear"),
+            ("init", init, "one"),
+            ("train", train, "all"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with the placement 'none' and no rules: no "
+                    "matrix carries multipliers"
+                )
     carried, unconfirmed = derived_placement(bare, inputs, proxy) if derive else ({}, ())
-    planner = _Planner(placement, check_rules(rules), carried, train, scale, init == "fold")
+    planner = _Planner(placement, rules, carried, train, scale, init == "fold")
     entries = tuple(planner.entry(parameter) for parameter in roles.parameters)
     planner.check(roles.parameters)
     entries, folds, kept = planner.fold(entries, fixed_multipliers(bare))
     assumptions = roles.assumptions if placement == "symmetry-aware" and not derive else ()
-    made = Plan(
+    planned = Plan(
         model=class_of(bare).__name__,
         placement=placement,
         entries=entries,
@@ -83,12 +98,12 @@ def plan(
         assumptions=(*assumptions, *kept),
     )
     if derive:
-        remaining = find_symmetries(bare, made, inputs, proxy=proxy)
+        remaining = find_symmetries(bare, planned, inputs, proxy=proxy)
         unsure = dict.fromkeys((*unconfirmed, *remaining.unconfirmed))
         words = [str(symmetry) for symmetry in remaining]
         words += [f"perhaps, found on a small proxy but not confirmed: {text}" for text in unsure]
-        made = replace(made, symmetries=tuple(words))
-    return made
+        planned = replace(planned, symmetries=tuple(words))
+    return planned
 
 
 @dataclass(frozen=True)
@@ -262,7 +277,8 @@ class _Planner:
         for index, rule in enumerate(self.rules):
             if rule.only is not None or not rule.finds(parameter.name):
                 continue
-            if rule.kind not in (None, "none") or rule.describes or rule.init is not None:
+            needs_matrix = rule.describes or rule.init is not None or rule.scale is not None
+            if rule.kind not in (None, "none") or needs_matrix:
                 self.found_vectors.setdefault(index, parameter)
             else:
                 self.used.add(index)
@@ -292,7 +308,7 @@ class _Planner:
             if not any(part.role in QKV for part in parameter.parts):
                 raise ValueError(
                     f"rule {quoted(rule.pattern)} sets the heads of {parameter.name}, which holds "
-                    "no query, key or value; if it does, say so with role or split"
+                    "no query, key or value; if it does, set role or split"
                 )
             parts = tuple(
                 replace(part, head_dim=rule.head_dim) if part.role in QKV else part
@@ -346,10 +362,12 @@ def _no_heads(parameter: ParameterRole, part: Part) -> ValueError:
     """Return the error for a multiplier per head if no heads are known."""
     advice = 'heads are those of query, key and value; narrow the rule, such as with only="query"'
     if part.role == UNKNOWN:
-        advice = "its role is unknown; say with role or split where its queries, keys or values are"
+        advice = (
+            "its role is unknown; set role or split to show where its queries, keys or values are"
+        )
     elif part.role in QKV:
         rule = f'lrm.Rule(r"{re.escape(parameter.name)}", "per-head", head_dim=64)'
-        advice = f"the model does not tell how many rows a head has; say it with a rule, {rule}"
+        advice = f"the model does not show how many rows a head has; set it with a rule, {rule}"
     return ValueError(
         f"{parameter.name} ({part.role}) cannot have one multiplier for each head: {advice}"
     )

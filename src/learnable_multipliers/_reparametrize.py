@@ -142,17 +142,17 @@ def explicit_multipliers(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Values are the multipliers themselves, on the log scale too; `row` spans all rows, with 1 for
     blocks that carry none.
     """
-    found = {}
+    by_identity = {}
     for path, _, _, parametrization in _parametrized(unwrap(model)):
         carried = parametrization[0]
         assert isinstance(carried, Multipliers)
-        found.setdefault(id(carried), (canonical_name(path), carried))
+        by_identity.setdefault(id(carried), (canonical_name(path), carried))
     return {
         path: {
             name: multiplier(carried.matrix, value).detach().clone()
             for name, value in carried.values().items()
         }
-        for path, carried in found.values()
+        for path, carried in by_identity.values()
     }
 
 
@@ -204,11 +204,11 @@ def _parametrized(
         parametrizations = module._modules.get("parametrizations")
         if not isinstance(parametrizations, nn.ModuleDict):
             continue
-        for leaf, found in parametrizations.items():
-            if isinstance(found, parametrize.ParametrizationList) and isinstance(
-                found[0], Multipliers
+        for leaf, parametrization in parametrizations.items():
+            if isinstance(parametrization, parametrize.ParametrizationList) and isinstance(
+                parametrization[0], Multipliers
             ):
-                yield f"{name}.{leaf}" if name else leaf, module, leaf, found
+                yield f"{name}.{leaf}" if name else leaf, module, leaf, parametrization
 
 
 def _remember_order(owner: nn.Module) -> None:

@@ -91,6 +91,26 @@ class Rule:
             raise ValueError(f"train is 'all' or 'multipliers', got {self.train!r}")
         if self.init_keeps not in ("function", "raw"):
             raise ValueError(f"init_keeps is 'function' or 'raw', got {self.init_keeps!r}")
+        if self.repeats != 1 and self.split is None:
+            raise ValueError(
+                f"repeats={self.repeats} has no effect without `split`, whose pattern it repeats"
+            )
+        if self.init_keeps == "raw" and self.init in (None, "fold"):
+            raise ValueError(
+                "init_keeps='raw' has no effect without a number in `init`: give one, or leave "
+                "init_keeps out"
+            )
+        if self.kind == "none" and self.init == "fold":
+            raise ValueError(
+                "init='fold' has no effect on kind 'none', which has no multiplier to start"
+            )
+        if self.train == "multipliers":
+            for name in ("lr_scale", "weight_decay"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} has no effect with train='multipliers', which keeps the raw "
+                        "weight fixed: leave one of them out"
+                    )
         if self.only is not None and self.describes:
             raise ValueError("a rule with `only` cannot set a matrix's role, split, axes or heads")
         if self.role is not None and self.split is not None:
@@ -99,8 +119,8 @@ class Rule:
     @property
     def describes(self) -> bool:
         """Whether the rule describes a matrix, and not only sets its multipliers."""
-        told = (self.role, self.split, self.transposed, self.head_dim)
-        return any(value is not None for value in told)
+        descriptions = (self.role, self.split, self.transposed, self.head_dim)
+        return any(value is not None for value in descriptions)
 
     def finds(self, name: str) -> bool:
         """Return whether the pattern occurs in a parameter's name."""
@@ -110,10 +130,10 @@ class Rule:
 def check_rules(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return rules as a tuple; raise if they are anything else."""
     check_type(rules, Iterable, "a list of lrm.Rule")
-    found = tuple(rules)
-    for rule in found:
+    rules = tuple(rules)
+    for rule in rules:
         check_type(rule, Rule, "a list of lrm.Rule")
-    return found
+    return rules
 
 
 def as_number(name: str, value: Any) -> float:
@@ -132,16 +152,16 @@ def quoted(pattern: str) -> str:
 
 def unmatched_error(rule: Rule, names: Sequence[str]) -> ValueError:
     """Return the error for a rule that matched nothing, with the closest names."""
-    found = [name for name in names if rule.finds(name)]
-    if found and rule.only is not None:
+    matches = [name for name in names if rule.finds(name)]
+    if matches and rule.only is not None:
         return ValueError(
-            f"rule {quoted(rule.pattern)} finds {found[0]!r}, but nothing of role {rule.only!r} "
+            f"rule {quoted(rule.pattern)} finds {matches[0]!r}, but nothing of role {rule.only!r} "
             "that an earlier rule has not decided"
         )
-    if found:
+    if matches:
         return ValueError(
             f"rule {quoted(rule.pattern)} decides nothing: earlier rules match all it finds, such "
-            f"as {found[0]!r}; put it before them"
+            f"as {matches[0]!r}; put it before them"
         )
     plain = re.sub(r"[^\w.]", "", rule.pattern.replace("\\.", "."))
     close = difflib.get_close_matches(plain, names, n=3, cutoff=0.0)

@@ -84,10 +84,10 @@ class Diagnosis:
             name: {"bands": [asdict(band) for band in rows.bands]}
             for name, rows in self.rows.items()
         }
-        found: dict[str, Any] = {"readings": [asdict(r) for r in self.readings], "rows": bands}
+        data: dict[str, Any] = {"readings": [asdict(r) for r in self.readings], "rows": bands}
         if self.assumptions:
-            found["assumptions"] = list(self.assumptions)
-        return found
+            data["assumptions"] = list(self.assumptions)
+        return data
 
 
 def count_verdicts(readings: Iterable[TensorReading]) -> dict[str, dict[Verdict, int]]:
@@ -214,9 +214,9 @@ def _render(readings: Sequence[TensorReading], rows: Mapping[str, TokenRows]) ->
     table = _table(readings)
     text = aligned(table, (0, len(table[0]) - 1))
     columns = {key: heading for key, heading in _COLUMNS.items() if key != "settling"}
-    for name, found in rows.items():
+    for name, token_rows in rows.items():
         bands = [("rows by frequency", "n", *columns.values(), "verdict")]
-        for band in found.bands:
+        for band in token_rows.bands:
             label = "none" if band.high == 0 else f"{band.low:.0e} to {band.high:.0e}"
             by_signal = band.verdict == "free" and abs(band.log_ratio or 0.0) <= WITHIN
             verdict = f"free ({_BY_SIGNAL})" if by_signal else band.verdict

@@ -72,23 +72,23 @@ class Gains:
             if weight.grad is None:
                 continue
             for part, grad in gain_gradients(matrix, weight.detach(), weight.grad).items():
-                found = self._averages.get((name, part))
-                if found is None:
-                    found = _Averages(torch.zeros_like(grad), torch.zeros_like(grad))
-                    self._averages[name, part] = found
-                found.add(grad)
+                averages = self._averages.get((name, part))
+                if averages is None:
+                    averages = _Averages(torch.zeros_like(grad), torch.zeros_like(grad))
+                    self._averages[name, part] = averages
+                averages.add(grad)
 
     def read(self) -> tuple[Gain, ...]:
         """Return the indicators so far; a matrix whose gradients were all zero has none."""
-        found = []
+        gains = []
         for (name, part), averages in self._averages.items():
             value = noise_indicator(averages.first, averages.second, *BETAS, averages.steps)
             indicator, size = value.item(), averages.first.numel()
             if indicator == indicator:
-                found.append(
+                gains.append(
                     Gain(name=name, part=part, size=size, steps=averages.steps, indicator=indicator)
                 )
-        return tuple(found)
+        return tuple(gains)
 
 
 def gain_gradients(
@@ -101,9 +101,9 @@ def gain_gradients(
     out_dim, in_dim = matrix.dims
     dtype = raw_dtype(weight)
     product = weight.to(dtype) * grad.to(dtype)
-    found: dict[Literal["row", "col"], Tensor] = {}
+    sums: dict[Literal["row", "col"], Tensor] = {}
     if matrix.row:
-        found["row"] = full(product.sum(in_dim))
+        sums["row"] = full(product.sum(in_dim))
     if matrix.col:
-        found["col"] = full(product.sum(out_dim))
-    return found
+        sums["col"] = full(product.sum(out_dim))
+    return sums

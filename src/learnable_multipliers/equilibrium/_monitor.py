@@ -26,6 +26,7 @@ from learnable_multipliers.equilibrium._sources import Source
 from learnable_multipliers.symmetry import Symmetries
 
 _GAINS = {"row": "rows", "col": "columns"}
+_DRIFT_BOUND = 10.0
 
 
 @dataclass(frozen=True)
@@ -71,25 +72,25 @@ class Health:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers under flat names, for any logger."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.ranges:
-            found["multipliers/smallest"] = min(r.smallest for r in self.ranges)
-            found["multipliers/largest"] = max(r.largest for r in self.ranges)
-            found["multipliers/crossed_zero"] = sum(r.num_crossed for r in self.ranges)
+            metrics["multipliers/smallest"] = min(r.smallest for r in self.ranges)
+            metrics["multipliers/largest"] = max(r.largest for r in self.ranges)
+            metrics["multipliers/crossed_zero"] = sum(r.num_crossed for r in self.ranges)
         for words, drifts in self.drifts.items():
-            found[f"drift/{words}"] = rms_of(drifts)
+            metrics[f"drift/{words}"] = rms_of(drifts)
         if self.drifts:
-            found["drift/largest"] = max(d.largest for ds in self.drifts.values() for d in ds)
+            metrics["drift/largest"] = max(d.largest for ds in self.drifts.values() for d in ds)
         for kind, counts in count_verdicts(self.readings).items():
             for verdict in ("trapped", "free"):
-                found[f"{verdict}/{PLURAL[kind]}"] = counts[verdict] / sum(counts.values())
+                metrics[f"{verdict}/{PLURAL[kind]}"] = counts[verdict] / sum(counts.values())
             indicators = (r.indicator for r in self.readings if r.kind == kind)
             if known := [indicator for indicator in indicators if indicator is not None]:
-                found[f"noise/{PLURAL[kind]}"] = statistics.median(known)
+                metrics[f"noise/{PLURAL[kind]}"] = statistics.median(known)
         for part, plural in _GAINS.items():
             if known := [gain.indicator for gain in self.gains if gain.part == part]:
-                found[f"gains/{plural}"] = statistics.median(known)
-        return found
+                metrics[f"gains/{plural}"] = statistics.median(known)
+        return metrics
 
     def __str__(self) -> str:
         lines = [summarize(count_verdicts(self.readings))]
@@ -140,12 +141,17 @@ class Monitor:
         optimizer: Optimizer,
         symmetries: Symmetries | None = None,
         *,
-        drift_bound: float = 10.0,
+        drift_bound: float = _DRIFT_BOUND,
         model: nn.Module | None = None,
         gains: bool = False,
     ):
         if not drift_bound > 1:
             raise ValueError(f"drift_bound is a factor greater than 1, got {drift_bound:g}")
+        if drift_bound != _DRIFT_BOUND and symmetries is None:
+            raise ValueError(
+                "drift_bound has no effect without symmetries: give those of "
+                "lrm.find_symmetries(model, plan, inputs), or leave it out"
+            )
         self._source, self._bound = Source(optimizer, model), drift_bound
         if self._source.ours is None and symmetries is not None:
             raise ValueError(
@@ -243,9 +249,9 @@ class Monitor:
         self._skipped_before = self._source.num_skipped - state["num_skipped"]
         self._starts = {key: state["starts"][_joined(key)] for key in self._starts}
         for key, signs in self._signs.items():
-            found = state["signs"].get(_joined(key))
+            saved = state["signs"].get(_joined(key))
             ones = torch.ones_like(signs)
-            self._signs[key] = ones if found is None else signs.new_tensor(found).view_as(signs)
+            self._signs[key] = ones if saved is None else signs.new_tensor(saved).view_as(signs)
         for words, positions in self._positions.items():
             if words in state["positions"]:
                 self._positions[words] = tuple(
@@ -306,11 +312,11 @@ def _range(tensor: TrainedTensor, signs: Tensor) -> Range:
 
 
 def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:
-    crossed = [found for found in ranges if found.num_crossed]
+    crossed = [r for r in ranges if r.num_crossed]
     if not crossed:
         return
     kinds = {"row": "row multipliers", "col": "column multipliers", "scalar": "multipliers"}
-    most = max(crossed, key=lambda found: found.num_crossed)
+    most = max(crossed, key=lambda r: r.num_crossed)
     count, size = sum(r.num_crossed for r in crossed), sum(r.size for r in ranges)
     others = f", and elsewhere ({len(crossed) - 1} more)" if len(crossed) > 1 else ""
     yield Alarm(
@@ -324,11 +330,11 @@ def _crossings(ranges: Sequence[Range]) -> Iterator[Alarm]:
 
 
 def _drifted(drifts: Mapping[str, Iterable[Drift]], bound: float) -> Iterator[Alarm]:
-    farthest = {words: max(found, key=lambda d: d.largest) for words, found in drifts.items()}
-    past = [found for found in farthest.values() if found.largest > math.log(bound)]
+    farthest = {words: max(alike, key=lambda d: d.largest) for words, alike in drifts.items()}
+    past = [worst for worst in farthest.values() if worst.largest > math.log(bound)]
     if not past:
         return
-    most = max(past, key=lambda found: found.largest)
+    most = max(past, key=lambda worst: worst.largest)
     others = f", and others ({len(past) - 1} more)" if len(past) > 1 else ""
     yield Alarm(
         "drift past the bound",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -250,25 +250,43 @@ class Expectations:
             self._states[walk] = state, kept * abs(1 - own * decay)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the walks as plain numbers."""
-        return {
-            "steps": self.steps,
-            # Saved Monitor states have these reprs as keys: renaming TensorWalk, RandomWalk or one
-            # of their fields would make them unreadable.
-            "walks": {str(walk): [*s, kept] for walk, (s, kept) in self._states.items()},
-        }
+        """Return the state of the walks as plain numbers and strings."""
+        walks = [
+            {
+                "walk": asdict(walk.walk),
+                "lr_scale": walk.lr_scale,
+                "weight_decay": walk.weight_decay,
+                "state": state._asdict(),
+                "kept": kept,
+            }
+            for walk, (state, kept) in self._states.items()
+        ]
+        return {"steps": self.steps, "walks": walks}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the same walks."""
-        missing = [str(walk) for walk in self._states if str(walk) not in state["walks"]]
-        if missing:
+        try:
+            steps = int(state["steps"])
+            states = {
+                TensorWalk(RandomWalk(**entry["walk"]), entry["lr_scale"], entry["weight_decay"]): (
+                    BrownianState(**entry["state"]),
+                    float(entry["kept"]),
+                )
+                for entry in state["walks"]
+            }
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"this state is of another run, or settings were changed: it knows no {missing[0]}"
+                "not the state of a monitor, or of another version of it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        differing = sorted(map(str, states.keys() ^ self._states.keys()))
+        if differing:
+            raise ValueError(
+                "this state is of another run, or settings were changed: only one of the two has "
+                f"{differing[0]}"
             )
-        self.steps = state["steps"]
-        for walk in self._states:
-            *brownian, kept = state["walks"][str(walk)]
-            self._states[walk] = BrownianState(*brownian), kept
+        self.steps = steps
+        self._states = {walk: states[walk] for walk in self._states}
 
     def of(self, tensor: TrainedTensor, taken: int) -> tuple[Expectation | None, str]:
         """Return the expectation for a tensor after the steps taken, or None and the reason."""

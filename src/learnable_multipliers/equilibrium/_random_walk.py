@@ -243,8 +243,14 @@ def equilibrium_rms(
         betas: AdamW's (0.9, 0.95 by default; beta2 has no part in the form), Lion's (0.9, 0.99).
         momentum: Muon's (0.95), SGD's (0.9). `nesterov`: Muon's (True), SGD's (False).
         adjust_lr: Muon's, as in `lrm.Muon`; so are `coefficients`.
-        shape: Of the matrix, (out, in); only Muon's walk depends on it.
+        shape: Of the matrix, (out, in), for Muon with `coefficients` or `adjust_lr="original"`.
     """
+    by_shape = settings.get("coefficients") or settings.get("adjust_lr") == "original"
+    if shape is not None and not (optimizer == "muon" and by_shape):
+        raise ValueError(
+            "shape has no effect here: only Muon's walk depends on it, with `coefficients` or "
+            'adjust_lr="original"'
+        )
     return random_walk(optimizer, shape=shape, **settings).equilibrium(lr, weight_decay)
 
 

@@ -292,5 +292,5 @@ def _indicator(tensor: TrainedTensor, rows: Tensor | EllipsisType = ...) -> floa
     if tensor.first is None or tensor.second is None or tensor.steps == 0:
         return None
     first, second = tensor.first[rows], tensor.second[rows]
-    found = noise_indicator(first, second, *tensor.betas, tensor.steps).item()
-    return None if math.isnan(found) else found
+    indicator = noise_indicator(first, second, *tensor.betas, tensor.steps).item()
+    return None if math.isnan(indicator) else indicator

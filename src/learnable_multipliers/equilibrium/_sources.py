@@ -34,23 +34,28 @@ class Source:
     """The optimizer if it is one of this library."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None):
-        found = innermost(optimizer)
-        self.optimizer: Optimizer = found
-        self.ours = found if isinstance(found, MultiplierOptimizer) else None
+        inner = innermost(optimizer)
+        self.optimizer: Optimizer = inner
+        self.ours = inner if isinstance(inner, MultiplierOptimizer) else None
         self._entries: dict[int, PlanEntry] = {}
-        if self.ours is not None:
-            return
         name = type(optimizer).__name__
+        if self.ours is not None:
+            if model is not None:
+                raise ValueError(
+                    f"`model` has no effect with {name}, which knows the names of its parameters: "
+                    "leave it out"
+                )
+            return
         if model is None:
             raise TypeError(
                 f"expected an optimizer of this library, got {name}; give its model, too, to read "
                 "one of torch as it is (model=model), or wrap it: "
                 "lrm.LearnableMultipliers(optimizer, model, plan)"
             )
-        _check_known(found)
+        _check_known(inner)
         planned = plan(model, "none")
         self._entries = {id(p): planned[name] for name, p in named_parameters(model)}
-        _check_names(found, self._entries)
+        _check_names(inner, self._entries)
 
     @property
     def is_plain(self) -> bool:

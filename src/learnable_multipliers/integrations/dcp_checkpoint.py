@@ -76,13 +76,13 @@ def read_dcp_checkpoint(folder: Path, model: nn.Module | None = None) -> SavedRu
         raise ValueError(f"{folder / METADATA} is not read: {error}") from error
     keys = metadata.state_dict_metadata
     pattern = re.compile(rf"(.*?)\bstate\.(.+)\.({'|'.join(_MOMENTS)})")
-    found = [match for key in keys if (match := pattern.fullmatch(key))]
-    if not found:
+    moments = [match for key in keys if (match := pattern.fullmatch(key))]
+    if not moments:
         raise ValueError(
             f"{folder} has no optimizer state by parameter names: save that of "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
         )
-    prefix, names = found[0][1], [match[2] for match in found]
+    prefix, names = moments[0][1], [match[2] for match in moments]
     weights = _weight_keys(folder, names, list(keys), prefix)
     values = _load(
         folder,
@@ -160,10 +160,10 @@ def _groups(
     flat = []
     for name in names:
         keys = {setting: f"{head}{name}.{setting}" for setting in _SETTINGS}
-        found = {setting: values[key] for setting, key in keys.items() if key in values}
-        if "lr" not in found:
+        settings = {setting: values[key] for setting, key in keys.items() if key in values}
+        if "lr" not in settings:
             raise ValueError(f"{folder} has no settings of the optimizer for {name}")
-        flat.append({**found, "params": [name]})
+        flat.append({**settings, "params": [name]})
     return flat
 
 

@@ -16,15 +16,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.integrations import missing, new_alarms
+from learnable_multipliers.equilibrium._monitor import Health, Monitor
+from learnable_multipliers.integrations._health import read_health
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.optim import unwrap
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import rank_zero_warn
 except ImportError as error:
-    raise missing("lightning") from error
+    raise missing_extra("lightning") from error
 
 __all__ = ["MultiplierCallback", "MultiplierClipping"]
 
@@ -67,7 +68,7 @@ class MultiplierCallback(Callback):
 
     def __init__(self, every: int | None = None, *, matrices: bool = False, **monitor: Any):
         self.every, self.matrices, self._settings = every, matrices, monitor
-        self.health = None
+        self.health: Health | None = None
         self._monitor: Monitor | None = None
         self._saved: dict[str, Any] = {}
         self._seen_alarms: set[str] = set()
@@ -104,15 +105,14 @@ class MultiplierCallback(Callback):
 
     def _read(self) -> dict[str, float]:
         assert self._monitor is not None
-        self.health = health = self._monitor.health()
-        metrics = health.metrics()
-        if self._optimizer.grad_norm is not None:
-            metrics["raw_grad_norm"] = float(self._optimizer.grad_norm)
+        self.health, metrics, alarms = read_health(
+            self._monitor, self._optimizer, self._seen_alarms
+        )
         if self.matrices:
-            for found in health.ranges:
-                metrics[f"multipliers/{found.name}.{found.part}/smallest"] = found.smallest
-                metrics[f"multipliers/{found.name}.{found.part}/largest"] = found.largest
-        for alarm in new_alarms(health.alarms, self._seen_alarms):
+            for matrix in self.health.ranges:
+                metrics[f"multipliers/{matrix.name}.{matrix.part}/smallest"] = matrix.smallest
+                metrics[f"multipliers/{matrix.name}.{matrix.part}/largest"] = matrix.largest
+        for alarm in alarms:
             rank_zero_warn(str(alarm))
         return metrics
 

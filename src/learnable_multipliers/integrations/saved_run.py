@@ -44,24 +44,24 @@ def rebuild_optimizer(
             f"{folder} was trained with multipliers: load it as you resume it, and give its "
             "optimizer to lrm.diagnose(optimizer)"
         )
-    kept = {key for state in states.values() for key in state}
+    entries = {key for state in states.values() for key in state}
     notes = []
-    if {"exp_avg", "exp_avg_sq", "step"} <= kept and all("betas" in group for group in groups):
+    if {"exp_avg", "exp_avg_sq", "step"} <= entries and all("betas" in group for group in groups):
         if any("decoupled_weight_decay" not in group for group in groups):
             notes.append(
                 "the optimizer is AdamW, whose state an older PyTorch did not mark as such"
             )
         decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
-        made = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif "momentum_buffer" in kept and all("ns_coefficients" in group for group in groups):
-        made = torch.optim.Muon
+        optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+    elif "momentum_buffer" in entries and all("ns_coefficients" in group for group in groups):
+        optimizer_class = torch.optim.Muon
     else:
-        found = ", ".join(sorted(kept)) or "nothing"
+        shown = ", ".join(sorted(entries)) or "nothing"
         raise ValueError(
-            f"{folder} has the state of an optimizer that cannot be read (it keeps {found}): "
+            f"{folder} has the state of an optimizer that cannot be read (it keeps {shown}): "
             "needed are those of torch.optim.AdamW, Adam or Muon"
         )
-    optimizer = made([dict(group) for group in groups])
+    optimizer = optimizer_class([dict(group) for group in groups])
     # Not by load_state_dict, which would cast the moments to the dtype of the weights.
     for parameter, state in states.items():
         optimizer.state[parameter] = state

@@ -18,7 +18,8 @@ from torch import nn
 
 from learnable_multipliers._rules import Rule
 from learnable_multipliers.equilibrium._monitor import Health, Monitor
-from learnable_multipliers.integrations import missing, new_alarms
+from learnable_multipliers.integrations._health import read_health
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.optim import AdamW, Muon
 
 try:
@@ -27,7 +28,7 @@ try:
     from torchtitan.tools.logging import logger
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise missing("torchtitan") from error
+    raise missing_extra("torchtitan") from error
 
 __all__ = ["MetricsProcessor", "OptimizersContainer", "with_multipliers"]
 
@@ -150,12 +151,12 @@ class MetricsProcessor(metrics.MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Add the health of the run, read on all ranks."""
-        found: dict[str, Any] = {}
+        extra = dict(extra_metrics or {})
         if isinstance(self.optimizers, OptimizersContainer):
-            self.health = health = self.optimizers.monitor.health()
-            norm = self.optimizers.optimizers[0].grad_norm
-            found = health.metrics() | ({} if norm is None else {"raw_grad_norm": float(norm)})
-            for alarm in new_alarms(health.alarms, self._seen_alarms):
+            self.health, metrics, alarms = read_health(
+                self.optimizers.monitor, self.optimizers.optimizers[0], self._seen_alarms
+            )
+            extra.update(metrics)
+            for alarm in alarms:
                 logger.warning(str(alarm))
-        extra = {**(extra_metrics or {}), **found}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from learnable_multipliers.integrations import missing
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.integrations.saved_run import SavedRun, rebuild_optimizer
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -27,12 +27,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the folder, or the newest `checkpoint-N` in it; None if Trainer wrote neither."""
     if (folder / STATE).is_file() or (folder / OPTIMIZER).is_file():
         return folder
-    found = [
+    checkpoints = [
         (int(match[1]), path)
         for path in folder.glob("checkpoint-*")
         if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / STATE).is_file()
     ]
-    return max(found)[1] if found else None
+    return max(checkpoints)[1] if checkpoints else None
 
 
 def read_trainer_checkpoint(folder: Path) -> SavedRun:
@@ -45,7 +45,7 @@ def read_trainer_checkpoint(folder: Path) -> SavedRun:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}: {why}")
     saved = _tensors(folder / OPTIMIZER)
-    told = json.loads((folder / STATE).read_text())
+    trainer_state = json.loads((folder / STATE).read_text())
     model = _model(folder)
     groups = [{**group, "params": params} for group, params in _grouped(folder, saved, model)]
     states = {
@@ -58,10 +58,10 @@ def read_trainer_checkpoint(folder: Path) -> SavedRun:
         if "exp_avg" in state and state["exp_avg"].shape != parameter.shape:
             raise ValueError(_other_order(folder))
     optimizer, notes = rebuild_optimizer(folder, groups, states)
-    step = int(told["global_step"])
+    step = int(trainer_state["global_step"])
     logged = {
         int(entry["step"]): float(entry["learning_rate"])
-        for entry in told.get("log_history", [])
+        for entry in trainer_state.get("log_history", [])
         if "learning_rate" in entry and "step" in entry
     }
     lrs = None
@@ -125,7 +125,7 @@ def _model(folder: Path) -> nn.Module:
         import transformers
         from transformers.utils import logging
     except ImportError as error:
-        raise missing("transformers") from error
+        raise missing_extra("transformers") from error
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The head that was trained, where this version of transformers has it.
     names = getattr(config, "architectures", None) or [""]

@@ -30,7 +30,8 @@ from learnable_multipliers._plan import Plan
 from learnable_multipliers._planner import plan
 from learnable_multipliers._rules import Rule, Train
 from learnable_multipliers.equilibrium._monitor import Monitor
-from learnable_multipliers.integrations import missing, new_alarms
+from learnable_multipliers.integrations._health import read_health
+from learnable_multipliers.integrations._missing import missing_extra
 from learnable_multipliers.optim import AdamW, LearnableMultipliers, Muon, unwrap
 from learnable_multipliers.optim._base import MultiplierOptimizer
 from learnable_multipliers.symmetry import Symmetries
@@ -40,7 +41,7 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.utils import logging
 except ImportError as error:
-    raise missing("transformers") from error
+    raise missing_extra("transformers") from error
 
 __all__ = ["MultiplierCallback", "OptimizerFactory"]
 
@@ -74,31 +75,35 @@ class OptimizerFactory:
         **settings: Any,
     ) -> MultiplierOptimizer:
         """Return the optimizer of a model."""
-        made = _OURS.get(optimizer) if isinstance(optimizer, str) else optimizer
-        if not isinstance(made, type):
+        optimizer_class = _OURS.get(optimizer) if isinstance(optimizer, str) else optimizer
+        if not isinstance(optimizer_class, type):
             known = ", ".join(repr(name) for name in _OURS)
             raise ValueError(
                 f"unknown optimizer {optimizer!r}; choose from {known} or give a class of torch"
             )
         if training_args is not None:
             _check_clipping(training_args)
-            settings = {**_settings_of(training_args, made), **settings}
+            settings = {**_settings_of(training_args, optimizer_class), **settings}
             if "lr" not in settings:
                 raise ValueError(
-                    f"{made.__name__} does not show that it takes lr, so that the training "
-                    "arguments would not count: give OptimizerFactory its settings, "
+                    f"{optimizer_class.__name__} does not show that it takes lr, so that the "
+                    "training arguments would not count: give OptimizerFactory its settings, "
                     '{"lr": args.learning_rate, ...}'
                 )
         elif "lr" not in settings:
             raise ValueError(
-                "Trainer tells an optimizer factory nothing of its arguments, so its learning rate "
+                "Trainer passes an optimizer factory none of its arguments, so its learning rate "
                 'would not count: give OptimizerFactory {"training_args": args}, or {"lr": ...}'
             )
-        if train != "all" and not isinstance(placement, Plan):
+        if train != "all":
+            if isinstance(placement, Plan):
+                raise ValueError("train is for making a plan, and a plan was given: set it there")
             placement, rules = plan(model, placement, rules, train=train), ()
-        if issubclass(made, MultiplierOptimizer):
-            return made.from_model(model, placement, rules=rules, **settings)
-        return LearnableMultipliers.from_model(made, model, placement, rules=rules, **settings)
+        if issubclass(optimizer_class, MultiplierOptimizer):
+            return optimizer_class.from_model(model, placement, rules=rules, **settings)
+        return LearnableMultipliers.from_model(
+            optimizer_class, model, placement, rules=rules, **settings
+        )
 
 
 class MultiplierCallback(TrainerCallback, ExportableState):
@@ -142,9 +147,9 @@ class MultiplierCallback(TrainerCallback, ExportableState):
             self.monitor.close()
         self.monitor = Monitor(optimizer, self.symmetries, drift_bound=self.drift_bound)
         # Trainer expects an entry here, even if the checkpoint was made without this callback.
-        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if state.global_step and kept["attributes"]["seen"] is not None:
-            self.monitor.load_state_dict(kept["attributes"]["seen"])
+        entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step and entry["attributes"]["seen"] is not None:
+            self.monitor.load_state_dict(entry["attributes"]["seen"])
 
     def state(self) -> dict[str, Any]:
         """Return the entry of a checkpoint: the state of the monitor."""
@@ -156,13 +161,12 @@ class MultiplierCallback(TrainerCallback, ExportableState):
         logs = kwargs["logs"]
         if self.monitor is None or "loss" not in logs:
             return
-        optimizer, health = unwrap(kwargs["optimizer"]), self.monitor.health()
-        found = {**health.metrics(), "skipped_steps": optimizer.num_skipped}
-        if optimizer.grad_norm is not None:
-            found["raw_grad_norm"] = optimizer.grad_norm.item()
-        logs.update(found)
-        state.log_history[-1].update(found)
-        for alarm in new_alarms(health.alarms, self._seen_alarms):
+        optimizer = unwrap(kwargs["optimizer"])
+        _, metrics, alarms = read_health(self.monitor, optimizer, self._seen_alarms)
+        metrics["skipped_steps"] = optimizer.num_skipped
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)
+        for alarm in alarms:
             if state.is_world_process_zero:
                 _logger.warning(str(alarm))
 
@@ -174,14 +178,14 @@ class MultiplierCallback(TrainerCallback, ExportableState):
 
 def _settings_of(args: Any, optimizer: type[Optimizer]) -> dict[str, Any]:
     """Return the training arguments that an optimizer takes."""
-    found = {
+    settings = {
         "lr": args.learning_rate,
         "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
     }
     taken = inspect.signature(optimizer).parameters
-    return {n: v for n, v in found.items() if n in taken and _is_meant(n, v, taken[n].default)}
+    return {n: v for n, v in settings.items() if n in taken and _is_meant(n, v, taken[n].default)}
 
 
 def _is_meant(name: str, value: Any, default: Any) -> bool:

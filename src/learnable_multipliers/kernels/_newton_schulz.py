@@ -66,14 +66,14 @@ def symmetric_product_reference(
 ) -> Tensor:
     """Return the same, computed by PyTorch operators."""
     if add is None:
-        found = torch.bmm(a, b.mT)
+        product = torch.bmm(a, b.mT)
         if alpha != 1:
-            found *= alpha
+            product *= alpha
     else:
-        found = torch.baddbmm(add, a, b.mT, beta=beta, alpha=alpha)
+        product = torch.baddbmm(add, a, b.mT, beta=beta, alpha=alpha)
     if diagonal:
-        found.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return found
+        product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return product
 
 
 def _is_faster(a: Tensor) -> bool:

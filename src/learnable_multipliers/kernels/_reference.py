@@ -167,14 +167,14 @@ def _differs(state: ParameterState) -> Tensor:
     if state.factors is None:
         count = min(raw.numel(), 4096)
         flat = torch.arange(count) * (raw.numel() - 1) // max(count - 1, 1)
-        expected, found = raw.view(-1)[flat], weight.reshape(-1)[flat]
+        expected, actual = raw.view(-1)[flat], weight.reshape(-1)[flat]
     else:
         rows, cols = state.factors
         raw, weight = as_stack(raw, state.factors), as_stack(weight, state.factors)
         longer = torch.arange(max(raw.shape[1:]), device=raw.device)
         i, j = longer % raw.shape[1], longer * _SAMPLE_STEP % raw.shape[2]
-        expected, found = rows[:, i] * raw[:, i, j] * cols[:, j], weight[:, i, j]
-    same = (expected.to(found.dtype) == found) | (expected.isnan() & found.isnan())
+        expected, actual = rows[:, i] * raw[:, i, j] * cols[:, j], weight[:, i, j]
+    same = (expected.to(actual.dtype) == actual) | (expected.isnan() & actual.isnan())
     return ~same.all()
 
 

@@ -337,7 +337,7 @@ def multipliers_(
 def touched_from_outside(states: ParameterSet) -> Tensor:
     """Return for each parameter whether a sample of entries differs from what was written."""
     tables = _tables_for(states)
-    found = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
+    touched = torch.zeros(tables.rows, dtype=torch.int32, device=tables.device)
     for kind in tables.kinds:
         if not kind.owns_raw:
             continue
@@ -345,8 +345,8 @@ def touched_from_outside(states: ParameterSet) -> Tensor:
         k.touched_kernel[(len(kind.samples),)](
             tables.addresses, kind.samples, flags, kind.weight_type, kind.factors, _BLOCK
         )
-        found.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
-    return found[tables.indices].bool()
+        touched.scatter_reduce_(0, kind.samples[:, k.SLOT.value], flags, "amax")
+    return touched[tables.indices].bool()
 
 
 def _tables_for(states: ParameterSet, updates: Sequence[Tensor] = ()) -> _Tables:

@@ -213,10 +213,10 @@ class _Measured:
 
     def _capture(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.shape[-1] != self.fan_in:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            captured = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"{self.probe.weight} reads {self.fan_in} features, but what was captured for it "
-                f"is {found}: name the module whose output it reads in Probe(reads=...)"
+                f"is {captured}: name the module whose output it reads in Probe(reads=...)"
             )
         self.x = x.detach()
 
@@ -260,7 +260,7 @@ class _Measured:
         learned = multipliers(self.optimizer).get(name, {})
         if set(learned) - {"scalar"} or any(value.numel() > 1 for value in learned.values()):
             raise ValueError(
-                f"{name} learns {' and '.join(learned)}: the check knows one s for a matrix; "
+                f"{name} learns {' and '.join(learned)}: the check measures one s for a matrix; "
                 "plan it with the scalar placement"
             )
         s = learned["scalar"].item() if learned else 1.0

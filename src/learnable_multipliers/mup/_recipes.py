@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers._multiplier import Kind
 from learnable_multipliers._rules import Rule
-from learnable_multipliers.roles import ROLES, UNKNOWN, check_role
+from learnable_multipliers.roles import ROLES, SSM_ROLES, UNKNOWN, check_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +180,8 @@ def rules(
             to the weights; scalars, unless `kind` is given.
         tuned: Further factors; every pattern for vectors must match one.
     """
+    if multipliers not in (None, "fixed", "learned"):
+        raise ValueError(f"multipliers are 'fixed' or 'learned', got {multipliers!r}")
     tuned = tuned or TunedRates()
     scaled = [role for role, scaling in scalings.items() if scaling.multiplier != 1.0]
     if scaled and multipliers is None:

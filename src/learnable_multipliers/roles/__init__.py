@@ -10,6 +10,7 @@ from learnable_multipliers.roles._fused import QKV
 from learnable_multipliers.roles._model import read_roles
 from learnable_multipliers.roles._tree import (
     ROLES,
+    SSM_ROLES,
     UNKNOWN,
     ModelRoles,
     ParameterRole,
@@ -20,6 +21,7 @@ from learnable_multipliers.roles._tree import (
 __all__ = [
     "QKV",
     "ROLES",
+    "SSM_ROLES",
     "UNKNOWN",
     "ModelRoles",
     "ParameterRole",

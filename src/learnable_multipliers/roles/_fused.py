@@ -130,8 +130,8 @@ def _timm_gated(owner: Any, rows: int) -> FusedLayout | None:
 
 def _sizes(holder: Any, *names: str) -> list[int] | None:
     """Return the sizes an object keeps under `names`; None if one is missing or not a size."""
-    found = [getattr(holder, name, None) for name in names]
-    sizes = [size for size in found if isinstance(size, int) and size > 0]
+    values = [getattr(holder, name, None) for name in names]
+    sizes = [size for size in values if isinstance(size, int) and size > 0]
     return sizes if len(sizes) == len(names) else None
 
 

@@ -11,6 +11,7 @@ from learnable_multipliers._names import children, class_of
 from learnable_multipliers.roles._fused import QKV, known_layout
 from learnable_multipliers.roles._norms import CROSS_ATTENTION, Norms, inner_norms, norms_around
 from learnable_multipliers.roles._tree import (
+    SSM_ROLES,
     UNKNOWN,
     ParameterRole,
     Part,
@@ -222,12 +223,12 @@ def _is_cross_attention(site: Site) -> bool:
 
 def _projections(site: Site) -> dict[str, nn.Module]:
     """Return the linear layers of an attention block, by their names inside it."""
-    found = site.linears
+    linears = site.linears
     for name, child in children(site.module).items():
         if class_of(child).__name__ in _PROJECTIONS:
             inner = Site(site.path(name), child, site.tree).linears
-            found |= {f"{name}.{leaf}": linear for leaf, linear in inner.items()}
-    return found
+            linears |= {f"{name}.{leaf}": linear for leaf, linear in inner.items()}
+    return linears
 
 
 def _only(linears: dict[str, nn.Module], names: tuple[str, ...]) -> str | None:
@@ -253,14 +254,14 @@ def _head_dim(site: Site, role: str, queries: int, rows: int | None = None) -> i
     holders = (site.module, getattr(site.module, "config", None))
 
     def size(*names: str) -> int:
-        found = (getattr(holder, name, None) for holder in holders for name in names)
-        return next((n for n in found if isinstance(n, int) and n > 0), 0)
+        values = (getattr(holder, name, None) for holder in holders for name in names)
+        return next((n for n in values if isinstance(n, int) and n > 0), 0)
 
     num_heads = size(*_HEAD_COUNTS)
-    known = queries // num_heads if num_heads and queries % num_heads == 0 else size(*_HEAD_DIMS)
+    head_dim = queries // num_heads if num_heads and queries % num_heads == 0 else size(*_HEAD_DIMS)
     if role == "value":
-        known = size("v_head_dim") or known
-    return known if known and (rows or queries) % known == 0 else None
+        head_dim = size("v_head_dim") or head_dim
+    return head_dim if head_dim and (rows or queries) % head_dim == 0 else None
 
 
 def _note_unrecognized(site: Site, known: set[str]) -> None:
@@ -298,8 +299,8 @@ def mamba2(site: Site) -> Iterator[ParameterRole]:
     if odd or states <= 0 or site.rows("in_proj") != 2 * inner + 2 * states + heads:
         return
     norms = norms_around(site.tree, site.name, "mixer")
-    sizes = {"ssm-z": inner, "ssm-x": inner, "ssm-B": states, "ssm-C": states, "ssm-dt": heads}
-    parts = (Part(role, size) for role, size in sizes.items())
+    sizes = (inner, inner, states, states, heads)
+    parts = (Part(role, size) for role, size in zip(SSM_ROLES, sizes, strict=True))
     yield site.linear("in_proj", *parts, column_norm=norms.before)
     # The gated norm on the mixer's output, which Falcon-H1 can switch off.
     yield site.whole("out_proj", "ssm-out", norms.after, column_norm=site.norm("norm"))

@@ -47,7 +47,7 @@ _UNGATED = (
     ("w_in", "w_out"),
     ("up", "down"),
 )
-# litgpt's names say nothing of a gate: its classes do.
+# litgpt's names do not show a gate; its classes do.
 _GATED_CLASSES = {
     "LLaMAMLP": (("fc_1", "fc_2", "proj"),),
     "GemmaMLP": (("fc_1", "fc_2", "proj"),),

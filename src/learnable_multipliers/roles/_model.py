@@ -54,12 +54,12 @@ def read_roles(model: nn.Module) -> ModelRoles:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    found = []
+    parameters = []
     for parameter, (name, *aliases) in names.items():
         role = _merge_aliases([_read(tree, groups, heads, alias) for alias in (name, *aliases)])
         frozen = not parameter.requires_grad
-        found.append(replace(role, aliases=tuple(aliases), frozen=frozen))
-    return ModelRoles(tuple(found), tuple(tree.assumptions))
+        parameters.append(replace(role, aliases=tuple(aliases), frozen=frozen))
+    return ModelRoles(tuple(parameters), tuple(tree.assumptions))
 
 
 def _read(
@@ -116,7 +116,7 @@ def _merge_aliases(seen: list[ParameterRole]) -> ParameterRole:
         return replace(first, parts=(part,), note="one matrix is both embedding and head")
     names = " and ".join(sorted("/".join(role) for role in roles))
     parts = (Part(UNKNOWN, first.shape[0]),)
-    return replace(first, parts=parts, repeats=1, note=f"shared by names that say {names}")
+    return replace(first, parts=parts, repeats=1, note=f"shared by parameters named like {names}")
 
 
 def _whole(name: str, shape: tuple[int, ...], role: str, note: str, **more: Any) -> ParameterRole:

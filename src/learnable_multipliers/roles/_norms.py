@@ -69,22 +69,22 @@ class Norms:
 def norms_around(tree: Tree, name: str, kind: BlockKind) -> Norms:
     """Return the learnable norms before and after the block called `name`."""
     levels = list(_levels(tree, name, kind))
-    found = {
+    candidates = {
         path: child
         for level in levels
         for path, child in _norms_in(tree, level)
         if level or not _is_final(path)
     }
-    if not found:
+    if not candidates:
         tree.assume(NO_NORM)
         return Norms()
     if _is_post_norm(tree, levels):
         tree.assume(RESIDUAL_POST_NORM)
         return Norms()
-    before, after = _sort(list(found), kind, name.rpartition(".")[2].lower())
+    before, after = _sort(list(candidates), kind, name.rpartition(".")[2].lower())
     if class_of(tree.modules[levels[-1]]).__name__ in _NORMS_BEHIND:
         before, after = [], before
-    norms = Norms(_learnable(found, before), _learnable(found, after))
+    norms = Norms(_learnable(candidates, before), _learnable(candidates, after))
     tree.assume(PRE_NORM if norms.before else NO_NORM)
     if norms.after:
         tree.assume(NORM_BEHIND)
@@ -101,12 +101,12 @@ def inner_norms(module: nn.Module) -> tuple[str, ...]:
 
 def final_norm(tree: Tree) -> str:
     """Return the name of the last learnable norm outside all layers and embeddings, or none."""
-    found = ""
+    last = ""
     for path, module in tree.modules.items():
         in_layer = any(part.isdigit() for part in path.split("."))
         if not in_layer and is_learnable_norm(module) and "emb" not in path.lower():
-            found = path
-    return found
+            last = path
+    return last
 
 
 def _levels(tree: Tree, name: str, kind: BlockKind) -> Iterator[str]:
@@ -226,15 +226,15 @@ def _subject(name: str, siblings: list[str]) -> BlockKind | Literal[""]:
 def _layer_scale(tree: Tree, layer: str, kind: BlockKind) -> str:
     """Return the name of the trained LayerScale after a block, by timm's names; or none."""
     name = f"{layer}.{'ls1' if kind == 'mixer' else 'ls2'}"
-    found = tree.modules.get(name)
-    if found is None or class_of(found).__name__ != "LayerScale":
+    module = tree.modules.get(name)
+    if module is None or class_of(module).__name__ != "LayerScale":
         return ""
-    return name if getattr(getattr(found, "gamma", None), "requires_grad", False) else ""
+    return name if getattr(getattr(module, "gamma", None), "requires_grad", False) else ""
 
 
-def _learnable(found: dict[str, nn.Module], paths: list[str]) -> str:
+def _learnable(modules: dict[str, nn.Module], paths: list[str]) -> str:
     """Return the name of a learnable norm among several; empty if none is."""
-    learnable = (p for p in paths if all(map(is_learnable_norm, _members(found[p]))))
+    learnable = (p for p in paths if all(map(is_learnable_norm, _members(modules[p]))))
     return next(learnable, "")
 
 

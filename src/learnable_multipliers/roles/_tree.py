@@ -16,11 +16,13 @@ from torch import nn
 from learnable_multipliers._names import canonical_name, children, class_of, unwrap_module
 
 UNKNOWN = "unknown"
+SSM_ROLES = ("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt")
+"""Blocks of rows of Mamba-2's input matrix, in order."""
 ROLES = (
     *("embedding", "position-embedding", "tied-embedding", "head"),
     *("query", "key", "value", "attention-out", "query-latent", "kv-latent"),
     *("gate", "up", "ungated-up", "down"),
-    *("ssm-z", "ssm-x", "ssm-B", "ssm-C", "ssm-dt", "ssm-out"),
+    *(*SSM_ROLES, "ssm-out"),
     *("router", "adapter", UNKNOWN),
 )
 """`ungated-up` is the first matrix of an MLP without a gate: its rows feed only the activation.
@@ -165,8 +167,8 @@ class Site:
     def norm(self, *names: str) -> str:
         """Return the full name of a child that is a learnable norm of one of `names`, if any."""
         inside = children(self.module)
-        found = (n for n in names if n in inside and is_learnable_norm(inside[n]))
-        return next(map(self.path, found), "")
+        norms = (n for n in names if n in inside and is_learnable_norm(inside[n]))
+        return next(map(self.path, norms), "")
 
     def linear(
         self, leaf: str, *parts: Part, column_norm: str = "", note: str = "", **more: Any
@@ -294,6 +296,6 @@ def is_homogeneous(activation: object) -> bool:
 
 def has_homogeneous_activation(module: nn.Module) -> bool:
     """Return whether the activation kept in the module is positively homogeneous."""
-    kept = (getattr(module, leaf, None) for leaf in _ACTIVATIONS)
-    activation = next((found for found in kept if found is not None), None)
+    activations = (getattr(module, leaf, None) for leaf in _ACTIVATIONS)
+    activation = next((activation for activation in activations if activation is not None), None)
     return activation is not None and is_homogeneous(activation)

@@ -132,7 +132,7 @@ def layouts(
         for owner in (module, *getattr(module, "parametrizations", nn.ModuleDict()).values())
         for parameter in owner.parameters(recurse=False)
     }
-    found = {}
+    by_name = {}
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
@@ -140,15 +140,15 @@ def layouts(
         # Depthwise filters are often a bare parameter, (channels, 1, taps).
         is_stack = len(shape) == 3 and shape[1] > 1 and id(parameter) not in filters
         if len(shape) != 2 and not is_stack:
-            found[name] = ParameterLayout(name=name, shape=shape, is_matrix=False)
+            by_name[name] = ParameterLayout(name=name, shape=shape, is_matrix=False)
             continue
         matrix = None if carried is None else carried.get(name)
         if carried is None or (matrix is not None and matrix.carries):
-            found[name] = ParameterLayout(
+            by_name[name] = ParameterLayout(
                 name=name,
                 shape=shape,
                 stack=len(shape) - 2,
                 transposed=name in transposed,
                 matrix=matrix,
             )
-    return found
+    return by_name

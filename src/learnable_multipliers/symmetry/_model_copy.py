@@ -140,14 +140,14 @@ class ModelCopy:
         # If there are few outputs, such as only a loss, take more sets of weights.
         num_points = max(_NUM_POINTS, math.ceil(num_rows / self.outputs().numel()))
         rows_each = math.ceil(num_rows / num_points)
-        found = []
+        derivatives = []
         for _ in range(num_points):
             self._randomize()
             outputs = self.outputs()
             for start in range(0, rows_each, _PROJECTIONS_AT_ONCE):
                 count = min(_PROJECTIONS_AT_ONCE, rows_each - start)
-                found.append(self._derivatives(outputs, count))
-        rows, sizes = (torch.cat(part) for part in zip(*found, strict=True))
+                derivatives.append(self._derivatives(outputs, count))
+        rows, sizes = (torch.cat(part) for part in zip(*derivatives, strict=True))
         if not sizes.isfinite().all():
             raise ValueError(
                 "the model's outputs or their derivatives are not finite at random weights, so its "
@@ -188,18 +188,20 @@ class ModelCopy:
 
     @contextmanager
     def rescaled(self, factors: Mapping[Axis, Tensor]) -> Iterator[None]:
-        """Multiply the entries of axes by factors inside the context."""
+        """Multiply the entries of axes by factors inside the context, and restore them after it."""
         names = {axis.name for axis in factors}
         before = {name: self.parameters[name].detach().clone() for name in names}
-        with torch.no_grad():
-            for axis, factor in factors.items():
-                parameter = self.parameters[axis.name]
-                along = self.layouts[axis.name].along(axis.kind, factor)
-                parameter.copy_((parameter + axis.offset) * along - axis.offset)
-        yield
-        with torch.no_grad():
-            for name, value in before.items():
-                self.parameters[name].copy_(value)
+        try:
+            with torch.no_grad():
+                for axis, factor in factors.items():
+                    parameter = self.parameters[axis.name]
+                    along = self.layouts[axis.name].along(axis.kind, factor)
+                    parameter.copy_((parameter + axis.offset) * along - axis.offset)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    self.parameters[name].copy_(value)
 
     def _gradients(self, outputs: Tensor, count: int) -> dict[str, Tensor]:
         """Return gradients of some random combinations of the outputs, (count, *shape)."""

@@ -55,7 +55,7 @@ def null_space_symmetries(model: ModelCopy) -> Symmetries:
             f"{columns.nullity - len(search.known)} of {columns.nullity} rescalings without "
             "effect could not be written as symmetries of axes; please report the model"
         )
-    for symmetry in search.found:
+    for symmetry in search.symmetries:
         change = _change(model, symmetry)
         if change > _UNCHANGED:
             raise ValueError(
@@ -67,7 +67,7 @@ def null_space_symmetries(model: ModelCopy) -> Symmetries:
         for axis, where in columns.axes.items()
         if (count := (columns.silent[where] & ~model.absent(axis)).sum())
     }
-    return Symmetries(tuple(search.found), columns.nullity, silent)
+    return Symmetries(tuple(search.symmetries), columns.nullity, silent)
 
 
 class _Search:
@@ -76,7 +76,7 @@ class _Search:
     def __init__(self, model: ModelCopy, columns: _Columns):
         self.model = model
         self.columns = columns
-        self.found: list[Symmetry] = []
+        self.symmetries: list[Symmetry] = []
         self.known = columns.basis.new_zeros(0, columns.basis.shape[1])
 
     @property
@@ -133,7 +133,7 @@ class _Search:
         axes = [a for a in axes if a.kind != "col" or Axis(a.name, "row") not in axes]
         trading = {
             term.axis
-            for symmetry in self.found
+            for symmetry in self.symmetries
             if symmetry.kind != "exchange"
             for term in symmetry.terms
         }
@@ -152,7 +152,7 @@ class _Search:
     def take(self, vectors: Tensor) -> None:
         """Add the vectors that are independent of known ones; similar ones form one symmetry."""
         self.known, new = _extended(self.known, vectors)
-        self.found += _symmetries(self.model, self.columns, vectors[new])
+        self.symmetries += _symmetries(self.model, self.columns, vectors[new])
 
 
 def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Symmetry]:
@@ -167,7 +167,7 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
             if power != 0
         )
         alike.setdefault(shape, []).append(normal)
-    found = []
+    symmetries = []
     for shape, same in alike.items():
         # Sorted by their first entries on the shortest of their axes.
         axis, power = min(shape, key=lambda term: len(columns.of([term[0]])))
@@ -186,8 +186,8 @@ def _symmetries(model: ModelCopy, columns: _Columns, vectors: Tensor) -> list[Sy
                 of[~model.absent(axis)] = reached[0]
             terms.append(Term(axis, power, of))
         symmetry = Symmetry("multiplicative", tuple(terms), len(members))
-        found.append(replace(symmetry, kind=_kind(model, symmetry)))
-    return found
+        symmetries.append(replace(symmetry, kind=_kind(model, symmetry)))
+    return symmetries
 
 
 def _powers(vector: Tensor) -> Tensor:
@@ -297,14 +297,14 @@ def _candidate_groups(columns: _Columns) -> list[tuple[Axis, ...]]:
     ).solution
     weight = columns.basis[:, independent].norm(dim=0)[:, None]
     share = (solution * weight).abs() / columns.basis[:, dependent].norm(dim=0)
-    found: set[frozenset[Axis]] = set()
+    unordered: set[frozenset[Axis]] = set()
     for place, number in enumerate(dependent.tolist()):
         members = independent[share[:, place] > _ABSENT].tolist()
         group = frozenset(owner[other] for other in (number, *members))
         if len(group) <= _MOST_AXES:
-            found.add(group)
+            unordered.add(group)
     rank = {axis: place for place, axis in enumerate(columns.axes)}
-    groups = [tuple(sorted(group, key=rank.__getitem__)) for group in found]
+    groups = [tuple(sorted(group, key=rank.__getitem__)) for group in unordered]
 
     def order(group: tuple[Axis, ...]) -> tuple[int, int, list[int]]:
         # With equally many axes, channels come before heads and experts.
@@ -323,9 +323,9 @@ def _null_vectors(columns: _Columns, group: Sequence[Axis], left_out: int | None
     if left_out is not None:
         without = [columns.of([axis])[left_out] for axis in group]
         numbers = numbers[~torch.isin(numbers, torch.stack(without))]
-    found = _null_space(columns.basis[:, numbers])
-    vectors = found.new_zeros(len(found), columns.basis.shape[1])
-    vectors[:, numbers] = found
+    basis = _null_space(columns.basis[:, numbers])
+    vectors = basis.new_zeros(len(basis), columns.basis.shape[1])
+    vectors[:, numbers] = basis
     return vectors
 
 

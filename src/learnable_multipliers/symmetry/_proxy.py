@@ -102,8 +102,8 @@ def search(
 ) -> tuple[Symmetries, ModelCopy, ModelCopy | None]:
     """Return a model's symmetries, the copy of it they were confirmed on, and that of its proxy."""
     if proxy == "auto":
-        found = layouts(model, carried).values()
-        scales = sum(layout.num_entries(axis.kind) for layout in found for axis in layout.axes)
+        parameters = layouts(model, carried).values()
+        scales = sum(layout.num_entries(axis.kind) for layout in parameters for axis in layout.axes)
         proxy = make_proxy(model) if scales > _MOST_SCALES else None
     if proxy is None:
         itself = ModelCopy(model, inputs, carried)

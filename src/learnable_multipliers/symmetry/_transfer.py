@@ -60,13 +60,13 @@ def namesakes(names: Iterable[str], among: Iterable[str]) -> list[str]:
     return [name for name in among if layer_template(name) in templates]
 
 
-def transfer(found: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetries:
+def transfer(proxy_symmetries: Symmetries, proxy: ModelCopy, model: ModelCopy) -> Symmetries:
     """Return the symmetries of a model, given those of its proxy."""
     guesses = _Guesses(proxy, model)
     carried: dict[_Signature, Symmetry] = {}
     tried: dict[_Signature, str] = {}
     alike = proxy.parameters.keys() == model.parameters.keys()
-    for symmetry in found:
+    for symmetry in proxy_symmetries:
         places = _namesakes(symmetry, model, as_named=alike)
         places = [names for names in places if guesses.known(symmetry, names)]
         if not places:
@@ -212,7 +212,7 @@ def _namesakes(
     places = {_numbers(n) for name in names if _numbers(name) for n in same[name]}
     for place in sorted(places) if numbers else [()]:
         at = {name: [_at(name, place)] for name in names}
-        if all(found in model.parameters for (found,) in at.values()):
+        if all(name in model.parameters for (name,) in at.values()):
             yield at
 
 

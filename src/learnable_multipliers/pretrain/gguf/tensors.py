@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.roles import SSM_ROLES
 
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learnable_multipliers._initialize import SSM_ROLES, FixedMultiplier
+from learnable_multipliers._initialize import FixedMultiplier
 from learnable_multipliers.pretrain.model.attention import Attention, RotaryTable, rotary_table
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.gate import gated
@@ -26,6 +26,7 @@ from learnable_multipliers.pretrain.model.projections import (
     scaled,
     weight_of,
 )
+from learnable_multipliers.roles import SSM_ROLES
 
 # The matrices that each fixed factor scales, with their roles.
 _FACTOR_TARGETS: dict[str, tuple[tuple[str, str], ...]] = {

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learnable_multipliers._initialize import SSM_ROLES
 from learnable_multipliers.pretrain.model.attention import Attention, RotaryTable, rotary_table
 from learnable_multipliers.pretrain.model.hybrid import MLP, HybridLM, Layer
 from learnable_multipliers.pretrain.model.mamba import Mamba
 from learnable_multipliers.pretrain.model.projections import project, project_sum, scaled
+from learnable_multipliers.roles import SSM_ROLES
 
 Named = Generator[tuple[str, Tensor], None, Tensor]
 """Yields activations by name and returns what goes into the residual stream."""

@@ -27,7 +27,7 @@ def make_plan(model: nn.Module, config: OptimizerConfig) -> Plan:
         model,
         config.placement,
         rules,
-        scale=config.multiplier_scale,
+        scale=config.multiplier_scale if carries else "linear",
         init="fold" if folds else "one",
     )
     planned = _with_factors(planned, config)

@@ -92,10 +92,11 @@ class Trainer:
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
-        symmetries = None
         if config.log.drift and self.plan.num_multipliers:
             symmetries = symmetries_of(config.model, self.plan)
-        self.monitor = Monitor(self.optimizer, symmetries, drift_bound=config.log.drift_bound)
+            self.monitor = Monitor(self.optimizer, symmetries, drift_bound=config.log.drift_bound)
+        else:
+            self.monitor = Monitor(self.optimizer)
         self._signals: Signals | None = None
         if config.log.signals_every:
             self._signals = Signals.of_run(
