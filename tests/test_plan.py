@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import learnable_multipliers as lrm
-from families import FusedBlock, HandWritten, build
+from families import VOCABULARY, FusedBlock, HandWritten, build, token_ids
 from learnable_multipliers import Rule
 from learnable_multipliers._multiplier import scalar_index
 
@@ -483,3 +483,54 @@ def test_what_has_no_heads_cannot_have_a_multiplier_for_each():
     untold = Rule("qkv", "per-head", split={"query": 16, "key": 16, "value": 16})
     with pytest.raises(ValueError, match=r'lrm.Rule\(r"attn.*", "per-head", head_dim=64\)'):
         lrm.plan(FusedBlock(), "full", [untold])
+
+
+@pytest.mark.parametrize("optimizer", [lrm.AdamW, lrm.Muon])
+def test_a_rule_makes_a_matrix_a_vector_without_multipliers_or_decay_under_adamw(optimizer):
+    model = HandWritten()
+    name = "layers.0.feed_forward.w2.weight"
+    rules = [Rule(r"layers\.0\.feed_forward\.w2", role="vector", lr_scale=0.5)]
+    made = optimizer.from_model(model, rules=rules, lr=1e-2, weight_decay=0.1)
+    assert (made.plan[name].role, made.plan[name].carries) == ("vector", False)
+    assert lrm.Plan.from_json(made.plan.to_json()) == made.plan
+    group = next(group for group in made.param_groups if name in group["param_names"])
+    assert (group["weight_decay"], group["raw_lr_scale"]) == (0.0, 0.5)
+    parameter = model.get_parameter(name)
+    reference = torch.nn.Parameter(parameter.detach().clone())
+    torch_optimizer = torch.optim.AdamW([reference], lr=5e-3, betas=(0.9, 0.95), weight_decay=0)
+    for _ in range(3):
+        model(token_ids()).square().mean().backward()
+        reference.grad = parameter.grad.clone()
+        made.step()
+        torch_optimizer.step()
+        made.zero_grad()
+    torch.testing.assert_close(parameter, reference)
+    with pytest.raises(ValueError, match="multipliers need one"):
+        lrm.plan(model, rules=[Rule("w2", "row", role="vector")])
+    with pytest.raises(ValueError, match="unknown role 'vector'"):
+        Rule("w2", "none", only="vector")
+
+
+def test_keys_and_queries_before_norms_without_weights_both_carry_rows():
+    """Then no scale of a row of K undoes one of Q: `derive` finds the same placement."""
+    from transformers import NanoChatConfig, NanoChatForCausalLM
+
+    config = NanoChatConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = NanoChatForCausalLM(config)
+    listed = lrm.plan(model, "symmetry-aware")
+    derived = lrm.plan(model, "symmetry-aware", derive=True)
+    for leaf in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{leaf}.weight"
+        assert listed[name].multipliers == derived[name].multipliers
+        assert "row" in listed[name].multipliers or leaf == "v_proj"
+    assert any("norms without a trained weight" in words for words in listed.assumptions)

@@ -119,6 +119,8 @@ def _symmetry_aware_row(parameter: ParameterRole, part: Part) -> tuple[bool, str
     """Decide on rows: not where another scale follows on the same features."""
     if part.row_norm:
         return False, f"{_leaf(part.row_norm)} behind it scales its rows"
+    if part.normalized:
+        return True, "rows: one scale per channel (the norm behind it has no trained weight)"
     if part.role in _ROWS_LEFT_OUT:
         return False, _ROWS_LEFT_OUT[part.role]
     if part.role in ("gate", "ungated-up") and parameter.homogeneous:

@@ -24,7 +24,7 @@ from learnable_multipliers._names import (
     unwrap,
 )
 from learnable_multipliers._placement import PLACEMENTS, Placement
-from learnable_multipliers._rules import Train
+from learnable_multipliers._rules import VECTOR, Train
 from learnable_multipliers.roles import UNKNOWN
 
 _FORMAT = 1
@@ -68,7 +68,7 @@ class PlanEntry:
     def role(self) -> str:
         """Roles of the blocks in order, `vector` for a vector."""
         if self.vector:
-            return "vector"
+            return VECTOR
         if self.matrix is None:
             return UNKNOWN
         return " | ".join(block.role for block in self.matrix.blocks)

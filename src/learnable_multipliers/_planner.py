@@ -20,7 +20,7 @@ from learnable_multipliers._placement import (
     derived_choices,
 )
 from learnable_multipliers._plan import Plan, PlanEntry
-from learnable_multipliers._rules import Rule, Train, check_rules, quoted, unmatched_error
+from learnable_multipliers._rules import VECTOR, Rule, Train, check_rules, quoted, unmatched_error
 from learnable_multipliers.roles import QKV, UNKNOWN, ParameterRole, Part, read_roles
 from learnable_multipliers.symmetry import find_symmetries
 from learnable_multipliers.symmetry._derived_placement import Carried, derived_placement
@@ -154,9 +154,10 @@ class _Planner:
         self.to_fold: set[tuple[str, str]] = set()
 
     def entry(self, parameter: ParameterRole) -> PlanEntry:
+        if not parameter.is_vector:
+            parameter = self._describe(parameter)
         if parameter.is_vector:
             return self._vector(parameter)
-        parameter = self._describe(parameter)
         derived: Mapping[int, Choice] = {}
         if parameter.name in self.carried and not parameter.reparametrized:
             parameter, derived = derived_choices(parameter, self.carried[parameter.name])
@@ -277,7 +278,8 @@ class _Planner:
         for index, rule in enumerate(self.rules):
             if rule.only is not None or not rule.finds(parameter.name):
                 continue
-            needs_matrix = rule.describes or rule.init is not None or rule.scale is not None
+            describes = rule.describes and rule.role != VECTOR
+            needs_matrix = describes or rule.init is not None or rule.scale is not None
             if rule.kind not in (None, "none") or needs_matrix:
                 self.found_vectors.setdefault(index, parameter)
             else:
@@ -295,6 +297,8 @@ class _Planner:
         rule = next((r for r in self.rules if r.only is None and r.finds(parameter.name)), None)
         if rule is None or not rule.describes:
             return parameter
+        if rule.role == VECTOR:
+            return replace(parameter, parts=(), note=f"by rule {quoted(rule.pattern)}")
         if rule.transposed is not None:
             parameter = replace(parameter, transposed=rule.transposed)
         if rule.split is not None:

@@ -13,6 +13,8 @@ from learnable_multipliers._multiplier import KINDS, Kind, Scale
 from learnable_multipliers._names import check_type
 from learnable_multipliers.roles import check_role
 
+VECTOR = "vector"
+"""Role of parameters that are no matrices: norm weights, biases and the like."""
 Train = Literal["all", "multipliers"]
 """Train all of a parameter, or only its multipliers over a fixed raw weight."""
 
@@ -34,7 +36,8 @@ class Rule:
     only: str | None = None
     """Restrict the rule to logical matrices of this role: a block of a fused matrix, too."""
     role: str | None = None
-    """Set the role of a matrix that is unknown or misread."""
+    """Set the role of a matrix that is unknown or misread. A `vector` carries no multipliers and
+    trains with AdamW, without decay."""
     split: Mapping[str, int] | None = None
     """Set the row blocks of a fused matrix: role -> rows, in order, within one repeat."""
     repeats: int = 1
@@ -71,7 +74,7 @@ class Rule:
                 f"{quoted(self.pattern)} is not a regular expression: {error}"
             ) from error
         for role in (self.only, self.role, *(self.split or ())):
-            if role is not None:
+            if role is not None and (role, self.role) != (VECTOR, VECTOR):
                 check_role(role)
         for name in ("lr_scale", "weight_decay"):
             value = getattr(self, name)

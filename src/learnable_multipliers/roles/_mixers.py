@@ -55,6 +55,10 @@ QK_NORM = (
     "query and key norms follow their projections, so that their weights scale those rows and no "
     "scale of Q or K itself reaches the attention logits"
 )
+FIXED_QK_NORM = (
+    "norms without a trained weight follow queries and keys, so that rows of K do not pair with "
+    "rows of Q, and no scale of a whole head of Q or K reaches the attention logits"
+)
 FUNCTIONAL_QK_NORM = (
     "no function normalizes what c_q and c_k return; nanochat does, and there only "
     "`derive=True` finds that rows of K do not pair with rows of Q"
@@ -124,12 +128,14 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
                 leaves["query"],
                 "query",
                 _row_norm(site, "query"),
+                normalized=_is_normalized(site, "query"),
                 head_dim=_head_dim(site, "query", site.rows(leaves["query"])),
                 column_norm=norms.before,
             )
         return
     queries = site.rows(leaves["query"])
-    if leaves["query"] == "c_q" and not _row_norm(site, "query"):
+    normed = _row_norm(site, "query") or _is_normalized(site, "query")
+    if leaves["query"] == "c_q" and not normed:
         site.tree.assume(FUNCTIONAL_QK_NORM)
     for role, leaf in leaves.items():
         column_norm = "" if role != "query" and _is_cross_attention(site) else norms.before
@@ -142,6 +148,7 @@ def _separate(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRo
                 leaf,
                 role,
                 _row_norm(site, role),
+                normalized=_is_normalized(site, role),
                 head_dim=_head_dim(site, role, queries, rows),
                 column_norm=column_norm,
             )
@@ -164,7 +171,13 @@ def _fused(site: Site, norms: Norms, out: str | None) -> Iterator[ParameterRole]
         apart = leaf == "c_attn" and "q_attn" in site.linears
         queries = site.rows("q_attn") if apart else queries
         parts = (
-            Part(role, size, _row_norm(site, role), _head_dim(site, role, queries, size))
+            Part(
+                role,
+                size,
+                _row_norm(site, role),
+                _is_normalized(site, role),
+                _head_dim(site, role, queries, size),
+            )
             for role, size in layout.parts
         )
         yield site.linear(leaf, *parts, column_norm=column_norm, repeats=layout.repeats)
@@ -236,9 +249,20 @@ def _only(linears: dict[str, nn.Module], names: tuple[str, ...]) -> str | None:
     return present[0] if len(present) == 1 else None
 
 
+def _norm_names(role: str) -> tuple[str, ...]:
+    return _NORMS[role] if role == "value" else (*_NORMS[role], *_SHARED_NORM)
+
+
+def _is_normalized(site: Site, role: str) -> bool:
+    """Return whether queries or keys pass a norm without a trained weight."""
+    fixed = role != "value" and site.has_fixed_norm(*_norm_names(role))
+    if fixed:
+        site.tree.assume(FIXED_QK_NORM)
+    return fixed
+
+
 def _row_norm(site: Site, role: str) -> str:
-    shared = () if role == "value" else _SHARED_NORM
-    norm = site.norm(*_NORMS[role], *shared)
+    norm = site.norm(*_norm_names(role))
     if norm and role != "value":
         site.tree.assume(QK_NORM)
     return norm

@@ -46,6 +46,8 @@ class Part:
     """Rows in one repeat of the stored matrix's row pattern."""
     row_norm: str = ""
     """Name of the learnable norm after it, whose weight already scales these rows."""
+    normalized: bool = False
+    """Whether a norm without a trained weight follows, which removes a scale of all these rows."""
     head_dim: int | None = None
     """Rows of one attention head; None if rows are not heads, or if it is unknown."""
 
@@ -170,6 +172,15 @@ class Site:
         norms = (n for n in names if n in inside and is_learnable_norm(inside[n]))
         return next(map(self.path, norms), "")
 
+    def has_fixed_norm(self, *names: str) -> bool:
+        """Return whether a child of one of `names` is a norm without a trained weight."""
+        inside = children(self.module)
+        return any(
+            is_norm(inside[name]) and not is_learnable_norm(inside[name])
+            for name in names
+            if name in inside
+        )
+
     def linear(
         self, leaf: str, *parts: Part, column_norm: str = "", note: str = "", **more: Any
     ) -> ParameterRole:
@@ -197,11 +208,14 @@ class Site:
         role: str,
         row_norm: str = "",
         *,
+        normalized: bool = False,
         head_dim: int | None = None,
         **more: Any,
     ) -> ParameterRole:
         """Return the parameter with one role for all rows."""
-        return self.linear(leaf, Part(role, self.rows(leaf), row_norm, head_dim), **more)
+        return self.linear(
+            leaf, Part(role, self.rows(leaf), row_norm, normalized, head_dim), **more
+        )
 
 
 # Predicates of single modules.
