@@ -18,17 +18,6 @@ from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 
-@pytest.fixture(scope="module")
-def played():
-    return play()
-
-
-@pytest.fixture(scope="module")
-def labelled(played):
-    _, runs, records = played
-    return with_labels(runs, records)
-
-
 def test_stages_come_one_after_another(played):
     rounds, _, _ = played
     families = [{labels["family"] for labels in each} for each in rounds]

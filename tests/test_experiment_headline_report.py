@@ -10,21 +10,10 @@ from statistics import fmean
 
 import pytest
 
-from headline_world import GAINS, play, with_labels
+from headline_world import GAINS
 from learnable_multipliers.cli.train import configure
 from learnable_multipliers.experiments import headline, headline_arms, headline_gains, page, table
 from learnable_multipliers.experiments.run import key_of
-
-
-@pytest.fixture(scope="module")
-def played():
-    return play()
-
-
-@pytest.fixture(scope="module")
-def labelled(played):
-    _, runs, records = played
-    return with_labels(runs, records)
 
 
 def test_the_table_has_the_gains_of_the_world(labelled):
