@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing
 from learnable_multipliers.report import style
 
 RECORDS = Path(__file__).parent.parent / "results" / "first-comparison.jsonl"

@@ -12,7 +12,13 @@ import pytest
 
 from headline_world import GAINS
 from learnable_multipliers.cli.train import configure
-from learnable_multipliers.experiments import headline, headline_arms, headline_gains, page, table
+from learnable_multipliers.experiments import (
+    headline,
+    headline_arms,
+    headline_gains,
+    page,
+    readings,
+)
 from learnable_multipliers.experiments.run import key_of
 
 
@@ -73,7 +79,7 @@ def test_benchmarks_have_the_gains_of_the_world(labelled):
         assert low < mean < high
         assert mean == pytest.approx(0.02 * worth, abs=0.004 * worth)
         arm = {"family": "llama", "optimizer": "muon", "arm": "plain"}
-        runs = table.select(labelled, stage="final", length=1.0, size=1, **arm)
+        runs = readings.select(labelled, stage="final", length=1.0, size=1, **arm)
         loss = fmean(one.record.loss for one in runs)
         score = size * (0.9 - loss / 10 if shown is accuracy else loss / 5)
         assert float(rows["Llama", "Muon", "plain"][4].split()[0]) == pytest.approx(score, abs=1e-3)
@@ -201,7 +207,7 @@ def changed(records, change, **labels):
         }
         return replace(one, record=replace(one.record, tests=tests))
 
-    chosen = table.select(records, **labels)
+    chosen = readings.select(records, **labels)
     return [of(one) if one in chosen else one for one in records]
 
 
@@ -353,7 +359,9 @@ def test_the_plots_are_of_held_out_losses_paired_by_seed(labelled):
     """Training losses are of one batch each, and scatter by more than the gain."""
     first, gain, *_ = headline.plot(labelled)
     lines = {line.get_label(): line for line in first.figure.axes[0].lines}
-    plain = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="plain")
+    plain = readings.select(
+        labelled, stage="final", length=1.0, size=1, family="llama", arm="plain"
+    )
     muon = [one.record for one in plain if one.labels["optimizer"] == "muon"]
     drawn = lines["Muon, plain"]
     # Thirteen points, the last at the end of the run: 220M tokens at a million a second.
@@ -362,7 +370,9 @@ def test_the_plots_are_of_held_out_losses_paired_by_seed(labelled):
     assert drawn.get_ydata()[-1] == pytest.approx(fmean(record.loss for record in muon), abs=1e-6)
     (axes,) = gain.figure.axes
     found = {line.get_label(): line for line in axes.lines}
-    vector = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="vector")
+    vector = readings.select(
+        labelled, stage="final", length=1.0, size=1, family="llama", arm="vector"
+    )
     losses = {
         one.labels["seed"]: one.record.loss for one in vector if one.labels["optimizer"] == "muon"
     }

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import long_run
-from learnable_multipliers.experiments.table import by_seed
+from learnable_multipliers.experiments.readings import by_seed
 from shuffling import made_up, verdicts
 
 # In steps: decay begins after 80% of the 59M tokens, at 32,768 a step.

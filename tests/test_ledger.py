@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from browser import open_in_browser
-from learnable_multipliers.experiments import catalogue, ledger, page, presets, record, table
+from learnable_multipliers.experiments import catalogue, ledger, page, presets, readings, record
 from learnable_multipliers.experiments.claim import Claim, Judged, Test
-from learnable_multipliers.experiments.plot import Plot, canvas, curves
+from learnable_multipliers.experiments.drawing import Plot, canvas, curves
 from learnable_multipliers.experiments.run import Run
 from shuffling import made_up
 
@@ -37,9 +37,9 @@ def runs(preset):
 
 
 def analyse(records):
-    gaps = table.paired(
-        lambda a, b: table.loss(a) - table.loss(b),
-        *(table.by_seed(records, arm=arm) for arm in ARMS),
+    gaps = readings.paired(
+        lambda a, b: readings.loss(a) - readings.loss(b),
+        *(readings.by_seed(records, arm=arm) for arm in ARMS),
     )
     return {"C2.gap": gaps, "C3.flat": gaps}
 
@@ -48,7 +48,7 @@ def plot(records):
     drawn = []
     for early in (0.0, 0.5):
         with canvas(x="step", y="training loss, nats per token") as (figure, axes):
-            seeds = {arm: [x.record for x in table.select(records, arm=arm)] for arm in ARMS}
+            seeds = {arm: [x.record for x in readings.select(records, arm=arm)] for arm in ARMS}
             kept = {
                 arm: [dict(zip(r.train["step"], r.train["loss"], strict=True)) for r in found]
                 for arm, found in seeds.items()

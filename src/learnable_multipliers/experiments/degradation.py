@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from learnable_multipliers.experiments.readings import by_seed, distinct, exponents, loss, select
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.table import by_seed, distinct, exponents, loss, select
 
 Sweep = Mapping[float, Record]
 """Scale -> run, of one seed and arm."""

@@ -16,15 +16,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from learnable_multipliers.experiments import loss_difference, table
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,12 +91,12 @@ def runs(preset: Preset) -> list[Run]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return what scalars in the norm do to it, to clipping and to the loss."""
-    arms = [table.by_seed(records, **labels) for labels in (_IN, _OUT)]
-    norms = [table.paired(early_norm, arm) for arm in arms]
-    shares = [table.paired(clipped, arm) for arm in arms]
+    arms = [readings.by_seed(records, **labels) for labels in (_IN, _OUT)]
+    norms = [readings.paired(early_norm, arm) for arm in arms]
+    shares = [readings.paired(clipped, arm) for arm in arms]
     return {
-        "C11.norm": table.paired(operator.sub, *norms),
-        "C11.clipped": table.paired(operator.sub, *shares),
+        "C11.norm": readings.paired(operator.sub, *norms),
+        "C11.clipped": readings.paired(operator.sub, *shares),
         "C11.loss": loss_difference.between(records, _IN, _OUT),
     }
 
@@ -164,7 +163,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
 def _start(records: Sequence[Labelled], name: str, y: str) -> Figure:
     """Draw a curve of every arm over the first steps: twice as many as the statistics read."""
     curves = {
-        arm: [_curve(one.record, name) for one in table.select(records, **labels)]
+        arm: [_curve(one.record, name) for one in readings.select(records, **labels)]
         for arm, labels in _ARMS.items()
     }
     last = max((step for seeds in curves.values() for seed in seeds for step in seed), default=0)
@@ -185,7 +184,7 @@ def _start(records: Sequence[Labelled], name: str, y: str) -> Figure:
 
 def _differences(records: Sequence[Labelled]) -> Figure:
     """Draw the training loss with multipliers in the norm minus that with them out of it."""
-    within, out = (table.by_seed(records, **labels) for labels in (_IN, _OUT))
+    within, out = (readings.by_seed(records, **labels) for labels in (_IN, _OUT))
     pairs = [
         (_curve(within[seed], "loss"), _curve(out[seed], "loss"))
         for seed in sorted(set(within) & set(out))

@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
-from learnable_multipliers.experiments import headline_plots, headline_report, table
+from learnable_multipliers.experiments import headline_plots, headline_report, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.drawing import Plot, Table
 from learnable_multipliers.experiments.headline_arms import (
     KINDS,
     LONGER,
@@ -38,7 +39,6 @@ from learnable_multipliers.experiments.headline_arms import (
     shape,
 )
 from learnable_multipliers.experiments.headline_gains import is_kept
-from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.presets import Family, with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
@@ -133,7 +133,7 @@ class _Program:
 
     def _loss(self, run: Run) -> float:
         """Return the loss of a run; infinite if it failed."""
-        return table.loss(self._records[run.key]) if run.key in self._records else math.inf
+        return readings.loss(self._records[run.key]) if run.key in self._records else math.inf
 
     # -- stages --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
 from learnable_multipliers.experiments.headline_arms import PLAIN
 from learnable_multipliers.experiments.record import Labelled, Record
@@ -20,7 +20,7 @@ _ARM = ("family", "optimizer", "arm")
 
 def finals(records: Sequence[Labelled]) -> list[Labelled]:
     """Return the full-length runs of the usual size, which the comparison has."""
-    return table.select(records, stage="final", length=1.0, size=1)
+    return readings.select(records, stage="final", length=1.0, size=1)
 
 
 def texts(records: Iterable[Labelled]) -> list[str]:
@@ -31,8 +31,8 @@ def texts(records: Iterable[Labelled]) -> list[str]:
 def loss_on(text: str | None, unit: str = "loss") -> Callable[[Record], float]:
     """Return how a record's loss on a text is read; None is the text of the tuning."""
     if text is None:
-        return table.loss
-    return lambda record: record.tests[text][unit] if record.tests else table.loss(record)
+        return readings.loss
+    return lambda record: record.tests[text][unit] if record.tests else readings.loss(record)
 
 
 def reported_loss(records: Iterable[Labelled]) -> Callable[[Record], float]:
@@ -47,9 +47,9 @@ def gains(
     reference: str = PLAIN.name,
 ) -> dict[int, float]:
     """Return the loss of plain, or another reference, minus that of an arm, by seed of both."""
-    arm = table.by_seed(table.select(records, **labels))
-    other = table.by_seed(table.select(records, **{**labels, "arm": reference}))
-    return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
+    arm = readings.by_seed(readings.select(records, **labels))
+    other = readings.by_seed(readings.select(records, **{**labels, "arm": reference}))
+    return readings.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
 
 
 def arms_of(
@@ -130,9 +130,9 @@ def needed(runs: Sequence[Labelled], labels: Labels) -> Needed | None:
         runs: Those of the usual size, of any length.
     """
     read = reported_loss(runs)
-    plain = table.by_seed(table.select(runs, **{**labels, "arm": PLAIN.name}, length=1.0))
-    ours = [one for one in table.select(runs, **labels) if float(one.labels["length"]) <= 1]
-    lengths = {x: table.by_seed(ours, length=x) for x in table.distinct(ours, "length")}
+    plain = readings.by_seed(readings.select(runs, **{**labels, "arm": PLAIN.name}, length=1.0))
+    ours = [one for one in readings.select(runs, **labels) if float(one.labels["length"]) <= 1]
+    lengths = {x: readings.by_seed(ours, length=x) for x in readings.distinct(ours, "length")}
     # Without some, a mean moves by more than a length is worth.
     seeds = sorted(set(plain).intersection(*lengths.values()))
     if labels["arm"] == PLAIN.name or len(lengths) < 2 or not seeds:

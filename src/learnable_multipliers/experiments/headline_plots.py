@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.headline_arms import PLAIN, VECTOR
 from learnable_multipliers.experiments.headline_gains import NAMES, finals, gains, reported_loss
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.record import Labelled, Record
 
 
@@ -17,7 +16,7 @@ def plots(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the runs of each model."""
     drawn = []
     for family in dict.fromkeys(one.labels["family"] for one in finals(records)):
-        runs, name = table.select(finals(records), family=family), NAMES[str(family)]
+        runs, name = readings.select(finals(records), family=family), NAMES[str(family)]
         drawn += [_over_time(runs, name), _gain_on_the_way(runs, name)]
         drawn += _gains(runs, name)
     return drawn
@@ -27,9 +26,9 @@ def _over_time(runs: Sequence[Labelled], model: str) -> Plot:
     """Draw held-out loss over wall-clock, for plain and multipliers with each optimizer."""
     arms = {
         f"{NAMES[str(optimizer)]}, {name}": _curves(
-            table.select(runs, optimizer=optimizer, arm=arm.name)
+            readings.select(runs, optimizer=optimizer, arm=arm.name)
         )
-        for optimizer in table.distinct(runs, "optimizer")
+        for optimizer in readings.distinct(runs, "optimizer")
         for arm, name in ((PLAIN, "plain"), (VECTOR, "row and column multipliers"))
     }
     with drawing.canvas(x="seconds of training", y="held-out loss (nats)") as (figure, axes):
@@ -62,9 +61,9 @@ def held_out(record: Record) -> dict[float, float]:
 def _gain_on_the_way(runs: Sequence[Labelled], model: str) -> Plot:
     """Draw the loss of plain minus that of vector after equal tokens, paired by seed."""
     found = {}
-    for optimizer in table.distinct(runs, "optimizer"):
+    for optimizer in readings.distinct(runs, "optimizer"):
         plain, vector = (
-            table.by_seed(runs, optimizer=optimizer, arm=arm.name) for arm in (PLAIN, VECTOR)
+            readings.by_seed(runs, optimizer=optimizer, arm=arm.name) for arm in (PLAIN, VECTOR)
         )
         pairs = [
             (held_out(plain[seed]), held_out(vector[seed])) for seed in plain if seed in vector
@@ -93,9 +92,9 @@ def _gains(runs: Sequence[Labelled], model: str) -> list[Plot]:
         NAMES[str(optimizer)]: {
             str(arm): list(gains(runs, read, {"optimizer": optimizer, "arm": arm}).values())
             for arm in dict.fromkeys(one.labels["arm"] for one in runs)
-            if arm != PLAIN.name and table.select(runs, optimizer=optimizer, arm=arm)
+            if arm != PLAIN.name and readings.select(runs, optimizer=optimizer, arm=arm)
         }
-        for optimizer in table.distinct(runs, "optimizer")
+        for optimizer in readings.distinct(runs, "optimizer")
     }
     if not any(found.values()):
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import mean_interval
 from learnable_multipliers.experiments.headline_arms import RIVALS, VECTOR, expected
 from learnable_multipliers.experiments.headline_gains import (
@@ -33,7 +33,7 @@ def _sentence(records: Sequence[Labelled], family: str, kind: str) -> str:
     found = list(gains(runs, reported_loss(runs), labels).values())
     parts = [_against_plain(found)]
     if found:
-        needs = needed(table.select(records, stage="final", size=1), labels)
+        needs = needed(readings.select(records, stage="final", size=1), labels)
         if needs is not None:
             tokens = format_bounded(needs.tokens)
             parts.append(f"vector needs {tokens} of plain's tokens for plain's final loss")

@@ -14,10 +14,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments.drawing import Curve, Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     Family,
@@ -106,19 +105,21 @@ def gradient_ratios(record: Record) -> list[float]:
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the common direction by layer, the loss over steps, and the loss at the end."""
     drawn = []
-    for family in table.distinct(records, "family"):
-        of_family = table.select(records, family=family)
+    for family in readings.distinct(records, "family"):
+        of_family = readings.select(records, family=family)
         drawn += [_directions(family, of_family, at_end) for at_end in (False, True)]
         drawn += _gradients(family, of_family)
-        for optimizer in table.distinct(of_family, "optimizer"):
-            drawn.append(_losses(family, optimizer, table.select(of_family, optimizer=optimizer)))
+        for optimizer in readings.distinct(of_family, "optimizer"):
+            drawn.append(
+                _losses(family, optimizer, readings.select(of_family, optimizer=optimizer))
+            )
         drawn.append(_final(family, of_family))
     return drawn
 
 
 def _directions(family: str, records: Sequence[Labelled], at_end: bool) -> Plot:
     # Every optimizer begins with the same weights; where they end is another matter.
-    records = table.select(records, optimizer=records[0].labels["optimizer"])
+    records = readings.select(records, optimizer=records[0].labels["optimizer"])
     arms: dict[str, list[Curve]] = {
         start: [
             {float(layer): share for layer, share in enumerate(common_direction(record, at_end))}
@@ -149,7 +150,7 @@ def _gradients(family: str, records: Sequence[Labelled]) -> list[Plot]:
             for r in found
             if (ratios := gradient_ratios(r))
         ]
-        for start, found in _by_start(table.select(records, optimizer="adamw")).items()
+        for start, found in _by_start(readings.select(records, optimizer="adamw")).items()
     }
     if not any(arms.values()):
         return []
@@ -191,10 +192,10 @@ def _curve(train: Mapping[str, Sequence[float]]) -> Curve:
 def _final(family: str, records: Sequence[Labelled]) -> Plot:
     arms = {
         _NAMES[optimizer]: {
-            start: [table.loss(record) for record in found]
-            for start, found in _by_start(table.select(records, optimizer=optimizer)).items()
+            start: [readings.loss(record) for record in found]
+            for start, found in _by_start(readings.select(records, optimizer=optimizer)).items()
         }
-        for optimizer in table.distinct(records, "optimizer")
+        for optimizer in readings.distinct(records, "optimizer")
     }
     with drawing.canvas(x="start", y="held-out loss at the end (nats)") as (figure, axes):
         drawing.categories(axes, arms)
@@ -208,7 +209,7 @@ def _final(family: str, records: Sequence[Labelled]) -> Plot:
 def _by_start(records: Sequence[Labelled]) -> dict[str, list[Record]]:
     """Return the records of each start that has any, in the order of `STARTS`."""
     found = {
-        start: [one.record for one in table.select(records, start=start)]
+        start: [one.record for one in readings.select(records, start=start)]
         for start in STARTS["hybrid"]
     }
     return {start: some for start, some in found.items() if some}

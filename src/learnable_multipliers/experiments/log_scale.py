@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learnable_multipliers.experiments import loss_difference, table
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import GAIN, SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
@@ -79,7 +78,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     excess = [_excess(records, rate) for rate in _RATES]
     return {
         "C18.gain": {seed: -value for seed, value in excess[0].items()},
-        "C18.stable": table.paired(lambda usual, fast: fast - usual, *excess),
+        "C18.stable": readings.paired(lambda usual, fast: fast - usual, *excess),
     }
 
 
@@ -105,7 +104,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
         curves = {
             f"{name}, rate x{rate:g}": [
-                residual_stream(one.record) for one in table.select(records, arm=arm, rate=rate)
+                residual_stream(one.record) for one in readings.select(records, arm=arm, rate=rate)
             ]
             for rate in _RATES
             for arm, name in names.items()

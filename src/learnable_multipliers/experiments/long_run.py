@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Curve, Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Curve, Plot
 from learnable_multipliers.experiments.presets import base, lengthened, with_optimizer
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import CheckpointConfig, ScheduleConfig, TrainConfig
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import style
@@ -151,7 +150,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     for optimizer in OPTIMIZERS:
         plain, vector = _arms(records, optimizer)
         for name, statistic in (("gap", _late), ("grows", _rise), ("shrinks", _fall)):
-            found[f"C14.{optimizer}.{name}"] = table.paired(
+            found[f"C14.{optimizer}.{name}"] = readings.paired(
                 partial(_of_gap, statistic), plain, vector
             )
     return found
@@ -161,7 +160,7 @@ def _arms(
     records: Sequence[Labelled], optimizer: str
 ) -> tuple[Mapping[int, Record], Mapping[int, Record]]:
     plain, vector = (
-        table.by_seed(records, arm=arm, optimizer=optimizer) for arm in ("plain", "vector")
+        readings.by_seed(records, arm=arm, optimizer=optimizer) for arm in ("plain", "vector")
     )
     return plain, vector
 
@@ -185,7 +184,7 @@ def _of_gap(statistic: Statistic, plain: Record, vector: Record) -> Number:
     Where one diverged the gap is infinite, and how it moved before is unknown.
     """
     if plain.loss is None or vector.loss is None:
-        return table.loss(plain) - table.loss(vector) if statistic is _late else math.nan
+        return readings.loss(plain) - readings.loss(vector) if statistic is _late else math.nan
     return statistic(gap(plain, vector), plain.train_config.schedule)
 
 
@@ -254,10 +253,11 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             figure,
         )
     ]
-    for optimizer in table.distinct(records, "optimizer"):
+    for optimizer in readings.distinct(records, "optimizer"):
         arms = {
             f"{arm} multipliers" if arm == "vector" else arm: [
-                _held_out(one.record) for one in table.select(records, arm=arm, optimizer=optimizer)
+                _held_out(one.record)
+                for one in readings.select(records, arm=arm, optimizer=optimizer)
             ]
             for arm in ("plain", "vector")
         }

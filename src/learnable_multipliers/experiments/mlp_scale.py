@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.degradation import (
     Sweep,
@@ -23,7 +22,7 @@ from learnable_multipliers.experiments.degradation import (
     exponent,
     recovered,
 )
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
@@ -195,19 +194,19 @@ Read = Callable[[Record], float | None]
 
 
 def _output(name: str) -> Read:
-    return lambda record: table.activation(record, name)
+    return lambda record: readings.activation(record, name)
 
 
 def _parameter(name: str) -> Read:
-    return lambda record: table.activation(record, name, "parameters")
+    return lambda record: readings.activation(record, name, "parameters")
 
 
 def _matrices(*roles: str) -> Read:
-    return lambda record: table.role_rms(record, *roles)
+    return lambda record: readings.role_rms(record, *roles)
 
 
 def _scalars(record: Record) -> float | None:
-    return table.role_multiplier(record, *MLP)
+    return readings.role_multiplier(record, *MLP)
 
 
 _ATTENTION = _matrices("value", "attention-out")
@@ -230,22 +229,22 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     for optimizer in OPTIMIZERS:
         plain, scalars = (sweeps[optimizer, arm, GROUPED] for arm in ARMS)
         found |= {
-            f"C5.{optimizer}.plain": table.paired(_degradation, plain),
-            f"C5.{optimizer}.scalars": table.paired(_share, plain, scalars),
-            f"C5.{optimizer}.matrices": table.paired(_growth(_matrices(*MLP)), scalars),
-            f"C5.{optimizer}.outputs": table.paired(_size(_output("mlp_out")), scalars),
+            f"C5.{optimizer}.plain": readings.paired(_degradation, plain),
+            f"C5.{optimizer}.scalars": readings.paired(_share, plain, scalars),
+            f"C5.{optimizer}.matrices": readings.paired(_growth(_matrices(*MLP)), scalars),
+            f"C5.{optimizer}.outputs": readings.paired(_size(_output("mlp_out")), scalars),
         }
     grouped, multi_head, inner_norm = (
         sweeps["adamw", "plain", model] for model in (GROUPED, MULTI_HEAD, INNER_NORM)
     )
     ssm = _output("ssm_out")
     return found | {
-        "C23.conv1d": table.paired(_growth(_parameter("conv1d")), grouped),
-        "C23.D": table.paired(_growth(_parameter("D")), grouped),
-        "C23.attention": table.paired(_growth(_ATTENTION), grouped),
-        "C23.ssm": table.paired(_growth(ssm), grouped),
-        "C23.multi_head": table.paired(_loses(_ATTENTION), grouped, multi_head),
-        "C23.inner_norm": table.paired(_loses(ssm), grouped, inner_norm),
+        "C23.conv1d": readings.paired(_growth(_parameter("conv1d")), grouped),
+        "C23.D": readings.paired(_growth(_parameter("D")), grouped),
+        "C23.attention": readings.paired(_growth(_ATTENTION), grouped),
+        "C23.ssm": readings.paired(_growth(ssm), grouped),
+        "C23.multi_head": readings.paired(_loses(_ATTENTION), grouped, multi_head),
+        "C23.inner_norm": readings.paired(_loses(ssm), grouped, inner_norm),
     }
 
 
@@ -297,13 +296,13 @@ _WITH = {"plain": "without scalars", "scalars": "with scalars"}
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw loss, outputs and norms over S."""
-    grouped = table.select(records, model=GROUPED)
+    grouped = readings.select(records, model=GROUPED)
     plots = []
     if grouped:
         with drawing.canvas(x=_X, y="held-out loss (nats)") as (figure, axes):
             losses = {
-                f"{_NAMES[optimizer]}, {_WITH[arm]}": table.sweep(
-                    grouped, "scale", table.loss, optimizer=optimizer, arm=arm
+                f"{_NAMES[optimizer]}, {_WITH[arm]}": readings.sweep(
+                    grouped, "scale", readings.loss, optimizer=optimizer, arm=arm
                 )
                 for optimizer in OPTIMIZERS
                 for arm in ARMS
@@ -312,11 +311,11 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         caption = "Loss at the end. The paper's rises at large S without scalars, with both."
         plots.append(Plot("Loss over the norm scale of the MLP", caption, figure))
     for optimizer in OPTIMIZERS:
-        of_one = table.select(grouped, optimizer=optimizer)
+        of_one = readings.select(grouped, optimizer=optimizer)
         if of_one:
             plots += _norms(of_one, _NAMES[optimizer])
-    plots += _by_layer(table.select(grouped, optimizer="adamw"))
-    return plots + _changed_models(table.select(records, optimizer="adamw", arm="plain"))
+    plots += _by_layer(readings.select(grouped, optimizer="adamw"))
+    return plots + _changed_models(readings.select(records, optimizer="adamw", arm="plain"))
 
 
 def _norms(records: Sequence[Labelled], optimizer: str) -> list[Plot]:
@@ -324,7 +323,7 @@ def _norms(records: Sequence[Labelled], optimizer: str) -> list[Plot]:
     plots = []
     for arm in ARMS:
         outputs = {
-            name: table.sweep(records, "scale", read, arm=arm) for name, read in _OUTPUTS.items()
+            name: readings.sweep(records, "scale", read, arm=arm) for name, read in _OUTPUTS.items()
         }
         caption = (
             "Geometric mean over layers of the rms. In the paper all outputs stay constant."
@@ -340,19 +339,19 @@ def _norms(records: Sequence[Labelled], optimizer: str) -> list[Plot]:
         "embedding": _matrices("embedding"),
     }
     matrices = {
-        f"MLP, {_WITH[arm]}": table.sweep(records, "scale", _matrices(*MLP), arm=arm)
+        f"MLP, {_WITH[arm]}": readings.sweep(records, "scale", _matrices(*MLP), arm=arm)
         for arm in ARMS
-    } | {name: table.sweep(records, "scale", read, arm="plain") for name, read in plain.items()}
+    } | {name: readings.sweep(records, "scale", read, arm="plain") for name, read in plain.items()}
     caption = (
         "Geometric mean over layers and matrices. The paper's MLP follows S with scalars, a line "
         "of slope 1, and a little less without; the others, here without scalars, stay."
     )
     plots += _scan(f"Raw matrices, {optimizer}", "rms of the raw weight", caption, matrices)
     others = {
-        f"{name}, {_WITH[arm]}": table.sweep(records, "scale", _parameter(name), arm=arm)
+        f"{name}, {_WITH[arm]}": readings.sweep(records, "scale", _parameter(name), arm=arm)
         for name in ("conv1d", "D")
         for arm in ARMS
-    } | {"scalars of the MLP": table.sweep(records, "scale", _scalars, arm="scalars")}
+    } | {"scalars of the MLP": readings.sweep(records, "scale", _scalars, arm="scalars")}
     caption = (
         "What noise does not hold. The paper's conv1d and D grow without scalars; its scalars "
         "undo S."
@@ -383,12 +382,14 @@ def _by_layer(records: Sequence[Labelled]) -> list[Plot]:
         lines = {
             f"S = {drawing.ratio(scale)}": [
                 {float(layer): size for layer, size in enumerate(outputs, 1)}
-                for one in table.select(records, arm=arm, scale=scale)
+                for one in readings.select(records, arm=arm, scale=scale)
                 if (
-                    outputs := table.final_signals(one.record).get("activations", {}).get("mlp_out")
+                    outputs := readings.final_signals(one.record)
+                    .get("activations", {})
+                    .get("mlp_out")
                 )
             ]
-            for scale in table.distinct(records, "scale")
+            for scale in readings.distinct(records, "scale")
         }
         if not any(lines.values()):
             continue
@@ -426,7 +427,7 @@ def _changed_models(records: Sequence[Labelled]) -> list[Plot]:
         points = {
             name: [
                 (scale, value)
-                for scale, values in table.sweep(records, "scale", read, model=name).items()
+                for scale, values in readings.sweep(records, "scale", read, model=name).items()
                 for value in values
             ]
             for name in (GROUPED, model)

@@ -19,10 +19,9 @@ from statistics import fmean
 import torch
 
 from learnable_multipliers.equilibrium._readings import row_spread
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     base,
     rates,
@@ -146,15 +145,15 @@ def runs(preset: Preset) -> list[Run]:
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the statistics of C1, C21 and C22 by seed."""
     plain = _grids(records)
-    vector = table.by_seed(records, arm="vector")
+    vector = readings.by_seed(records, arm="vector")
     departures = {seed: _departures(grid.values()) for seed, grid in plain.items()}
     return {
-        "C1.lr": table.paired(lambda grid: _distance(grid, 0, 0.5), plain),
-        "C1.wd": table.paired(lambda grid: _distance(grid, 1, -0.5), plain),
-        "C21.row": table.paired(lambda record: _signal(record, "row"), vector),
-        "C21.col": table.paired(lambda record: _signal(record, "col"), vector),
-        "C22.rare": table.paired(lambda found: found and found["rare"], departures),
-        "C22.frequent": table.paired(
+        "C1.lr": readings.paired(lambda grid: _distance(grid, 0, 0.5), plain),
+        "C1.wd": readings.paired(lambda grid: _distance(grid, 1, -0.5), plain),
+        "C21.row": readings.paired(lambda record: _signal(record, "row"), vector),
+        "C21.col": readings.paired(lambda record: _signal(record, "col"), vector),
+        "C22.rare": readings.paired(lambda found: found and found["rare"], departures),
+        "C22.frequent": readings.paired(
             lambda found: found and found["frequent"] - found["rare"], departures
         ),
     }
@@ -167,7 +166,7 @@ Grid = Mapping[tuple[float, float], Record]
 def _grids(records: Sequence[Labelled]) -> dict[int, Grid]:
     """Return the runs without multipliers, for seeds that have all of the grid."""
     found: dict[int, dict[tuple[float, float], Record]] = {}
-    for one in table.select(records, arm="plain"):
+    for one in readings.select(records, arm="plain"):
         at = float(one.labels["lr"]), float(one.labels["wd"])
         found.setdefault(int(one.labels["seed"]), {})[at] = one.record
     return {seed: grid for seed, grid in sorted(found.items()) if len(grid) == len(GRID)}
@@ -179,7 +178,7 @@ def _distance(grid: Grid, which: int, ideal: float) -> float | None:
     for role in ROLES:
         rms = [_settled_rms(record, role) for record in grid.values()]
         known = [value for value in rms if value is not None]
-        found = table.exponents(list(grid), known)
+        found = readings.exponents(list(grid), known)
         if found is None:
             return None
         distances.append(abs(found[which] - ideal))
@@ -192,7 +191,7 @@ def _settled_rms(record: Record, role: str) -> float | None:
     constant = schedule["tokens"] - schedule["decay_tokens"] - schedule["minimum_tokens"]
     last = constant / (data["sequence_length"] * data["batch_sequences"])
     before = [weights for weights in record.weights if weights["step"] <= last]
-    return table.role_rms(record, role, weights=before[-1]) if before else None
+    return readings.role_rms(record, role, weights=before[-1]) if before else None
 
 
 def _signal(record: Record, part: str) -> float | None:
@@ -201,7 +200,7 @@ def _signal(record: Record, part: str) -> float | None:
     ratios = [
         value / raw[name] for name, value in _indicators(record, part).items() if raw.get(name)
     ]
-    return table.geometric_mean(ratios)
+    return readings.geometric_mean(ratios)
 
 
 def _indicators(record: Record, part: str) -> dict[str, float]:
@@ -209,7 +208,7 @@ def _indicators(record: Record, part: str) -> dict[str, float]:
     return {
         reading["name"]: reading["indicator"]
         for role in ROLES
-        for reading in table.readings(record, part=part, role=role)
+        for reading in readings.diagnoses(record, part=part, role=role)
         if reading["indicator"]
     }
 
@@ -250,7 +249,7 @@ class Band:
 
 def _bands(record: Record) -> list[Band]:
     """Return the rows of the embedding at the end; none without signals."""
-    found = table.final_signals(record).get("token_rows")
+    found = readings.final_signals(record).get("token_rows")
     if not found:
         return []
     config = record.train_config
@@ -298,7 +297,7 @@ def _rows_on_noise(
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw rms over lr / wd, noise indicators, and embedding rows by the frequency of tokens."""
     plots = []
-    plain = table.select(records, arm="plain")
+    plain = readings.select(records, arm="plain")
     points = {
         role: [
             (float(one.labels["lr"]) / float(one.labels["wd"]), rms)
@@ -317,10 +316,10 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         plots.append(Plot("Norms over rate and decay", caption, figure))
     parts = {"weight": "raw weight", "row": "row multipliers", "col": "column multipliers"}
     indicators: dict[str, dict[str, list[float]]] = {name: {} for name in parts.values()}
-    for one in table.select(records, arm="vector"):
+    for one in readings.select(records, arm="vector"):
         for part, name in parts.items():
             for role in ROLES:
-                found = table.readings(one.record, part=part, role=role)
+                found = readings.diagnoses(one.record, part=part, role=role)
                 known = [r["indicator"] for r in found if r["indicator"]]
                 if known:
                     label = "output" if role == "attention-out" else role
@@ -342,7 +341,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
 
 def _token_plot(records: Sequence[Labelled]) -> list[Plot]:
     ratios: dict[str, dict[float, list[float]]] = {}
-    for one in table.select(records, arm="plain"):
+    for one in readings.select(records, arm="plain"):
         name = f"lr {one.labels['lr']:g}, wd {one.labels['wd']:g}"
         for band in (band for band in _bands(one.record) if band.seen):
             # One digit is enough for the label of a decade.

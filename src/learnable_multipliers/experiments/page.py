@@ -19,8 +19,8 @@ from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.experiments import catalogue, ledger, presets
 from learnable_multipliers.experiments.claim import MIN_SEEDS, Judged, Verdict
+from learnable_multipliers.experiments.drawing import Plot, Table
 from learnable_multipliers.experiments.ledger import Entry
-from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record, read_records
 from learnable_multipliers.experiments.run import Preset, in_words
 from learnable_multipliers.report.page import TEMPLATES

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from learnable_multipliers.experiments import loss_difference
 from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds

@@ -15,8 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from learnable_multipliers.equilibrium import brownian_rms
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.degradation import (
     Sweep,
@@ -24,7 +23,7 @@ from learnable_multipliers.experiments.degradation import (
     degradation,
     recovered,
 )
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments.drawing import Curve, Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -192,23 +191,23 @@ def _config(preset: Preset, arm: str, scale: float) -> TrainConfig:
 
 def _matrix(record: Record, key: str = "raw_rms", weights: Any = None) -> float | None:
     """Return the rms of the head's raw weight, or with `predicted_rms` that on noise."""
-    return table.role_rms(record, "head", key=key, weights=weights)
+    return readings.role_rms(record, "head", key=key, weights=weights)
 
 
 def _logits(record: Record, signals: Any = None) -> float | None:
-    return table.activation(record, "logits", signals=signals)
+    return readings.activation(record, "logits", signals=signals)
 
 
 def _multiplier(record: Record) -> float | None:
     """Return the rms of what the head is multiplied by: a scalar, or the final norm's weight."""
-    scalar = table.role_multiplier(record, "head", kind="scalar")
-    return table.activation(record, "final_norm", "parameters") if scalar is None else scalar
+    scalar = readings.role_multiplier(record, "head", kind="scalar")
+    return readings.activation(record, "final_norm", "parameters") if scalar is None else scalar
 
 
 def _departure(record: Record) -> float | None:
     """Return |log(rms / rms on noise)| of the scalar, or of the final norm, at the end."""
-    norms = [r for r in table.readings(record, kind="vector") if "final_layernorm" in r["name"]]
-    found = table.readings(record, part="scalar", role="head") or norms
+    norms = [r for r in readings.diagnoses(record, kind="vector") if "final_layernorm" in r["name"]]
+    found = readings.diagnoses(record, part="scalar", role="head") or norms
     ratio = found[0]["log_ratio"] if found else None
     return None if ratio is None else abs(ratio)
 
@@ -222,16 +221,16 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
         complete_sweeps(records, (SMALL, 1.0, LARGE), arm=arm) for arm in ARMS
     )
     found: dict[str, BySeed] = {
-        "C2.small": table.paired(lambda sweep: _degradation(sweep, SMALL), frozen),
-        "C2.large": table.paired(lambda sweep: _degradation(sweep, LARGE), frozen),
-        "C3.frozen": table.paired(_log_spread, frozen),
-        "C4.matrix": table.paired(_matrix_departure, scalar, vector),
+        "C2.small": readings.paired(lambda sweep: _degradation(sweep, SMALL), frozen),
+        "C2.large": readings.paired(lambda sweep: _degradation(sweep, LARGE), frozen),
+        "C3.frozen": readings.paired(_log_spread, frozen),
+        "C4.matrix": readings.paired(_matrix_departure, scalar, vector),
     }
     for arm, sweeps in (("scalar", scalar), ("vector", vector)):
         found |= {
-            f"C2.{arm}": table.paired(_share, frozen, sweeps),
-            f"C3.{arm}": table.paired(_log_spread, sweeps),
-            f"C4.{arm}": table.paired(_multiplier_departure, sweeps),
+            f"C2.{arm}": readings.paired(_share, frozen, sweeps),
+            f"C3.{arm}": readings.paired(_log_spread, sweeps),
+            f"C4.{arm}": readings.paired(_multiplier_departure, sweeps),
         }
     return found
 
@@ -252,7 +251,7 @@ def _share(frozen: Sweep, sweep: Sweep) -> float:
 def _log_spread(sweep: Sweep) -> float | None:
     logits = [_logits(record) for record in sweep.values()]
     known = [value for value in logits if value is not None]
-    found = table.spread(known) if len(known) == len(logits) else None
+    found = readings.spread(known) if len(known) == len(logits) else None
     return None if found is None else math.log(found)
 
 
@@ -285,10 +284,10 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     plots = []
 
     def over_scale(function: Callable[[Record], float | None]) -> dict[str, Any]:
-        return {_NAMES[arm]: table.sweep(records, "scale", function, arm=arm) for arm in ARMS}
+        return {_NAMES[arm]: readings.sweep(records, "scale", function, arm=arm) for arm in ARMS}
 
     with drawing.canvas(x=_X, y="held-out loss (nats)") as (figure, axes):
-        drawing.scan(axes, over_scale(table.loss))
+        drawing.scan(axes, over_scale(readings.loss))
     caption = (
         "Loss at the end of training. The paper's frozen norm degrades at both ends, "
         "the other two stay flat."
@@ -306,10 +305,10 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         matrices = {f"head, {name}": found for name, found in over_scale(_matrix).items()}
         drawing.scan(axes, matrices, log_y=True)
         multipliers = {
-            f"the {arm} itself": table.sweep(records, "scale", _multiplier, arm=arm)
+            f"the {arm} itself": readings.sweep(records, "scale", _multiplier, arm=arm)
             for arm in ("scalar", "vector")
         }
-        noise = table.sweep(records, "scale", lambda record: _matrix(record, "predicted_rms"))
+        noise = readings.sweep(records, "scale", lambda record: _matrix(record, "predicted_rms"))
         drawing.scan(axes, multipliers, log_y=True, first=len(ARMS))
         drawing.scan(axes, {"head, on noise": noise}, log_y=True, first=_NOISE)
     caption = (
@@ -320,14 +319,14 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     return plots + [
         made
         for scale in (SMALL, LARGE)
-        if (found := table.select(records, scale=scale))
+        if (found := readings.select(records, scale=scale))
         for made in _over_time(found, drawing.ratio(scale))
     ]
 
 
 def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
     """Draw logits, head and multipliers over the steps of runs at one scale."""
-    by_arm = {arm: [one.record for one in table.select(records, arm=arm)] for arm in ARMS}
+    by_arm = {arm: [one.record for one in readings.select(records, arm=arm)] for arm in ARMS}
     learned = by_arm["scalar"] + by_arm["vector"]
     plots = []
     with drawing.canvas(x="step", y="rms of the logits") as (figure, axes):
@@ -376,22 +375,22 @@ def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
 
 
 def _logits_over_steps(record: Record) -> Curve:
-    return table.over_steps(record.signals, lambda signals: _logits(record, signals))
+    return readings.over_steps(record.signals, lambda signals: _logits(record, signals))
 
 
 def _head_over_steps(record: Record, key: str = "raw_rms") -> Curve:
-    return table.over_steps(record.weights, lambda weights: _matrix(record, key, weights))
+    return readings.over_steps(record.weights, lambda weights: _matrix(record, key, weights))
 
 
 def _scalar_over_steps(record: Record) -> Curve:
-    return table.over_steps(
-        record.weights, lambda w: table.role_multiplier(record, "head", weights=w)
+    return readings.over_steps(
+        record.weights, lambda w: readings.role_multiplier(record, "head", weights=w)
     )
 
 
 def _final_norm_over_steps(record: Record) -> Curve:
-    return table.over_steps(
-        record.signals, lambda s: table.activation(record, "final_norm", "parameters", signals=s)
+    return readings.over_steps(
+        record.signals, lambda s: readings.activation(record, "final_norm", "parameters", signals=s)
     )
 
 

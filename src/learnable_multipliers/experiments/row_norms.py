@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.report import style
 
 TITLE = "Distributions of row norms"
@@ -93,13 +92,13 @@ def runs(preset: Preset) -> list[Run]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return how much multipliers broaden each distribution, and how narrow the plain ones are."""
-    records = table.finished(records)
-    plain, vector = (table.by_seed(records, arm=arm) for arm in ("plain", "vector"))
+    records = readings.finished(records)
+    plain, vector = (readings.by_seed(records, arm=arm) for arm in ("plain", "vector"))
     broader = {
-        f"C7.{group.lower()}": table.paired(partial(_broadening, group=group), vector, plain)
+        f"C7.{group.lower()}": readings.paired(partial(_broadening, group=group), vector, plain)
         for group in GROUPS
     }
-    return {**broader, "C7.narrow": table.paired(_widest, plain)}
+    return {**broader, "C7.narrow": readings.paired(_widest, plain)}
 
 
 def spread(record: Record, group: str, weight: Weight = "effective") -> Number:
@@ -108,7 +107,7 @@ def spread(record: Record, group: str, weight: Weight = "effective") -> Number:
     It is log(95% quantile / 5% quantile) over that of a normal distribution of deviation 1: rows
     whose multiplier passes zero would decide a standard deviation.
     """
-    rows = table.final_signals(record).get("rows", {})
+    rows = readings.final_signals(record).get("rows", {})
     quantiles = [rows.get(role, {}).get(weight, {}).get("pooled") for role in GROUPS[group]]
     if not all(pooled and pooled[1] > 0 for pooled in quantiles):
         return None
@@ -134,7 +133,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         ("with, effective weights", "vector", "effective"),
         ("with, raw weights", "vector", "raw"),
     )
-    records = table.finished(records)
+    records = readings.finished(records)
     drawn = []
     for group in GROUPS:
         with drawing.canvas(x="row norm / mean of its layer", y="share of rows below") as (
@@ -142,7 +141,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             axes,
         ):
             for index, (label, arm, weight) in enumerate(arms):
-                found = [one.record for one in table.select(records, arm=arm)]
+                found = [one.record for one in readings.select(records, arm=arm)]
                 norms, shares = _distribution(found, group, weight)
                 colour, line = style.run_look(index)
                 axes.plot(norms, shares, color=colour, linestyle=line, label=label)
@@ -164,7 +163,7 @@ def _distribution(
     records: Iterable[Record], group: str, weight: Weight
 ) -> tuple[list[float], list[float]]:
     """Return norms and the share of rows below each, from evenly spaced quantiles of each role."""
-    rows = [table.final_signals(record).get("rows", {}) for record in records]
+    rows = [readings.final_signals(record).get("rows", {}) for record in records]
     norms = sorted(
         norm
         for found in rows

@@ -18,10 +18,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -30,9 +29,9 @@ from learnable_multipliers.experiments.presets import (
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import QUANTILES
 from learnable_multipliers.report import style
@@ -129,15 +128,15 @@ def pull(config: TrainConfig) -> float:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return how far ratios and residual streams moved without decay and with the light one."""
-    free, held = (table.by_seed(records, arm=arm) for arm in ("none", "light"))
-    ratios = [table.paired(ratio_drift, arm) for arm in (free, held)]
-    at = {part: table.paired(partial(_residual, part=part), free) for part in (0.4, 0.8, 1.0)}
-    end = table.paired(partial(_residual, part=1.0), held)
+    free, held = (readings.by_seed(records, arm=arm) for arm in ("none", "light"))
+    ratios = [readings.paired(ratio_drift, arm) for arm in (free, held)]
+    at = {part: readings.paired(partial(_residual, part=part), free) for part in (0.4, 0.8, 1.0)}
+    end = readings.paired(partial(_residual, part=1.0), held)
     return {
-        "C8.drift": table.paired(operator.sub, *ratios),
+        "C8.drift": readings.paired(operator.sub, *ratios),
         "C8.held": ratios[1],
-        "C9.growth": table.paired(operator.sub, at[0.8], at[0.4]),
-        "C9.held": table.paired(operator.sub, at[1.0], end),
+        "C9.growth": readings.paired(operator.sub, at[0.8], at[0.4]),
+        "C9.held": readings.paired(operator.sub, at[1.0], end),
     }
 
 
@@ -152,7 +151,7 @@ def trajectories(record: Record) -> list[list[tuple[float, float]]]:
 
     One list for each layer.
     """
-    queries, keys = (table.names_of(record, role) for role in ("query", "key"))
+    queries, keys = (readings.names_of(record, role) for role in ("query", "key"))
     return [
         [
             (math.log10(query * key), math.log10(query / key))
@@ -188,10 +187,10 @@ def residual_stream(record: Record) -> dict[float, float]:
     """Return log10 of the rms of the residual stream after each layer, mean of these, by step."""
 
     def after_layers(signals: Mapping[str, Any]) -> Number:
-        rms = table.geometric_mean(signals.get("activations", {}).get("residual", [])[1:])
+        rms = readings.geometric_mean(signals.get("activations", {}).get("residual", [])[1:])
         return None if rms is None else math.log10(rms)
 
-    return table.over_steps(record.signals, after_layers)
+    return readings.over_steps(record.signals, after_layers)
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
@@ -204,7 +203,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for index, (arm, name) in enumerate(_LEGEND.items()):
             colour, _ = style.run_look(index)
             label: str | None = name
-            for one in table.select(records, arm=arm):
+            for one in readings.select(records, arm=arm):
                 for layer in filter(None, trajectories(one.record)):
                     points = list(zip(*layer, strict=True))
                     axes.plot(*points, color=colour, linewidth=1, alpha=0.6, label=label)
@@ -212,7 +211,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
                     label = None
     with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
         curves = {
-            name: [residual_stream(one.record) for one in table.select(records, arm=arm)]
+            name: [residual_stream(one.record) for one in readings.select(records, arm=arm)]
             for arm, name in _LEGEND.items()
         }
         drawing.curves(axes, curves)

@@ -14,10 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record, labelled
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
@@ -201,18 +200,18 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     found: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         arms = [
-            table.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
+            readings.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
             for arm in ("plain", "vector")
             for tuning in TUNINGS
         ]
         for name in ("improves", "worst", "best", "enough"):
-            found[f"C13.{optimizer}.{name}"] = table.paired(partial(_statistic, name), *arms)
+            found[f"C13.{optimizer}.{name}"] = readings.paired(partial(_statistic, name), *arms)
     return found
 
 
 def _statistic(name: str, *records: Record) -> float:
     """Return a statistic of the eight arms: plain ones, then those with multipliers."""
-    losses = [table.loss(record) for record in records]
+    losses = [readings.loss(record) for record in records]
     plain, vector = losses[: len(TUNINGS)], losses[len(TUNINGS) :]
     second = statistics.fmean([vector[0], *plain[1:]])
     if name == "improves":
@@ -242,10 +241,10 @@ def winners(records: Sequence[Labelled]) -> dict[str, dict[str, float]]:
 def _changes(records: Sequence[Labelled], what: str) -> dict[str, dict[float, float]]:
     """Return group -> factor -> loss minus that of the run without the factor."""
     found: dict[str, dict[float, float]] = {}
-    plain = table.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
-    for one in table.select(records, arm="sweep", what=what):
+    plain = readings.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
+    for one in readings.select(records, arm="sweep", what=what):
         if (without := plain.get(int(one.labels["seed"]))) is not None:
-            change = table.loss(one.record) - table.loss(without)
+            change = readings.loss(one.record) - readings.loss(without)
             group, factor = str(one.labels["group"]), float(one.labels["factor"])
             found.setdefault(group, {})[factor] = change
     return {group: found[group] for group in GROUPS if group in found}
@@ -256,11 +255,11 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     losses = {
         _NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
             tuning: [
-                table.loss(one.record)
-                for one in table.select(records, tuning=tuning, arm=arm, optimizer=optimizer)
+                readings.loss(one.record)
+                for one in readings.select(records, tuning=tuning, arm=arm, optimizer=optimizer)
             ]
             for tuning in TUNINGS
-            if table.select(records, tuning=tuning)
+            if readings.select(records, tuning=tuning)
         }
         for optimizer in OPTIMIZERS
         for arm in ("plain", "vector")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.experiments.benchmarks import requests_of, scores
 from learnable_multipliers.experiments.record import Record, summarize
 from learnable_multipliers.experiments.run import Run
+from learnable_multipliers.experiments.scores import requests_of, scores
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.trainer.run_folder import commit
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learnable_multipliers._atomic import write_output
-from learnable_multipliers.report import analysis, style
+from learnable_multipliers.report import figures, style
 from learnable_multipliers.report.page import TEMPLATES
 from learnable_multipliers.report.records import Record
 from learnable_multipliers.report.style import COLOURS, legend, log_axis, note, plot, short
@@ -52,19 +52,19 @@ def rms_by_role(readings: Sequence[Record]) -> Figure:
             ratios.setdefault(reading["role"], []).append(pair)
     values = [ratio for pairs in ratios.values() for ratio, _ in pairs]
     with plot("", 110 + 22 * max(len(ratios), 1)) as (figure, axes):
-        low, high = math.exp(-analysis.WITHIN), math.exp(analysis.WITHIN)
+        low, high = math.exp(-figures.WITHIN), math.exp(figures.WITHIN)
         axes.axvspan(low, high, color=COLOURS["blue"], alpha=0.1, lw=0)
         axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         for y, pairs in enumerate(ratios.values()):
             for ratio, verdict in pairs:
-                fill = analysis.VERDICTS[verdict]
+                fill = figures.VERDICTS[verdict]
                 axes.plot(ratio, y, marker="o", color=COLOURS["ink"], fillstyle=fill, alpha=0.8)
         _roles(axes, list(ratios))
         axes.set_xlabel("rms over the rms that noise gives")
         log_axis(axes, "x", min([0.5, *values]) / 1.15, max([2.0, *values]) * 1.15)
         if not ratios:
             note(axes, 0.5, 0.5, "no tensor has a prediction", ha="center")
-        legend(figure, analysis.verdict_handles())
+        legend(figure, figures.verdict_handles())
         return figure
 
 

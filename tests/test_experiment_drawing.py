@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from learnable_multipliers.experiments.plot import (
+from learnable_multipliers.experiments.drawing import (
     Plot,
     canvas,
     categories,

@@ -1,4 +1,4 @@
-"""Plots of what commands print: a random walk, a diagnosis, the symmetries of a model.
+"""Figures that commands write to a file: a random walk, a diagnosis, the symmetries of a model.
 
 From the plain data that the commands print as JSON.
 """

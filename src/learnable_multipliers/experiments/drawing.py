@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from learnable_multipliers import _formats
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.report import style
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def power_laws(axes: Axes, arms: Mapping[str, Sequence[tuple[float, float]]]) ->
         if not points:
             continue
         axes.plot(*zip(*points, strict=True), "o", markersize=5, color=colour, alpha=0.6)
-        found = table.exponents([(x,) for x, _ in points], [y for _, y in points])
+        found = readings.exponents([(x,) for x, _ in points], [y for _, y in points])
         if found is None:
             axes.lines[-1].set_label(name)
             continue

@@ -129,7 +129,7 @@ def layer_scalars(record: Record, role: str) -> list[float] | None:
     return [effective / raw for effective, raw in pairs]
 
 
-def readings(record: Record, **fields: str) -> list[dict[str, Any]]:
+def diagnoses(record: Record, **fields: str) -> list[dict[str, Any]]:
     """Return the diagnoses of the tensors with these fields; a fused matrix has several roles."""
     return [
         reading
