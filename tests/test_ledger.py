@@ -14,7 +14,7 @@ import pytest
 from browser import open_in_browser
 from learnable_multipliers.experiments import catalogue, ledger, page, presets, readings, record
 from learnable_multipliers.experiments.claim import Claim, Judged, Test
-from learnable_multipliers.experiments.drawing import Plot, canvas, curves
+from learnable_multipliers.experiments.drawing import canvas, curves
 from learnable_multipliers.experiments.run import Run
 from shuffling import made_up
 
@@ -45,17 +45,17 @@ def analyse(records):
 
 
 def plot(records):
-    drawn = []
+    plots = []
     for early in (0.0, 0.5):
-        with canvas(x="step", y="training loss, nats per token") as (figure, axes):
+        caption = "Mean & range < 1 over seeds."
+        with canvas(plots, "Loss", caption, x="step", y="training loss, nats per token") as axes:
             seeds = {arm: [x.record for x in readings.select(records, arm=arm)] for arm in ARMS}
             kept = {
                 arm: [dict(zip(r.train["step"], r.train["loss"], strict=True)) for r in found]
                 for arm, found in seeds.items()
             }
             curves(axes, kept, early=early)
-        drawn.append(Plot("Loss", "Mean & range < 1 over seeds.", figure))
-    return drawn
+    return plots
 
 
 PROJECTOR = SimpleNamespace(

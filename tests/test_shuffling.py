@@ -11,7 +11,7 @@ import pytest
 
 from learnable_multipliers.experiments import presets, readings
 from learnable_multipliers.experiments.claim import Claim, Test
-from learnable_multipliers.experiments.drawing import Plot, canvas, scan
+from learnable_multipliers.experiments.drawing import canvas, scan
 from learnable_multipliers.experiments.run import Run
 from shuffling import check_shuffled, check_subsets, made_up, shuffled, verdicts
 
@@ -39,9 +39,10 @@ def experiment(arms=("frozen", "vector"), claim=CLAIM):
         }
 
     def plot(records):
-        with canvas(x="seed + 1", y="loss") as (figure, axes):
+        plots = []
+        with canvas(plots, "Loss", "By seed.", x="seed + 1", y="loss") as axes:
             scan(axes, {"all": {x.labels["seed"] + 1: [readings.loss(x.record)] for x in records}})
-        return [Plot("Loss", "By seed.", figure)]
+        return plots
 
     return SimpleNamespace(CLAIMS=(claim,), runs=runs, analyse=analyse, plot=plot)
 

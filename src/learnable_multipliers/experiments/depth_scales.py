@@ -153,14 +153,13 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             _multipliers(scalar, _INTERNAL),
         ),
     )
-    drawn = []
+    plots: list[Plot] = []
     for title, y, caption, arms in panels:
-        with drawing.canvas(x="layer", y=y) as (figure, axes):
+        with drawing.canvas(plots, title, caption, x="layer", y=y) as axes:
             drawing.curves(axes, arms)
             drawing.log_limits(axes, "y")
             axes.set_xlim(1, max(2.0, axes.dataLim.x1))
-        drawn.append(Plot(title, caption, figure))
-    return drawn
+    return plots
 
 
 def _multipliers(records: dict[int, Record], roles: dict[str, str]) -> dict[str, list[Curve]]:

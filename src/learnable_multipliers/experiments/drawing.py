@@ -77,11 +77,14 @@ class Table:
 
 
 @contextmanager
-def canvas(*, x: str, y: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure and its axes to draw on, and add the legend; both labels carry the unit."""
+def canvas(
+    plots: list[Plot], title: str, caption: str, *, x: str, y: str, height: float = 270.0
+) -> Iterator[Axes]:
+    """Yield axes to draw on, then add the legend and append the plot; labels carry the unit."""
     with style.plot(y, height) as (figure, axes):
         axes.set_xlabel(x)
-        yield figure, axes
+        yield axes
+    plots.append(Plot(title, caption, figure))
 
 
 def curves(

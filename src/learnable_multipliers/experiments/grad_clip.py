@@ -14,19 +14,15 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.drawing import Plot
+from learnable_multipliers.experiments.drawing import Curve, Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "Multipliers in the clip norm"
 FIGURE = "Fig. 6"
@@ -130,73 +126,70 @@ def _curve(record: Record, name: str) -> dict[float, float]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw norm and loss at the start, and how losses differ during the run and at its end."""
-    return [
-        Plot(
-            "Gradient norm at the start",
-            "Norm that is compared with the threshold, before it is clipped. The paper finds norms "
-            "far above the threshold with scalars in, and well below it with scalars out.",
-            _start(records, "grad_norm", "gradient norm"),
-        ),
-        Plot(
-            "Loss at the start",
-            "Training loss. The paper finds a slower start with scalars in the norm.",
-            _start(records, "loss", "training loss, nats"),
-        ),
-        Plot(
-            "Loss difference over the run",
-            "Training loss with multipliers in the norm minus that with them out of it. The paper "
-            "finds that it stays above zero for scalars.",
-            _differences(records),
-        ),
-        loss_difference.plot(
-            records,
-            {name: labels for name, labels in _ARMS.items() if labels != _PLAIN},
-            _PLAIN,
-            against="no multipliers",
-            title="Loss at the end",
-            caption="Mean and range over seeds. The paper finds that scalars in the norm gain "
-            "nothing over a run without multipliers, and scalars out of it do.",
-        ),
-    ]
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Gradient norm at the start",
+        "Norm that is compared with the threshold, before it is clipped. The paper finds norms "
+        "far above the threshold with scalars in, and well below it with scalars out.",
+        x="step",
+        y="gradient norm",
+    ) as axes:
+        drawing.curves(axes, _start(records, "grad_norm"))
+        drawing.level(axes, 1.0, "threshold")
+        # Single steps have norms of 100.
+        drawing.log_limits(axes, "y")
+    with drawing.canvas(
+        plots,
+        "Loss at the start",
+        "Training loss. The paper finds a slower start with scalars in the norm.",
+        x="step",
+        y="training loss, nats",
+    ) as axes:
+        drawing.curves(axes, _start(records, "loss"))
+    with drawing.canvas(
+        plots,
+        "Loss difference over the run",
+        "Training loss with multipliers in the norm minus that with them out of it. The paper "
+        "finds that it stays above zero for scalars.",
+        x="step",
+        y="training loss, in minus out of the norm, nats",
+    ) as axes:
+        drawing.curves(axes, {"scalars": _differences(records)}, early=EARLY)
+        drawing.level(axes, 0.0, "no difference")
+    plots += loss_difference.plot(
+        records,
+        {name: labels for name, labels in _ARMS.items() if labels != _PLAIN},
+        _PLAIN,
+        against="no multipliers",
+        title="Loss at the end",
+        caption="Mean and range over seeds. The paper finds that scalars in the norm gain "
+        "nothing over a run without multipliers, and scalars out of it do.",
+    )
+    return plots
 
 
-def _start(records: Sequence[Labelled], name: str, y: str) -> Figure:
-    """Draw a curve of every arm over the first steps: twice as many as the statistics read."""
+def _start(records: Sequence[Labelled], name: str) -> dict[str, list[Curve]]:
+    """Return a curve of every arm over the first steps: twice as many as the statistics read."""
     curves = {
         arm: [_curve(one.record, name) for one in readings.select(records, **labels)]
         for arm, labels in _ARMS.items()
     }
     last = max((step for seeds in curves.values() for seed in seeds for step in seed), default=0)
-    with drawing.canvas(x="step", y=y) as (figure, axes):
-        drawing.curves(
-            axes,
-            {
-                arm: [{s: v for s, v in seed.items() if s <= 2 * EARLY * last} for seed in seeds]
-                for arm, seeds in curves.items()
-            },
-        )
-        if name == "grad_norm":
-            drawing.level(axes, 1.0, "threshold")
-            # Single steps have norms of 100.
-            drawing.log_limits(axes, "y")
-    return figure
+    return {
+        arm: [{s: v for s, v in seed.items() if s <= 2 * EARLY * last} for seed in seeds]
+        for arm, seeds in curves.items()
+    }
 
 
-def _differences(records: Sequence[Labelled]) -> Figure:
-    """Draw the training loss with multipliers in the norm minus that with them out of it."""
+def _differences(records: Sequence[Labelled]) -> list[Curve]:
+    """Return the training loss with multipliers in the norm minus that with them out of it."""
     within, out = (readings.by_seed(records, **labels) for labels in (_IN, _OUT))
     pairs = [
         (_curve(within[seed], "loss"), _curve(out[seed], "loss"))
         for seed in sorted(set(within) & set(out))
     ]
-    curves = [
+    return [
         {step: ours[step] - theirs[step] for step in ours if step in theirs}
         for ours, theirs in pairs
     ]
-    with drawing.canvas(x="step", y="training loss, in minus out of the norm, nats") as (
-        figure,
-        axes,
-    ):
-        drawing.curves(axes, {"scalars": curves}, early=EARLY)
-        drawing.level(axes, 0.0, "no difference")
-    return figure

@@ -102,16 +102,17 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         name: readings.sweep(records, "scale", readings.loss, arm=arm)
         for arm, name in _HEADS.items()
     }
-    with drawing.canvas(x="fixed number on the logits", y="held-out loss, nats") as (figure, axes):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Loss by what the head carries",
+        "Mean and range over seeds; all other matrices have row and column multipliers. The "
+        "paper finds that rows hurt, and that a head without multipliers is not better at any "
+        "number.",
+        x="fixed number on the logits",
+        y="held-out loss, nats",
+    ) as axes:
         drawing.scan(axes, losses)
         if plain := [readings.loss(one.record) for one in readings.select(records, arm="plain")]:
             drawing.level(axes, fmean(plain), "no multipliers at all")
-    return [
-        Plot(
-            "Loss by what the head carries",
-            "Mean and range over seeds; all other matrices have row and column multipliers. The "
-            "paper finds that rows hurt, and that a head without multipliers is not better at any "
-            "number.",
-            figure,
-        )
-    ]
+    return plots

@@ -14,15 +14,16 @@ from learnable_multipliers.experiments.record import Labelled, Record
 
 def plots(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the runs of each model."""
-    drawn = []
+    drawn: list[Plot] = []
     for family in dict.fromkeys(one.labels["family"] for one in finals(records)):
         runs, name = readings.select(finals(records), family=family), NAMES[str(family)]
-        drawn += [_over_time(runs, name), _gain_on_the_way(runs, name)]
-        drawn += _gains(runs, name)
+        _draw_over_time(drawn, runs, name)
+        _draw_gain_over_tokens(drawn, runs, name)
+        _draw_gains(drawn, runs, name)
     return drawn
 
 
-def _over_time(runs: Sequence[Labelled], model: str) -> Plot:
+def _draw_over_time(plots: list[Plot], runs: Sequence[Labelled], model: str) -> None:
     """Draw held-out loss over wall-clock, for plain and multipliers with each optimizer."""
     arms = {
         f"{NAMES[str(optimizer)]}, {name}": _curves(
@@ -31,13 +32,15 @@ def _over_time(runs: Sequence[Labelled], model: str) -> Plot:
         for optimizer in readings.distinct(runs, "optimizer")
         for arm, name in ((PLAIN, "plain"), (VECTOR, "row and column multipliers"))
     }
-    with drawing.canvas(x="seconds of training", y="held-out loss (nats)") as (figure, axes):
-        drawing.curves(axes, {name: seeds for name, seeds in arms.items() if seeds}, early=0.3)
-    caption = (
+    with drawing.canvas(
+        plots,
+        f"Loss over time, {model}",
         "Mean and range over seeds at tuned settings, on validation text, by time on the device "
-        "without that of evaluations."
-    )
-    return Plot(f"Loss over time, {model}", caption, figure)
+        "without that of evaluations.",
+        x="seconds of training",
+        y="held-out loss (nats)",
+    ) as axes:
+        drawing.curves(axes, {name: seeds for name, seeds in arms.items() if seeds}, early=0.3)
 
 
 def _curves(records: Sequence[Labelled]) -> list[dict[float, float]]:
@@ -58,9 +61,9 @@ def held_out(record: Record) -> dict[float, float]:
     return {step * tokens: loss for step, loss in pairs}
 
 
-def _gain_on_the_way(runs: Sequence[Labelled], model: str) -> Plot:
+def _draw_gain_over_tokens(plots: list[Plot], runs: Sequence[Labelled], model: str) -> None:
     """Draw the loss of plain minus that of vector after equal tokens, paired by seed."""
-    found = {}
+    gaps = {}
     for optimizer in readings.distinct(runs, "optimizer"):
         plain, vector = (
             readings.by_seed(runs, optimizer=optimizer, arm=arm.name) for arm in (PLAIN, VECTOR)
@@ -69,26 +72,28 @@ def _gain_on_the_way(runs: Sequence[Labelled], model: str) -> Plot:
             (held_out(plain[seed]), held_out(vector[seed])) for seed in plain if seed in vector
         ]
         if pairs:
-            found[NAMES[str(optimizer)]] = [
+            gaps[NAMES[str(optimizer)]] = [
                 {tokens: one[tokens] - other[tokens] for tokens in one if tokens in other}
                 for one, other in pairs
             ]
-    with drawing.canvas(x="training tokens", y="plain minus multipliers (nats)") as (figure, axes):
-        drawing.curves(axes, found, early=0.3)
+    with drawing.canvas(
+        plots,
+        f"Gain on the way, {model}",
+        "Held-out loss of plain minus that of row and column multipliers after the same tokens, "
+        "paired by seed: mean and range over seeds.",
+        x="training tokens",
+        y="plain minus multipliers (nats)",
+    ) as axes:
+        drawing.curves(axes, gaps, early=0.3)
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
         drawing.level(axes, 0.0, "plain")
-    caption = (
-        "Held-out loss of plain minus that of row and column multipliers after the same tokens, "
-        "paired by seed: mean and range over seeds."
-    )
-    return Plot(f"Gain on the way, {model}", caption, figure)
 
 
-def _gains(runs: Sequence[Labelled], model: str) -> list[Plot]:
+def _draw_gains(plots: list[Plot], runs: Sequence[Labelled], model: str) -> None:
     """Draw the final gains of all arms over plain."""
     read = reported_loss(runs)
-    found = {
+    by_arm = {
         NAMES[str(optimizer)]: {
             str(arm): list(gains(runs, read, {"optimizer": optimizer, "arm": arm}).values())
             for arm in dict.fromkeys(one.labels["arm"] for one in runs)
@@ -96,10 +101,15 @@ def _gains(runs: Sequence[Labelled], model: str) -> list[Plot]:
         }
         for optimizer in readings.distinct(runs, "optimizer")
     }
-    if not any(found.values()):
-        return []
-    with drawing.canvas(x="arm", y="gain over plain (nats)", height=320) as (figure, axes):
-        drawing.categories(axes, found)
+    if not any(by_arm.values()):
+        return
+    with drawing.canvas(
+        plots,
+        f"Gain over plain, {model}",
+        "Held-out loss of plain runs minus that of an arm, paired by seed.",
+        x="arm",
+        y="gain over plain (nats)",
+        height=320,
+    ) as axes:
+        drawing.categories(axes, by_arm)
         drawing.level(axes, 0.0, "plain")
-    caption = "Held-out loss of plain runs minus that of an arm, paired by seed."
-    return [Plot(f"Gain over plain, {model}", caption, figure)]

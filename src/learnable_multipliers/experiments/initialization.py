@@ -104,20 +104,21 @@ def gradient_ratios(record: Record) -> list[float]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the common direction by layer, the loss over steps, and the loss at the end."""
-    drawn = []
+    plots: list[Plot] = []
     for family in readings.distinct(records, "family"):
         of_family = readings.select(records, family=family)
-        drawn += [_directions(family, of_family, at_end) for at_end in (False, True)]
-        drawn += _gradients(family, of_family)
+        _draw_directions(plots, family, of_family, at_end=False)
+        _draw_directions(plots, family, of_family, at_end=True)
+        _draw_gradients(plots, family, of_family)
         for optimizer in readings.distinct(of_family, "optimizer"):
-            drawn.append(
-                _losses(family, optimizer, readings.select(of_family, optimizer=optimizer))
-            )
-        drawn.append(_final(family, of_family))
-    return drawn
+            _draw_losses(plots, family, optimizer, readings.select(of_family, optimizer=optimizer))
+        _draw_final(plots, family, of_family)
+    return plots
 
 
-def _directions(family: str, records: Sequence[Labelled], at_end: bool) -> Plot:
+def _draw_directions(
+    plots: list[Plot], family: str, records: Sequence[Labelled], *, at_end: bool
+) -> None:
     # Every optimizer begins with the same weights; where they end is another matter.
     records = readings.select(records, optimizer=records[0].labels["optimizer"])
     arms: dict[str, list[Curve]] = {
@@ -127,22 +128,21 @@ def _directions(family: str, records: Sequence[Labelled], at_end: bool) -> Plot:
         ]
         for start, found in _by_start(records).items()
     }
-    with drawing.canvas(
-        x="layer whose input it is (last: the final norm)", y="share of power in common"
-    ) as (figure, axes):
-        drawing.curves(axes, arms)
-        axes.set_ylim(-0.02, 1.02)
     when = "at the end" if at_end else "at the first step"
     optimizer = _NAMES[str(records[0].labels["optimizer"])]
-    return Plot(
+    with drawing.canvas(
+        plots,
         f"What positions have in common {when}, {_NAMES[family]}",
         "Square of the mean of a layer's input over positions, over its mean square: 1 where all "
         f"positions are the same, 0 where they have nothing in common. Trained with {optimizer}.",
-        figure,
-    )
+        x="layer whose input it is (last: the final norm)",
+        y="share of power in common",
+    ) as axes:
+        drawing.curves(axes, arms)
+        axes.set_ylim(-0.02, 1.02)
 
 
-def _gradients(family: str, records: Sequence[Labelled]) -> list[Plot]:
+def _draw_gradients(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     # The first gradient is that of the start, whatever the optimizer; Muon averages it.
     arms: dict[str, list[Curve]] = {
         start: [
@@ -153,43 +153,42 @@ def _gradients(family: str, records: Sequence[Labelled]) -> list[Plot]:
         for start, found in _by_start(readings.select(records, optimizer="adamw")).items()
     }
     if not any(arms.values()):
-        return []
-    with drawing.canvas(x="layer", y="gradients of Q and K over those of V and output") as (
-        figure,
-        axes,
-    ):
+        return
+    with drawing.canvas(
+        plots,
+        f"Gradients in attention at the first step, {_NAMES[family]}",
+        "RMS of the gradients of query and key over that of value and output. Where positions "
+        "have much in common, what attention looks at changes little.",
+        x="layer",
+        y="gradients of Q and K over those of V and output",
+    ) as axes:
         axes.set_yscale("log")
         drawing.curves(axes, {start: seeds for start, seeds in arms.items() if seeds})
-    return [
-        Plot(
-            f"Gradients in attention at the first step, {_NAMES[family]}",
-            "RMS of the gradients of query and key over that of value and output. Where positions "
-            "have much in common, what attention looks at changes little.",
-            figure,
-        )
-    ]
 
 
-def _losses(family: str, optimizer: str, records: Sequence[Labelled]) -> Plot:
+def _draw_losses(
+    plots: list[Plot], family: str, optimizer: str, records: Sequence[Labelled]
+) -> None:
     arms = {
         start: [_curve(record.train) for record in found]
         for start, found in _by_start(records).items()
     }
-    with drawing.canvas(x="step", y="training loss (nats)") as (figure, axes):
-        # The first tenth, from that of chance down, would be all there is to see.
-        drawing.curves(axes, arms, early=0.1)
-    return Plot(
+    with drawing.canvas(
+        plots,
         f"Loss by start, {_NAMES[family]}, {_NAMES[optimizer]}",
         "A poor start shows as a plateau. All runs of a seed see the same text in the same order.",
-        figure,
-    )
+        x="step",
+        y="training loss (nats)",
+    ) as axes:
+        # The first tenth, from that of chance down, would be all there is to see.
+        drawing.curves(axes, arms, early=0.1)
 
 
 def _curve(train: Mapping[str, Sequence[float]]) -> Curve:
     return dict(zip(train.get("step", ()), train.get("loss", ()), strict=False))
 
 
-def _final(family: str, records: Sequence[Labelled]) -> Plot:
+def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     arms = {
         _NAMES[optimizer]: {
             start: [readings.loss(record) for record in found]
@@ -197,13 +196,18 @@ def _final(family: str, records: Sequence[Labelled]) -> Plot:
         }
         for optimizer in readings.distinct(records, "optimizer")
     }
-    with drawing.canvas(x="start", y="held-out loss at the end (nats)") as (figure, axes):
-        drawing.categories(axes, arms)
     means = (
-        f"{name}: {', '.join(f'{start} {statistics.fmean(found[start]):.3f}' for start in found)}."
-        for name, found in arms.items()
+        f"{name}: {', '.join(f'{start} {statistics.fmean(of[start]):.3f}' for start in of)}."
+        for name, of in arms.items()
     )
-    return Plot(f"Final loss by start, {_NAMES[family]}", " ".join(means), figure)
+    with drawing.canvas(
+        plots,
+        f"Final loss by start, {_NAMES[family]}",
+        " ".join(means),
+        x="start",
+        y="held-out loss at the end (nats)",
+    ) as axes:
+        drawing.categories(axes, arms)
 
 
 def _by_start(records: Sequence[Labelled]) -> dict[str, list[Record]]:

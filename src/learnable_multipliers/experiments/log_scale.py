@@ -91,17 +91,29 @@ def _excess(records: Sequence[Labelled], rate: float) -> dict[int, float]:
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw losses against a plain run, and how the residual stream grows."""
     names = {"linear": "multipliers", "log": "their logarithms"}
+    plots: list[Plot] = []
     with drawing.canvas(
+        plots,
+        "Loss at the end",
+        "Mean and range over seeds; a triangle is a run that diverged. The paper finds at most "
+        "a slight gain of logarithms, and less stability.",
         x="learning rate of the multipliers over that of the matrices",
         y="held-out loss minus that of no multipliers, nats",
-    ) as (ends, axes):
-        found = {
+    ) as axes:
+        differences = {
             name: {rate: _over_plain(records, {"arm": arm, "rate": rate}) for rate in _RATES}
             for arm, name in names.items()
         }
-        drawing.scan(axes, found)
+        drawing.scan(axes, differences)
         drawing.level(axes, 0.0, "no multipliers")
-    with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
+    with drawing.canvas(
+        plots,
+        "Growth of the residual stream",
+        "Mean over the layers of log10 of the rms after each: a scale that no loss holds, so "
+        "that it shows drift. In logarithms a step changes a multiplier by a factor.",
+        x="step",
+        y="log10 of the residual stream's rms",
+    ) as axes:
         curves = {
             f"{name}, rate x{rate:g}": [
                 residual_stream(one.record) for one in readings.select(records, arm=arm, rate=rate)
@@ -110,20 +122,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             for arm, name in names.items()
         }
         drawing.curves(axes, curves)
-    return [
-        Plot(
-            "Loss at the end",
-            "Mean and range over seeds; a triangle is a run that diverged. The paper finds at most "
-            "a slight gain of logarithms, and less stability.",
-            ends,
-        ),
-        Plot(
-            "Growth of the residual stream",
-            "Mean over the layers of log10 of the rms after each: a scale that no loss holds, so "
-            "that it shows drift. In logarithms a step changes a multiplier by a factor.",
-            stream,
-        ),
-    ]
+    return plots
 
 
 def _over_plain(records: Sequence[Labelled], labels: Labels) -> list[float]:

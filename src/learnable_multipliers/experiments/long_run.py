@@ -235,24 +235,21 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for plain, vector in [_arms(records, optimizer)]
     }
     decay = records[0].record.train_config.schedule.decay_start if records else 0
-    with drawing.canvas(x="tokens", y="loss without multipliers minus with (nats)") as (
-        figure,
-        axes,
-    ):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Gap on held-out text",
+        "The paper sees a gap that grows slowly while the learning rate is constant, to about "
+        "0.008 nats, and shrinks slightly while it decays.",
+        x="tokens",
+        y="loss without multipliers minus with (nats)",
+    ) as axes:
         # Before, the two arms are in warmup, and their gap is larger than any later one.
         drawing.curves(axes, gaps, early=0.15)
         drawing.level(axes, 0.0, "no gap")
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
         _mark(axes, decay)
-    drawn = [
-        Plot(
-            "Gap on held-out text",
-            "The paper sees a gap that grows slowly while the learning rate is constant, to about "
-            "0.008 nats, and shrinks slightly while it decays.",
-            figure,
-        )
-    ]
     for optimizer in readings.distinct(records, "optimizer"):
         arms = {
             f"{arm} multipliers" if arm == "vector" else arm: [
@@ -261,17 +258,16 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             ]
             for arm in ("plain", "vector")
         }
-        with drawing.canvas(x="tokens", y="held-out loss (nats)") as (figure, axes):
+        with drawing.canvas(
+            plots,
+            f"Loss on held-out text, {_NAMES[optimizer]}",
+            "All runs of a seed see the same text in the same order.",
+            x="tokens",
+            y="held-out loss (nats)",
+        ) as axes:
             drawing.curves(axes, arms, early=0.2)
             _mark(axes, decay)
-        drawn.append(
-            Plot(
-                f"Loss on held-out text, {_NAMES[optimizer]}",
-                "All runs of a seed see the same text in the same order.",
-                figure,
-            )
-        )
-    return drawn
+    return plots
 
 
 def _mark(axes: Axes, decay: float) -> None:

@@ -68,19 +68,18 @@ def plot(
     title: str,
     caption: str,
     against: str,
-) -> Plot:
+) -> list[Plot]:
     """Draw the differences of named arms from one of them.
 
     Args:
         against: What the reference is called.
     """
-    found = {
+    differences = {
         name: list(between(records, labels, reference).values()) for name, labels in arms.items()
     }
-    with drawing.canvas(x="arm", y=f"held-out loss minus that of {against}, nats") as (
-        figure,
-        axes,
-    ):
-        drawing.categories(axes, {"mean and range of the seeds": found})
+    plots: list[Plot] = []
+    y = f"held-out loss minus that of {against}, nats"
+    with drawing.canvas(plots, title, caption, x="arm", y=y) as axes:
+        drawing.categories(axes, {"mean and range of the seeds": differences})
         drawing.level(axes, 0.0, against)
-    return Plot(title, caption, figure)
+    return plots

@@ -296,7 +296,7 @@ def _rows_on_noise(
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw rms over lr / wd, noise indicators, and embedding rows by the frequency of tokens."""
-    plots = []
+    plots: list[Plot] = []
     plain = readings.select(records, arm="plain")
     points = {
         role: [
@@ -307,13 +307,16 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for role in ROLES
     }
     if any(points.values()):
-        with drawing.canvas(x="lr / wd", y="rms of the raw weight", height=330) as (figure, axes):
-            drawing.power_laws(axes, points)
-        caption = (
+        with drawing.canvas(
+            plots,
+            "Norms over rate and decay",
             "Matrices without multipliers where the learning rate begins to fall, by role, and the "
-            "exponent of the line through them. The paper's law is an exponent of 1/2."
-        )
-        plots.append(Plot("Norms over rate and decay", caption, figure))
+            "exponent of the line through them. The paper's law is an exponent of 1/2.",
+            x="lr / wd",
+            y="rms of the raw weight",
+            height=330,
+        ) as axes:
+            drawing.power_laws(axes, points)
     parts = {"weight": "raw weight", "row": "row multipliers", "col": "column multipliers"}
     indicators: dict[str, dict[str, list[float]]] = {name: {} for name in parts.values()}
     for one in readings.select(records, arm="vector"):
@@ -325,38 +328,38 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
                     label = "output" if role == "attention-out" else role
                     indicators[name].setdefault(label, []).append(fmean(known))
     if any(indicators.values()):
-        with drawing.canvas(x="role", y="noise indicator, 1 for pure noise", height=300) as (
-            figure,
-            axes,
-        ):
+        with drawing.canvas(
+            plots,
+            "Noise in gradients",
+            "Signal in the gradients of matrices and of their multipliers at the end of training, "
+            "mean over layers. The paper argues that sums over rows and columns are less noisy.",
+            x="role",
+            y="noise indicator, 1 for pure noise",
+            height=300,
+        ) as axes:
             drawing.categories(axes, indicators)
             drawing.level(axes, 1.0, "pure noise")
-        caption = (
-            "Signal in the gradients of matrices and of their multipliers at the end of training, "
-            "mean over layers. The paper argues that sums over rows and columns are less noisy."
-        )
-        plots.append(Plot("Noise in gradients", caption, figure))
-    return plots + _token_plot(records)
+    if ratios := _by_occurrences(plain):
+        with drawing.canvas(
+            plots,
+            "Embeddings of frequent and rare tokens",
+            "Rows of the embedding at the end of training without multipliers, by how often their "
+            "token occurs. In the paper frequent tokens leave the equilibrium, rare ones do not.",
+            x="occurrences in a step",
+            y="rms of rows over that on noise",
+        ) as axes:
+            drawing.scan(axes, ratios, log_y=True)
+            drawing.level(axes, 1.0, "noise")
+    return plots
 
 
-def _token_plot(records: Sequence[Labelled]) -> list[Plot]:
+def _by_occurrences(records: Sequence[Labelled]) -> dict[str, dict[float, list[float]]]:
+    """Return the rms of rows over that on noise, by settings and the occurrences of the token."""
     ratios: dict[str, dict[float, list[float]]] = {}
-    for one in readings.select(records, arm="plain"):
+    for one in records:
         name = f"lr {one.labels['lr']:g}, wd {one.labels['wd']:g}"
         for band in (band for band in _bands(one.record) if band.seen):
             # One digit is enough for the label of a decade.
             at = ratios.setdefault(name, {}).setdefault(float(f"{band.occurrences:.0e}"), [])
             at.append(band.rms / band.on_noise)
-    if not ratios:
-        return []
-    with drawing.canvas(x="occurrences in a step", y="rms of rows over that on noise") as (
-        figure,
-        axes,
-    ):
-        drawing.scan(axes, ratios, log_y=True)
-        drawing.level(axes, 1.0, "noise")
-    caption = (
-        "Rows of the embedding at the end of training without multipliers, by how often their "
-        "token occurs. In the paper frequent tokens leave the equilibrium, rare ones do not."
-    )
-    return [Plot("Embeddings of frequent and rare tokens", caption, figure)]
+    return ratios

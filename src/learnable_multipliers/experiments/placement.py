@@ -70,15 +70,13 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the loss of each placement against that of all multipliers."""
-    return [
-        loss_difference.plot(
-            records,
-            _LEGEND,
-            _FULL,
-            against="all multipliers",
-            title="Loss by placement",
-            caption="Mean and range over seeds. The paper finds both left ones slightly worse than "
-            "row and column multipliers everywhere, and has not tried columns of the matrices in "
-            "place of the weights of norms.",
-        )
-    ]
+    return loss_difference.plot(
+        records,
+        _LEGEND,
+        _FULL,
+        against="all multipliers",
+        title="Loss by placement",
+        caption="Mean and range over seeds. The paper finds both left ones slightly worse than "
+        "row and column multipliers everywhere, and has not tried columns of the matrices in "
+        "place of the weights of norms.",
+    )

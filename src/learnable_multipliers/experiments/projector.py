@@ -281,27 +281,39 @@ _NOISE = 5
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw loss, logits and norms over S, and the norms over the run beside Brownian motion."""
-    plots = []
+    plots: list[Plot] = []
 
     def over_scale(function: Callable[[Record], float | None]) -> dict[str, Any]:
         return {_NAMES[arm]: readings.sweep(records, "scale", function, arm=arm) for arm in ARMS}
 
-    with drawing.canvas(x=_X, y="held-out loss (nats)") as (figure, axes):
-        drawing.scan(axes, over_scale(readings.loss))
-    caption = (
+    with drawing.canvas(
+        plots,
+        "Loss over the norm scale",
         "Loss at the end of training. The paper's frozen norm degrades at both ends, "
-        "the other two stay flat."
-    )
-    plots.append(Plot("Loss over the norm scale", caption, figure))
+        "the other two stay flat.",
+        x=_X,
+        y="held-out loss (nats)",
+    ) as axes:
+        drawing.scan(axes, over_scale(readings.loss))
 
-    with drawing.canvas(x=_X, y="rms of the logits") as (figure, axes):
+    with drawing.canvas(
+        plots,
+        "Logits over the norm scale",
+        "The paper's logits keep their size with a scalar or a vector, not with a frozen norm.",
+        x=_X,
+        y="rms of the logits",
+    ) as axes:
         drawing.scan(axes, over_scale(_logits), log_y=True)
-    caption = (
-        "The paper's logits keep their size with a scalar or a vector, not with a frozen norm."
-    )
-    plots.append(Plot("Logits over the norm scale", caption, figure))
 
-    with drawing.canvas(x=_X, y="rms", height=330) as (figure, axes):
+    with drawing.canvas(
+        plots,
+        "Norms over the norm scale",
+        "Norms at the end. The paper's head follows the equilibrium, a straight line, but for a "
+        "frozen norm at small S; scalar and vector make up for it.",
+        x=_X,
+        y="rms",
+        height=330,
+    ) as axes:
         matrices = {f"head, {name}": found for name, found in over_scale(_matrix).items()}
         drawing.scan(axes, matrices, log_y=True)
         multipliers = {
@@ -311,51 +323,58 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         noise = readings.sweep(records, "scale", lambda record: _matrix(record, "predicted_rms"))
         drawing.scan(axes, multipliers, log_y=True, first=len(ARMS))
         drawing.scan(axes, {"head, on noise": noise}, log_y=True, first=_NOISE)
-    caption = (
-        "Norms at the end. The paper's head follows the equilibrium, a straight line, but for a "
-        "frozen norm at small S; scalar and vector make up for it."
-    )
-    plots.append(Plot("Norms over the norm scale", caption, figure))
-    return plots + [
-        made
-        for scale in (SMALL, LARGE)
-        if (found := readings.select(records, scale=scale))
-        for made in _over_time(found, drawing.ratio(scale))
-    ]
+    for scale in (SMALL, LARGE):
+        if at_scale := readings.select(records, scale=scale):
+            _draw_over_time(plots, at_scale, drawing.ratio(scale))
+    return plots
 
 
-def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
+def _draw_over_time(plots: list[Plot], records: Sequence[Labelled], scale: str) -> None:
     """Draw logits, head and multipliers over the steps of runs at one scale."""
     by_arm = {arm: [one.record for one in readings.select(records, arm=arm)] for arm in ARMS}
     learned = by_arm["scalar"] + by_arm["vector"]
-    plots = []
-    with drawing.canvas(x="step", y="rms of the logits") as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Logits over training, S = {scale}",
+        f"Logits at S = {scale} over training.",
+        x="step",
+        y="rms of the logits",
+    ) as axes:
         drawing.curves(
             axes,
-            {_NAMES[arm]: [_logits_over_steps(r) for r in found] for arm, found in by_arm.items()},
+            {_NAMES[arm]: [_logits_over_steps(r) for r in runs] for arm, runs in by_arm.items()},
         )
         axes.set_ylim(bottom=0)
-    caption = f"Logits at S = {scale} over training."
-    plots.append(Plot(f"Logits over training, S = {scale}", caption, figure))
 
-    with drawing.canvas(x="step", y="rms of the head's raw weight", height=300) as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Head and Brownian motion, S = {scale}",
+        f"The head at S = {scale} over training, and Brownian motion under the same rates and "
+        "decay. The paper's curves coincide for strong decay (small S) and are close for weak "
+        "decay, with multipliers.",
+        x="step",
+        y="rms of the head's raw weight",
+        height=300,
+    ) as axes:
         drawing.curves(
             axes,
-            {_NAMES[arm]: [_head_over_steps(r) for r in found] for arm, found in by_arm.items()},
+            {_NAMES[arm]: [_head_over_steps(r) for r in runs] for arm, runs in by_arm.items()},
         )
         noise = [_head_over_steps(one.record, "predicted_rms") for one in records]
         drawing.curves(axes, {"on noise": noise}, first=_NOISE)
         axes.set_ylim(bottom=0)
-    caption = (
-        f"The head at S = {scale} over training, and Brownian motion under the same rates and "
-        "decay. The paper's curves coincide for strong decay (small S) and are close for weak "
-        "decay, with multipliers."
-    )
-    plots.append(Plot(f"Head and Brownian motion, S = {scale}", caption, figure))
     if not learned:
-        return plots
+        return
 
-    with drawing.canvas(x="step", y="rms of the multipliers", height=300) as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Multipliers and Brownian motion, S = {scale}",
+        f"Scalar and vector at S = {scale} over training, and Brownian motion at their rate. The "
+        "paper's have no resemblance with it.",
+        x="step",
+        y="rms of the multipliers",
+        height=300,
+    ) as axes:
         drawing.curves(
             axes,
             {
@@ -366,12 +385,6 @@ def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
         )
         drawing.curves(axes, {"on noise": [_brownian(r) for r in learned]}, first=_NOISE)
         axes.set_ylim(bottom=0)
-    caption = (
-        f"Scalar and vector at S = {scale} over training, and Brownian motion at their rate. The "
-        "paper's have no resemblance with it."
-    )
-    plots.append(Plot(f"Multipliers and Brownian motion, S = {scale}", caption, figure))
-    return plots
 
 
 def _logits_over_steps(record: Record) -> Curve:

@@ -134,29 +134,25 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         ("with, raw weights", "vector", "raw"),
     )
     records = readings.finished(records)
-    drawn = []
+    plots: list[Plot] = []
     for group in GROUPS:
-        with drawing.canvas(x="row norm / mean of its layer", y="share of rows below") as (
-            figure,
-            axes,
-        ):
+        with drawing.canvas(
+            plots,
+            f"Row norms, {_TITLES[group]}",
+            "All layers and seeds together. A steep curve is a narrow distribution; the paper "
+            "sees it without multipliers, and a much broader one with them.",
+            x="row norm / mean of its layer",
+            y="share of rows below",
+        ) as axes:
             for index, (label, arm, weight) in enumerate(arms):
-                found = [one.record for one in readings.select(records, arm=arm)]
-                norms, shares = _distribution(found, group, weight)
+                of_arm = [one.record for one in readings.select(records, arm=arm)]
+                norms, shares = _distribution(of_arm, group, weight)
                 colour, line = style.run_look(index)
                 axes.plot(norms, shares, color=colour, linestyle=line, label=label)
             # The paper's axis.
             style.log_axis(axes, "x", 0.1, 10)
             axes.set_ylim(0, 1)
-        drawn.append(
-            Plot(
-                f"Row norms, {_TITLES[group]}",
-                "All layers and seeds together. A steep curve is a narrow distribution; the paper "
-                "sees it without multipliers, and a much broader one with them.",
-                figure,
-            )
-        )
-    return drawn
+    return plots
 
 
 def _distribution(

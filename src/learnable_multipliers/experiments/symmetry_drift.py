@@ -195,11 +195,17 @@ def residual_stream(record: Record) -> dict[float, float]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the paths of query and key multipliers, and the residual stream over the steps."""
+    plots: list[Plot] = []
     with drawing.canvas(
+        plots,
+        "Query and key multipliers",
+        "Path of each layer and seed from the start of the run to its end (dot). The paper "
+        "finds paths that go up without decay, at a constant product, and short ones with a "
+        "light decay.",
         x="log10(query x key): product of the multipliers",
         y="log10(query / key): ratio of the multipliers",
         height=320,
-    ) as (paths, axes):
+    ) as axes:
         for index, (arm, name) in enumerate(_LEGEND.items()):
             colour, _ = style.run_look(index)
             label: str | None = name
@@ -209,24 +215,17 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
                     axes.plot(*points, color=colour, linewidth=1, alpha=0.6, label=label)
                     axes.plot(*layer[-1], "o", color=colour, markersize=4)
                     label = None
-    with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
+    with drawing.canvas(
+        plots,
+        "Growth of the residual stream",
+        "Mean over the layers of log10 of the rms after each. The paper finds growth without "
+        "an end without decay, and none with a light decay.",
+        x="step",
+        y="log10 of the residual stream's rms",
+    ) as axes:
         curves = {
             name: [residual_stream(one.record) for one in readings.select(records, arm=arm)]
             for arm, name in _LEGEND.items()
         }
         drawing.curves(axes, curves)
-    return [
-        Plot(
-            "Query and key multipliers",
-            "Path of each layer and seed from the start of the run to its end (dot). The paper "
-            "finds paths that go up without decay, at a constant product, and short ones with a "
-            "light decay.",
-            paths,
-        ),
-        Plot(
-            "Growth of the residual stream",
-            "Mean over the layers of log10 of the rms after each. The paper finds growth without "
-            "an end without decay, and none with a light decay.",
-            stream,
-        ),
-    ]
+    return plots

@@ -264,17 +264,17 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for optimizer in OPTIMIZERS
         for arm in ("plain", "vector")
     }
-    with drawing.canvas(x="what is tuned", y="held-out loss at the end (nats)") as (figure, axes):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Loss by tuning",
+        "FULL has Falcon-H1's factors on the forward pass, where multipliers start. The paper "
+        "sees three tiers: NONE without multipliers; NONE with them and the others without; "
+        "the others with them.",
+        x="what is tuned",
+        y="held-out loss at the end (nats)",
+    ) as axes:
         drawing.categories(axes, losses)
-    drawn = [
-        Plot(
-            "Loss by tuning",
-            "FULL has Falcon-H1's factors on the forward pass, where multipliers start. The paper "
-            "sees three tiers: NONE without multipliers; NONE with them and the others without; "
-            "the others with them.",
-            figure,
-        )
-    ]
     chosen = winners(records)
     for what, words in _SWEPT.items():
         changes = _changes(records, what)
@@ -286,19 +286,15 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             }
             for step in _STEPS
         }
-        with drawing.canvas(x=f"whose {words}", y="loss minus that at factor 1 (nats)") as (
-            figure,
-            axes,
-        ):
+        factors = ", ".join(f"{group} x {factor:g}" for group, factor in chosen[what].items())
+        with drawing.canvas(
+            plots,
+            f"Sweep of the {words}",
+            "One group of matrices at a time, without multipliers, one seed. Chosen: "
+            f"{factors or 'none'}.",
+            x=f"whose {words}",
+            y="loss minus that at factor 1 (nats)",
+        ) as axes:
             drawing.categories(axes, arms)
             drawing.level(axes, -_NOISE, "chosen if below")
-        factors = ", ".join(f"{group} x {factor:g}" for group, factor in chosen[what].items())
-        drawn.append(
-            Plot(
-                f"Sweep of the {words}",
-                "One group of matrices at a time, without multipliers, one seed. Chosen: "
-                f"{factors or 'none'}.",
-                figure,
-            )
-        )
-    return drawn
+    return plots

@@ -286,56 +286,57 @@ def alignment(record: Record, what: str) -> Number:
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw norms, activations, multipliers and alignment over width, for each family."""
     records = readings.finished(records)
-    return [
-        drawn
-        for family in ("llama", "hybrid")
-        if (of_family := readings.select(records, family=family))
-        for drawn in _plots(of_family, family)
-    ]
+    plots: list[Plot] = []
+    for family in ("llama", "hybrid"):
+        if of_family := readings.select(records, family=family):
+            _draw_family(plots, of_family, family)
+    return plots
 
 
-def _plots(records: Sequence[Labelled], family: str) -> list[Plot]:
+def _draw_family(plots: list[Plot], records: Sequence[Labelled], family: str) -> None:
     x = f"width of the {family}"
-    with drawing.canvas(x=x, y="rms of raw matrices") as (norms, axes):
+    with drawing.canvas(
+        plots,
+        f"Matrix norms, {family}",
+        "Raw weights, geometric mean over layers and the matrices of a block. The paper sees "
+        "almost no dependence on width, with slight growth at the narrowest.",
+        x=x,
+        y="rms of raw matrices",
+    ) as axes:
         drawing.scan(axes, _over_width(records, raw_rms, _BLOCKS), log_y=True)
-    with drawing.canvas(x=x, y="rms of activations") as (activations, axes):
+    with drawing.canvas(
+        plots,
+        f"Activations, {family}",
+        "Geometric mean over layers. The paper sees constant logits, query times key and dt; "
+        "embedding and block outputs may grow together, because the residual stream is "
+        "normalized.",
+        x=x,
+        y="rms of activations",
+    ) as axes:
         drawing.scan(axes, _over_width(records, activation, _ACTIVATIONS), log_y=True)
-    with drawing.canvas(x=x, y="scalar multipliers, with exponents") as (scalars, axes):
+    with drawing.canvas(
+        plots,
+        f"Multipliers, {family}",
+        "Learned scalars, each seed a point. Dotted: muP's 1/width for head and dt, 1/width^2 "
+        "for query times key. The paper sees them fall only slightly slower.",
+        x=x,
+        y="scalar multipliers, with exponents",
+    ) as axes:
         arms = _over_width(records, scalar, _SCALARS)
         drawing.power_laws(axes, _points(arms))
         for name, points in arms.items():
             _guide(axes, points, MUP[name])
-    with drawing.canvas(x=x, y="alignment of input and weight, with exponents") as (aligned, axes):
+    with drawing.canvas(
+        plots,
+        f"Alignment, {family}",
+        "|W x| / (width |W| |x|) on held-out text: constant in muP, 1/sqrt(width) for weights "
+        "that are random to their input (dotted). The paper infers that it falls slowly.",
+        x=x,
+        y="alignment of input and weight, with exponents",
+    ) as axes:
         arms = _over_width(records, alignment, _SCALARS)
         drawing.power_laws(axes, _points(arms))
         _guide(axes, next(iter(arms.values()), {}), -0.5)
-    return [
-        Plot(
-            f"Matrix norms, {family}",
-            "Raw weights, geometric mean over layers and the matrices of a block. The paper sees "
-            "almost no dependence on width, with slight growth at the narrowest.",
-            norms,
-        ),
-        Plot(
-            f"Activations, {family}",
-            "Geometric mean over layers. The paper sees constant logits, query times key and dt; "
-            "embedding and block outputs may grow together, because the residual stream is "
-            "normalized.",
-            activations,
-        ),
-        Plot(
-            f"Multipliers, {family}",
-            "Learned scalars, each seed a point. Dotted: muP's 1/width for head and dt, 1/width^2 "
-            "for query times key. The paper sees them fall only slightly slower.",
-            scalars,
-        ),
-        Plot(
-            f"Alignment, {family}",
-            "|W x| / (width |W| |x|) on held-out text: constant in muP, 1/sqrt(width) for weights "
-            "that are random to their input (dotted). The paper infers that it falls slowly.",
-            aligned,
-        ),
-    ]
 
 
 def _over_width(

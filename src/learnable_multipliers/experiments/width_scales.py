@@ -47,7 +47,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the norm of each output over steps, for each family and width."""
-    drawn = []
+    plots: list[Plot] = []
     for family in ("llama", "hybrid"):
         of_family = readings.select(records, family=family)
         for name, (title, caption) in _OUTPUTS.items() if of_family else ():
@@ -57,11 +57,12 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
                 ]
                 for width in readings.distinct(of_family, "width")
             }
-            with drawing.canvas(x="step", y=f"rms of the {title}") as (figure, axes):
+            heading = f"{title[0].upper()}{title[1:]}, {family}"
+            y = f"rms of the {title}"
+            with drawing.canvas(plots, heading, caption, x="step", y=y) as axes:
                 drawing.curves(axes, arms)
                 drawing.log_limits(axes, "y")
-            drawn.append(Plot(f"{title[0].upper()}{title[1:]}, {family}", caption, figure))
-    return drawn
+    return plots
 
 
 def _curve(record: Record, name: str) -> Curve:
