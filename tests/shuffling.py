@@ -174,7 +174,8 @@ def check_subsets(
     """
     named = [test.name for claim in experiment.CLAIMS for test in claim.tests]
     assert len(set(named)) == len(named), "two tests have one name"
-    assert set(experiment.analyse(records)) == set(named), "analyse does not know the tests"
+    analyse = experiment.analyse if named else lambda records: {}
+    assert set(analyse(records)) == set(named), "analyse does not know the tests"
     stale = [
         replace(each, record=replace(each.record, ledger=dict.fromkeys(each.record.ledger, "old")))
         for each in records
@@ -187,7 +188,7 @@ def check_subsets(
         part = rng.sample(list(records), max(1, len(records) * trial // (times - 1)))
         part = [_diverged(each) if rng.random() < 0.2 else each for each in part]
         seeds = {int(each.labels["seed"]) for each in part}
-        for name, values in experiment.analyse(part).items():
+        for name, values in analyse(part).items():
             assert name in named
             assert set(values) <= seeds
             assert all(isinstance(value, int | float) for value in values.values())

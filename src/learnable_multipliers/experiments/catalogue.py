@@ -49,7 +49,10 @@ class Experiment(Protocol):
 
     @staticmethod
     def analyse(records: Sequence[Labelled]) -> Mapping[str, BySeed]:
-        """Return the statistic of each test, by its name, for each seed that is complete."""
+        """Return the statistic of each test, by its name, for each seed that is complete.
+
+        Missing in an experiment without claims.
+        """
         ...
 
     @staticmethod

@@ -14,9 +14,9 @@ import numpy as np
 
 from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.drawing import Curve, Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_scalars, with_signals
-from learnable_multipliers.experiments.readings import Number
+from learnable_multipliers.experiments.readings import Curve, Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 

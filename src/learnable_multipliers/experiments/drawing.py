@@ -19,14 +19,13 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from learnable_multipliers import _formats
 from learnable_multipliers.experiments import readings
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = Mapping[float, float]
-"""x -> y of one seed: step -> loss."""
 BAND = 0.18
 """Opacity of the spread between seeds."""
 
@@ -197,6 +196,12 @@ def log_limits(axes: Axes, which: Literal["x", "y", "xy"]) -> None:
         if axis in which and 0 < low <= high < math.inf:
             margin = max(1.05, (high / low) ** 0.06)
             style.log_axis(axes, axis, low / margin, high * margin)
+
+
+def show_zero(axes: Axes) -> None:
+    """Extend the y axis a little beyond zero, on the side where nothing is drawn."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
 
 
 def level(axes: Axes, y: float, text: str) -> None:

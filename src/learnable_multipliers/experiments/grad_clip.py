@@ -17,10 +17,10 @@ from statistics import fmean
 
 from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.drawing import Curve, Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
 from learnable_multipliers.experiments.presets import with_optimizer
-from learnable_multipliers.experiments.readings import Number
+from learnable_multipliers.experiments.readings import Curve, Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
 
@@ -115,13 +115,7 @@ def _early_norms(record: Record) -> list[float]:
     tokens = data["sequence_length"] * data["batch_sequences"]
     # Not of the last step there is: a run that diverged has fewer.
     last = EARLY * record.config["schedule"]["tokens"] / tokens
-    return [norm for step, norm in _curve(record, "grad_norm").items() if step <= last]
-
-
-def _curve(record: Record, name: str) -> dict[float, float]:
-    """Return what was logged in training by step, where it is a number."""
-    found = zip(record.train.get("step", []), record.train.get(name, []), strict=True)
-    return {step: value for step, value in found if math.isfinite(value)}
+    return [norm for step, norm in readings.trained(record, "grad_norm").items() if step <= last]
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
@@ -172,7 +166,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
 def _start(records: Sequence[Labelled], name: str) -> dict[str, list[Curve]]:
     """Return a curve of every arm over the first steps: twice as many as the statistics read."""
     curves = {
-        arm: [_curve(one.record, name) for one in readings.select(records, **labels)]
+        arm: [readings.trained(one.record, name) for one in readings.select(records, **labels)]
         for arm, labels in _ARMS.items()
     }
     last = max((step for seeds in curves.values() for seed in seeds for step in seed), default=0)
@@ -184,12 +178,6 @@ def _start(records: Sequence[Labelled], name: str) -> dict[str, list[Curve]]:
 
 def _differences(records: Sequence[Labelled]) -> list[Curve]:
     """Return the training loss with multipliers in the norm minus that with them out of it."""
-    within, out = (readings.by_seed(records, **labels) for labels in (_IN, _OUT))
-    pairs = [
-        (_curve(within[seed], "loss"), _curve(out[seed], "loss"))
-        for seed in sorted(set(within) & set(out))
-    ]
-    return [
-        {step: ours[step] - theirs[step] for step in ours if step in theirs}
-        for ours, theirs in pairs
-    ]
+    arms = (readings.by_seed(records, **labels) for labels in (_IN, _OUT))
+    losses = (readings.paired(lambda record: readings.trained(record, "loss"), arm) for arm in arms)
+    return list(readings.paired(readings.difference, *losses).values())

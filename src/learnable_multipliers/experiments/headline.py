@@ -15,7 +15,7 @@ from itertools import chain
 from statistics import fmean
 
 from learnable_multipliers.experiments import headline_plots, headline_report, readings
-from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.claim import Claim
 from learnable_multipliers.experiments.drawing import Plot, Table
 from learnable_multipliers.experiments.headline_arms import (
     KINDS,
@@ -29,7 +29,6 @@ from learnable_multipliers.experiments.headline_arms import (
     VARIED,
     VECTOR,
     Arm,
-    Kind,
     Settings,
     baseline_axes,
     combinable,
@@ -44,6 +43,7 @@ from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 from learnable_multipliers.experiments.search import Point, Search, best
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 TITLE = "Against a tuned baseline and other papers"
@@ -55,13 +55,13 @@ GPU_JOBS = 1
 """Runs at a time: more gain nothing at this size, and times are compared."""
 VARIATION_SEEDS = (6, 7, 8)
 """Neither that of the tuning nor those of the report."""
-REPEATED: tuple[Family, Kind] = ("llama", "adamw")
+REPEATED: tuple[Family, OptimizerKind] = ("llama", "adamw")
 """The baseline whose two best trials are repeated: others start from it, and its seeds scatter."""
 REPEAT_SEEDS = (9, 10)
 _FOLLOWED = (PLAIN.name, VECTOR.name, VARIED.name)
 """Arms whose full-length runs are evaluated on the way and scored on benchmarks."""
 _EVALUATIONS = 12
-_Name = tuple[Family, Kind, str]
+_Name = tuple[Family, OptimizerKind, str]
 """Of an arm."""
 
 
@@ -88,7 +88,7 @@ class _Program:
         self._preset: Preset = preset
         self._records, self._failed = records, failed
         self._scale = SCALES[preset]
-        self._baselines: dict[tuple[Family, Kind], Settings] = {}
+        self._baselines: dict[tuple[Family, OptimizerKind], Settings] = {}
         """Settings that all arms of a model and an optimizer start from."""
         self._tuned: dict[_Name, Settings] = {}
         """Best settings of the arms whose tuning has ended."""
@@ -137,7 +137,7 @@ class _Program:
 
     # -- stages --------------------------------------------------------------------------------
 
-    def _baseline(self, family: Family, kind: Kind) -> Iterator[Run]:
+    def _baseline(self, family: Family, kind: OptimizerKind) -> Iterator[Run]:
         """(a) Tune plain runs, with settings that the arms take over.
 
         What is tuned with the Llama alone the hybrid has from there.
@@ -155,7 +155,7 @@ class _Program:
                 yield from self._repeated(family, kind)
             self._baselines[family, kind] = self._tuned[name]
 
-    def _repeated(self, family: Family, kind: Kind) -> Iterator[Run]:
+    def _repeated(self, family: Family, kind: OptimizerKind) -> Iterator[Run]:
         """(a) Run a search's two best trials with more seeds, and take the better mean."""
         name: _Name = family, kind, PLAIN.name
         first = self._tuned[name], self._losses[name]
@@ -171,7 +171,7 @@ class _Program:
         self._tuned[name], self._losses[name] = pair[means.index(min(means))]
 
     def _compared(
-        self, family: Family, kind: Kind, arms: Sequence[Arm], seeds: Sequence[int]
+        self, family: Family, kind: OptimizerKind, arms: Sequence[Arm], seeds: Sequence[int]
     ) -> Iterator[Run]:
         """(b, c) Tune arms, then train them and the baseline with the seeds of the report.
 
@@ -220,7 +220,7 @@ class _Program:
             self._losses["llama", kind, VARIED.name] = self._losses["llama", kind, VECTOR.name]
             yield from self._finals("llama", kind, (arm,), self._scale.seeds)
 
-    def _variation(self, arm: Arm, seed: int, kind: Kind = "muon") -> Run:
+    def _variation(self, arm: Arm, seed: int, kind: OptimizerKind = "muon") -> Run:
         values = self._tuned["llama", kind, VECTOR.name]
         return self._run("variation", "llama", kind, arm, values, seed, 0.5)
 
@@ -230,14 +230,14 @@ class _Program:
             return math.nan
         return self._loss(vector) - self._loss(run)
 
-    def _others(self, kind: Kind) -> Iterator[Run]:
+    def _others(self, kind: OptimizerKind) -> Iterator[Run]:
         """(d) The symmetry-aware placement and the rivals."""
         yield from self._tune("llama", kind, (SYMMETRY_AWARE, *RIVALS[kind]))
         if not self._missing:
             arms = (SYMMETRY_AWARE, *RIVALS[kind])
             yield from self._finals("llama", kind, arms, self._scale.secondary_seeds)
 
-    def _combined(self, kind: Kind) -> Iterator[Run]:
+    def _combined(self, kind: OptimizerKind) -> Iterator[Run]:
         """(d) Vector multipliers on top of the best rival that has none of its own.
 
         Both start from what their own tuning has found.
@@ -253,7 +253,7 @@ class _Program:
         if not self._missing:
             yield from self._finals("llama", kind, (arm,), self._scale.secondary_seeds)
 
-    def _shorter(self, kind: Kind) -> Iterator[Run]:
+    def _shorter(self, kind: OptimizerKind) -> Iterator[Run]:
         """The best multiplier arm at 0.8x and 0.9x: where does it reach plain's final loss?"""
         arm = self._best("llama", kind, (SCALAR, VECTOR))
         for part in SHORTER:
@@ -270,7 +270,7 @@ class _Program:
 
     # -- parts of stages -----------------------------------------------------------------------
 
-    def _tune(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Iterator[Run]:
+    def _tune(self, family: Family, kind: OptimizerKind, arms: Sequence[Arm]) -> Iterator[Run]:
         """Tune arms from the baseline, each for itself."""
         start = self._baselines[family, kind]
         for arm in arms:
@@ -278,7 +278,7 @@ class _Program:
             yield from self._search(family, kind, arm, search, start)
 
     def _search(
-        self, family: Family, kind: Kind, arm: Arm, search: Search, given: Settings
+        self, family: Family, kind: OptimizerKind, arm: Arm, search: Search, given: Settings
     ) -> Iterator[Run]:
         """Yield the trials of an arm; its best settings are known once there is no next one.
 
@@ -303,7 +303,7 @@ class _Program:
     def _finals(
         self,
         family: Family,
-        kind: Kind,
+        kind: OptimizerKind,
         arms: Sequence[Arm],
         seeds: Sequence[int],
         part: float = 1.0,
@@ -320,7 +320,7 @@ class _Program:
         self,
         stage: str,
         family: Family,
-        kind: Kind,
+        kind: OptimizerKind,
         arm: Arm,
         values: Settings,
         seed: int,
@@ -345,18 +345,13 @@ class _Program:
             scored=followed,
         )
 
-    def _is_trainable(self, family: Family, kind: Kind, arm: Arm) -> bool:
+    def _is_trainable(self, family: Family, kind: OptimizerKind, arm: Arm) -> bool:
         """Return whether a trial of an arm has ended with a finite loss."""
         return math.isfinite(self._losses[family, kind, arm.name])
 
-    def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
+    def _best(self, family: Family, kind: OptimizerKind, arms: Sequence[Arm]) -> Arm:
         """Return the arm that tuning left with the lowest loss: no run of the report decides."""
         return min(arms, key=lambda arm: self._losses[family, kind, arm.name])
-
-
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim of the paper rests on it."""
-    return {}
 
 
 def tables(records: Sequence[Labelled]) -> list[Table]:

@@ -11,10 +11,10 @@ from statistics import fmean
 from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
 from learnable_multipliers.experiments.headline_arms import PLAIN
+from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
 _ARM = ("family", "optimizer", "arm")
 
 

@@ -8,8 +8,9 @@ from statistics import fmean
 from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.headline_arms import PLAIN, VECTOR
-from learnable_multipliers.experiments.headline_gains import NAMES, finals, gains, reported_loss
-from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.headline_gains import finals, gains, reported_loss
+from learnable_multipliers.experiments.presets import NAMES
+from learnable_multipliers.experiments.record import Labelled
 
 
 def plots(records: Sequence[Labelled]) -> list[Plot]:
@@ -49,16 +50,9 @@ def _curves(records: Sequence[Labelled]) -> list[dict[float, float]]:
         return []
     speed = fmean(one.record.tokens_per_second for one in records)
     return [
-        {tokens / speed: loss for tokens, loss in held_out(one.record).items()} for one in records
+        {tokens / speed: loss for tokens, loss in readings.held_out(one.record).items()}
+        for one in records
     ]
-
-
-def held_out(record: Record) -> dict[float, float]:
-    """Return tokens -> held-out loss on the way."""
-    data, curve = record.config["data"], record.held_out
-    tokens = data["sequence_length"] * data["batch_sequences"]
-    pairs = zip(curve.get("step", ()), curve.get("loss", ()), strict=True)
-    return {step * tokens: loss for step, loss in pairs}
 
 
 def _draw_gain_over_tokens(plots: list[Plot], runs: Sequence[Labelled], model: str) -> None:
@@ -68,14 +62,9 @@ def _draw_gain_over_tokens(plots: list[Plot], runs: Sequence[Labelled], model: s
         plain, vector = (
             readings.by_seed(runs, optimizer=optimizer, arm=arm.name) for arm in (PLAIN, VECTOR)
         )
-        pairs = [
-            (held_out(plain[seed]), held_out(vector[seed])) for seed in plain if seed in vector
-        ]
-        if pairs:
-            gaps[NAMES[str(optimizer)]] = [
-                {tokens: one[tokens] - other[tokens] for tokens in one if tokens in other}
-                for one, other in pairs
-            ]
+        losses = (readings.paired(readings.held_out, arm) for arm in (plain, vector))
+        if by_seed := readings.paired(readings.difference, *losses):
+            gaps[NAMES[str(optimizer)]] = list(by_seed.values())
     with drawing.canvas(
         plots,
         f"Gain on the way, {model}",
@@ -85,8 +74,7 @@ def _draw_gain_over_tokens(plots: list[Plot], runs: Sequence[Labelled], model: s
         y="plain minus multipliers (nats)",
     ) as axes:
         drawing.curves(axes, gaps, early=0.3)
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
+        drawing.show_zero(axes)
         drawing.level(axes, 0.0, "plain")
 
 

@@ -9,7 +9,6 @@ from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import mean_interval
 from learnable_multipliers.experiments.headline_arms import RIVALS, VECTOR, expected
 from learnable_multipliers.experiments.headline_gains import (
-    NAMES,
     finals,
     format_bounded,
     format_interval,
@@ -18,6 +17,7 @@ from learnable_multipliers.experiments.headline_gains import (
     reported_loss,
     verdict,
 )
+from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled
 
 

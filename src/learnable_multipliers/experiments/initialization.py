@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from learnable_multipliers.experiments import drawing, readings
-from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.drawing import Curve, Plot
+from learnable_multipliers.experiments.claim import Claim
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
     SEEDS,
     Family,
     base,
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 
 TITLE = "How small models start"
 FIGURE = "not in the paper"
@@ -41,8 +45,6 @@ STARTS: dict[Family, tuple[str, ...]] = {
     "llama": (SMALL, FACTOR, UNIT),
     "hybrid": (SMALL, FACTOR, UNIT, FALCON),
 }
-OPTIMIZERS = ("adamw", "muon")
-_NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
 
 
 def runs(preset: Preset) -> list[Run]:
@@ -59,7 +61,7 @@ def runs(preset: Preset) -> list[Run]:
     return with_seeds(arms, SEEDS[preset])
 
 
-def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
+def started(config: TrainConfig, start: str, optimizer: OptimizerKind) -> TrainConfig:
     """Return a plain run that begins this way, whatever the start of the config given."""
     factors = dict.fromkeys(config.model.mup_factors, 1.0)
     model = replace(config.model, init_std=0.02, embedding_std=0.0, **factors)
@@ -72,11 +74,6 @@ def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
         model = with_falcon_h1_multipliers(model)
     config = with_optimizer(replace(config, model=model), kind=optimizer)
     return with_signals(config)
-
-
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim of the paper rests on it."""
-    return {}
 
 
 def common_direction(record: Record, at_end: bool = False) -> list[float]:
@@ -129,10 +126,10 @@ def _draw_directions(
         for start, found in _by_start(records).items()
     }
     when = "at the end" if at_end else "at the first step"
-    optimizer = _NAMES[str(records[0].labels["optimizer"])]
+    optimizer = NAMES[str(records[0].labels["optimizer"])]
     with drawing.canvas(
         plots,
-        f"What positions have in common {when}, {_NAMES[family]}",
+        f"What positions have in common {when}, {NAMES[family]}",
         "Square of the mean of a layer's input over positions, over its mean square: 1 where all "
         f"positions are the same, 0 where they have nothing in common. Trained with {optimizer}.",
         x="layer whose input it is (last: the final norm)",
@@ -156,7 +153,7 @@ def _draw_gradients(plots: list[Plot], family: str, records: Sequence[Labelled])
         return
     with drawing.canvas(
         plots,
-        f"Gradients in attention at the first step, {_NAMES[family]}",
+        f"Gradients in attention at the first step, {NAMES[family]}",
         "RMS of the gradients of query and key over that of value and output. Where positions "
         "have much in common, what attention looks at changes little.",
         x="layer",
@@ -170,12 +167,12 @@ def _draw_losses(
     plots: list[Plot], family: str, optimizer: str, records: Sequence[Labelled]
 ) -> None:
     arms = {
-        start: [_curve(record.train) for record in found]
+        start: [readings.trained(record, "loss") for record in found]
         for start, found in _by_start(records).items()
     }
     with drawing.canvas(
         plots,
-        f"Loss by start, {_NAMES[family]}, {_NAMES[optimizer]}",
+        f"Loss by start, {NAMES[family]}, {NAMES[optimizer]}",
         "A poor start shows as a plateau. All runs of a seed see the same text in the same order.",
         x="step",
         y="training loss (nats)",
@@ -184,13 +181,9 @@ def _draw_losses(
         drawing.curves(axes, arms, early=0.1)
 
 
-def _curve(train: Mapping[str, Sequence[float]]) -> Curve:
-    return dict(zip(train.get("step", ()), train.get("loss", ()), strict=False))
-
-
 def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     arms = {
-        _NAMES[optimizer]: {
+        NAMES[optimizer]: {
             start: [readings.loss(record) for record in found]
             for start, found in _by_start(readings.select(records, optimizer=optimizer)).items()
         }
@@ -202,7 +195,7 @@ def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> 
     )
     with drawing.canvas(
         plots,
-        f"Final loss by start, {_NAMES[family]}",
+        f"Final loss by start, {NAMES[family]}",
         " ".join(means),
         x="start",
         y="held-out loss at the end (nats)",

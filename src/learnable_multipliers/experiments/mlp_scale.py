@@ -32,7 +32,14 @@ from learnable_multipliers.experiments.mlp_followers import (
     output,
     parameter,
 )
-from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
+    SEEDS,
+    base,
+    with_optimizer,
+    with_signals,
+)
 from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
@@ -42,7 +49,7 @@ TITLE = "MLP: matrices whose norm is set by rate and decay, with and without sca
 FIGURE = "Fig. 1, bottom right; figures of app. B"
 
 MLP = ("gate", "up", "down")
-ARMS, OPTIMIZERS = ("plain", "scalars"), ("adamw", "muon")
+ARMS = ("plain", "scalars")
 SMALL, LARGE = 2.0**-2, 2.0**2
 SCALES: dict[Preset, tuple[float, ...]] = {
     "cpu": (LARGE, SMALL),
@@ -55,11 +62,10 @@ MULTIPLIER_LR: dict[Preset, float] = {"cpu": 6e-2, "gpu": 6e-2, "paper": 1e-2}
 CPU, it brought the scalars to 0.40 to 0.51 at S = 4, and 6e-2 to 0.24 to 0.31."""
 _EFFECT = 0.03
 """Nats: the paper's curve without scalars rises by about 0.03, on an axis from 0.74 to 0.78."""
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def _tests_of(optimizer: str) -> tuple[Test, ...]:
-    name = _NAMES[optimizer]
+    name = NAMES[optimizer]
     return (
         # Half of the paper's effect; four seed deviations of a difference.
         Test(
@@ -216,7 +222,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             y="held-out loss (nats)",
         ) as axes:
             losses = {
-                f"{_NAMES[optimizer]}, {_WITH[arm]}": readings.sweep(
+                f"{NAMES[optimizer]}, {_WITH[arm]}": readings.sweep(
                     grouped, "scale", readings.loss, optimizer=optimizer, arm=arm
                 )
                 for optimizer in OPTIMIZERS
@@ -226,7 +232,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     for optimizer in OPTIMIZERS:
         of_one = readings.select(grouped, optimizer=optimizer)
         if of_one:
-            _draw_norms(plots, of_one, _NAMES[optimizer])
+            _draw_norms(plots, of_one, NAMES[optimizer])
     _draw_layers(plots, readings.select(grouped, optimizer="adamw"))
     mlp_followers.draw(plots, readings.select(records, optimizer="adamw", arm="plain"), _X)
     return plots

@@ -23,7 +23,7 @@ from learnable_multipliers.experiments.degradation import (
     degradation,
     recovered,
 )
-from learnable_multipliers.experiments.drawing import Curve, Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -31,6 +31,7 @@ from learnable_multipliers.experiments.presets import (
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig

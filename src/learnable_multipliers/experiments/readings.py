@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 Number = float | None
+Curve = Mapping[float, float]
+"""x -> y of one run: step -> loss."""
+Value = TypeVar("Value")
 
 
 def select(records: Iterable[Labelled], **labels: str | float) -> list[Labelled]:
@@ -42,7 +46,7 @@ def by_seed(records: Iterable[Labelled], **labels: str | float) -> dict[int, Rec
     return found
 
 
-def paired(function: Callable[..., Number], *arms: Mapping[int, Any]) -> dict[int, float]:
+def paired(function: Callable[..., Value | None], *arms: Mapping[int, Any]) -> dict[int, Value]:
     """Return a function of one record (or number) from each arm, for every seed that all have.
 
     Seeds for which it is None are left out. A diverged run stays in, with an infinite loss.
@@ -155,6 +159,24 @@ def over_steps(
     """Return a number of each record of a series by step, where it has that number."""
     values = ((entry["step"], function(entry)) for entry in series)
     return {step: value for step, value in values if value is not None}
+
+
+def trained(record: Record, name: str) -> dict[float, float]:
+    """Return what was logged in training by step, where it is a number: loss, lr or grad_norm."""
+    points = zip(record.train.get("step", ()), record.train.get(name, ()), strict=True)
+    return {step: value for step, value in points if math.isfinite(value)}
+
+
+def held_out(record: Record) -> dict[float, float]:
+    """Return the held-out loss by tokens."""
+    schedule = Schedule.of_run(record.train_config)
+    points = zip(record.held_out.get("step", ()), record.held_out.get("loss", ()), strict=True)
+    return {schedule.tokens_before(int(step)): loss for step, loss in points}
+
+
+def difference(curve: Curve, other: Curve) -> dict[float, float]:
+    """Return a curve minus another, where both have a point."""
+    return {x: y - other[x] for x, y in curve.items() if x in other}
 
 
 def geometric_mean(values: Iterable[Number]) -> Number:

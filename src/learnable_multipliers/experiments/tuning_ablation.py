@@ -17,11 +17,19 @@ from typing import Literal
 from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.drawing import Plot
-from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
+    SEEDS,
+    base,
+    with_optimizer,
+    with_signals,
+)
 from learnable_multipliers.experiments.record import Labelled, Record, labelled
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 
 TITLE = "Tuned factors against learned ones"
 FIGURE = "Fig. 7, left"
@@ -40,11 +48,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 Factors = Mapping[str, Mapping[str, float]]
 """{"lr": {group: factor}, "wd": {group: factor}}."""
 
-Optimizer = Literal["adamw", "muon"]
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 Tuning = Literal["NONE", "LR", "LRWD", "FULL"]
 TUNINGS: tuple[Tuning, ...] = ("NONE", "LR", "LRWD", "FULL")
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 _SWEPT = {"lr": "learning rate", "wd": "weight decay"}
 _STEPS = (0.5, 2.0)
 _NOTHING: Mapping[str, float] = {}
@@ -52,7 +57,7 @@ _NOISE = 0.003
 """What a factor must gain over 1 in the sweep, in nats: about the spread between seeds."""
 
 
-def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
+def _tests(optimizer: OptimizerKind) -> tuple[Test, ...]:
     """Return the tests of one optimizer; all statistics are in nats.
 
     The paper's losses lie in three tiers on an axis of 0.025, about 0.006 apart, and its gap
@@ -60,7 +65,7 @@ def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
     the gap a quarter, as it is the smallest of four, which noise makes smaller. The same amount on
     the other side contradicts; for what should make no difference, a whole tier does.
     """
-    name = _NAMES[optimizer]
+    name = NAMES[optimizer]
     return (
         Test(
             name=f"C13.{optimizer}.improves",
@@ -162,7 +167,7 @@ def _sweep(preset: Preset) -> list[Run]:
     return with_seeds(arms, SEEDS[preset][:1])
 
 
-def _base(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
+def _base(preset: Preset, optimizer: OptimizerKind, arm: str) -> TrainConfig:
     """Return a hybrid without any factor, and for one arm with multipliers."""
     config = base(preset, "hybrid")
     model = replace(config.model, **dict.fromkeys(config.model.mup_factors, 1.0))
@@ -253,7 +258,7 @@ def _changes(records: Sequence[Labelled], what: str) -> dict[str, dict[float, fl
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the loss of every tuning, and what each factor of the sweep changed."""
     losses = {
-        _NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
+        NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
             tuning: [
                 readings.loss(one.record)
                 for one in readings.select(records, tuning=tuning, arm=arm, optimizer=optimizer)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from learnable_multipliers.experiments import drawing, readings, width_mup
-from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.drawing import Curve, Plot
+from learnable_multipliers.experiments.claim import Claim
+from learnable_multipliers.experiments.drawing import Plot
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 
@@ -38,11 +39,6 @@ _OUTPUTS = {
 def runs(preset: Preset) -> list[Run]:
     """Return the runs of `width_mup`."""
     return width_mup.runs(preset)
-
-
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim rests on this figure alone."""
-    return {}
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
