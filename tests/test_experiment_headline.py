@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from headline_world import loss_of, play, with_labels
-from learnable_multipliers.experiments import catalogue, headline, headline_arms
+from learnable_multipliers.experiments import catalogue, headline
+from learnable_multipliers.experiments.headline import arms as headline_arms
+from learnable_multipliers.experiments.headline.search import MIN_GAIN
+from learnable_multipliers.experiments.headline.variations import VARIATIONS, varied
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import read_file
-from learnable_multipliers.experiments.search import MIN_GAIN
-from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 

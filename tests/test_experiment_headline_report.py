@@ -12,13 +12,9 @@ import pytest
 
 from headline_world import GAINS
 from learnable_multipliers.cli.train import configure
-from learnable_multipliers.experiments import (
-    headline,
-    headline_arms,
-    headline_gains,
-    page,
-    readings,
-)
+from learnable_multipliers.experiments import headline, page, readings
+from learnable_multipliers.experiments.headline import arms as headline_arms
+from learnable_multipliers.experiments.headline import gains as headline_gains
 from learnable_multipliers.experiments.run import key_of
 
 

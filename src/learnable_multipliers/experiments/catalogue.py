@@ -77,14 +77,15 @@ def is_adaptive(name: str) -> bool:
 
 
 def runs_of(
-    name: str, preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    name: str, preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return the runs of an experiment, with those that follow from the records so far.
 
     A module has the latter in a function `follow_up` of preset, records and failed.
 
     Args:
-        failed: Keys of runs that will have no record: what follows does not wait for them.
+        failed: Keys of runs that will have no record: what follows does not wait for them. With
+            None these are all runs without a record: failures are not recorded.
     """
     experiment = load(name)
     follow_up = getattr(experiment, "follow_up", None)
@@ -93,16 +94,8 @@ def runs_of(
 
 
 def labelled_records(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Labelled]:
-    """Return the records of an experiment, also those made after runs that failed.
-
-    Failures are not recorded: here every run without a record counts as one.
-    """
-    return labelled(runs_of(name, preset, records, _Everything()), records)
-
-
-class _Everything(Container[str]):
-    def __contains__(self, key: object) -> bool:
-        return True
+    """Return the records of an experiment, also those made after runs that failed."""
+    return labelled(runs_of(name, preset, records, failed=None), records)
 
 
 def benchmarks_of(names: Iterable[str]) -> list[str]:

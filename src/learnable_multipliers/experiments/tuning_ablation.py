@@ -123,7 +123,7 @@ def runs(preset: Preset) -> list[Run]:
 
 
 def follow_up(
-    preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return the runs with factors, once the sweep has chosen them; it needs all of its runs."""
     known = labelled(runs(preset), records)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import mean_interval
-from learnable_multipliers.experiments.headline_arms import RIVALS, VECTOR, expected
-from learnable_multipliers.experiments.headline_gains import (
+from learnable_multipliers.experiments.headline.arms import RIVALS, VECTOR, expected
+from learnable_multipliers.experiments.headline.gains import (
     finals,
     format_bounded,
     format_interval,

@@ -1,6 +1,6 @@
 """What the headline compares: models, arms, the settings that tuning moves, and how much of it.
 
-The order in which they are tuned and run is in `headline`, the protocol in docs/headline.md.
+The order in which they are tuned and run is in `program`, the protocol in docs/headline.md.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from learnable_multipliers.experiments.headline.search import Axis
 from learnable_multipliers.experiments.presets import Family, base, with_optimizer
 from learnable_multipliers.experiments.run import Preset
-from learnable_multipliers.experiments.search import Axis
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
 from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.recipes import RECIPES

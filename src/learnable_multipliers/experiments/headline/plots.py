@@ -7,21 +7,21 @@ from statistics import fmean
 
 from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.drawing import Plot
-from learnable_multipliers.experiments.headline_arms import PLAIN, VECTOR
-from learnable_multipliers.experiments.headline_gains import finals, gains, reported_loss
+from learnable_multipliers.experiments.headline.arms import PLAIN, VECTOR
+from learnable_multipliers.experiments.headline.gains import finals, gains, reported_loss
 from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled
 
 
-def plots(records: Sequence[Labelled]) -> list[Plot]:
-    """Draw the runs of each model."""
-    drawn: list[Plot] = []
+def plot(records: Sequence[Labelled]) -> list[Plot]:
+    """Draw loss over time, gains over tokens and the gains of all arms, for each model."""
+    plots: list[Plot] = []
     for family in dict.fromkeys(one.labels["family"] for one in finals(records)):
         runs, name = readings.select(finals(records), family=family), NAMES[str(family)]
-        _draw_over_time(drawn, runs, name)
-        _draw_gain_over_tokens(drawn, runs, name)
-        _draw_gains(drawn, runs, name)
-    return drawn
+        _draw_over_time(plots, runs, name)
+        _draw_gain_over_tokens(plots, runs, name)
+        _draw_gains(plots, runs, name)
+    return plots
 
 
 def _draw_over_time(plots: list[Plot], runs: Sequence[Labelled], model: str) -> None:

@@ -13,7 +13,7 @@ from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS
 from learnable_multipliers.experiments.command import command_of
 from learnable_multipliers.experiments.drawing import Table
-from learnable_multipliers.experiments.headline_arms import (
+from learnable_multipliers.experiments.headline.arms import (
     COMBINATION,
     KINDS,
     LONGER,
@@ -23,7 +23,7 @@ from learnable_multipliers.experiments.headline_arms import (
     VECTOR,
     expected,
 )
-from learnable_multipliers.experiments.headline_gains import (
+from learnable_multipliers.experiments.headline.gains import (
     arms_of,
     finals,
     format_bounded,
@@ -38,10 +38,10 @@ from learnable_multipliers.experiments.headline_gains import (
     texts,
     verdict,
 )
-from learnable_multipliers.experiments.headline_verdicts import sentences
+from learnable_multipliers.experiments.headline.search import MIN_GAIN, best
+from learnable_multipliers.experiments.headline.verdicts import sentences
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import in_words
-from learnable_multipliers.experiments.search import MIN_GAIN, best
 from learnable_multipliers.pretrain.config import RuntimeConfig
 
 _FEWEST = SCALES["gpu"].rival_trials

@@ -1,10 +1,4 @@
-"""The headline: multipliers against a tuned baseline and the optimizers of other papers.
-
-The protocol is written down in docs/headline.md. Here it is as a program: every stage follows from
-the records of the stages before it, so the same command goes on until the comparison is complete.
-All tuning is at half the length, with one seed and by one rule (`search`); what is reported are
-runs of other seeds at full length, on text that tuning did not see.
-"""
+"""The stages of the headline, each from the records of those before it."""
 
 from __future__ import annotations
 
@@ -14,10 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
-from learnable_multipliers.experiments import headline_plots, headline_report, readings
-from learnable_multipliers.experiments.claim import Claim
-from learnable_multipliers.experiments.drawing import Plot, Table
-from learnable_multipliers.experiments.headline_arms import (
+from learnable_multipliers.experiments import readings
+from learnable_multipliers.experiments.headline.arms import (
     KINDS,
     LONGER,
     PLAIN,
@@ -37,22 +29,15 @@ from learnable_multipliers.experiments.headline_arms import (
     num_trials,
     shape,
 )
-from learnable_multipliers.experiments.headline_gains import is_kept
+from learnable_multipliers.experiments.headline.gains import is_kept
+from learnable_multipliers.experiments.headline.search import Point, Search, best
+from learnable_multipliers.experiments.headline.variations import VARIATIONS, varied
 from learnable_multipliers.experiments.presets import Family, with_optimizer
-from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.record import Record
 from learnable_multipliers.experiments.run import Preset, Run
-from learnable_multipliers.experiments.search import Point, Search, best
-from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
-TITLE = "Against a tuned baseline and other papers"
-FIGURE = "not in the paper"
-CLAIMS: tuple[Claim, ...] = ()
-BENCHMARKS = ("lambada", "blimp", "arc_easy", "sciq", "piqa", "openbookqa", "winogrande")
-"""Those that small models can answer; reported runs are scored on them."""
-GPU_JOBS = 1
-"""Runs at a time: more gain nothing at this size, and times are compared."""
 VARIATION_SEEDS = (6, 7, 8)
 """Neither that of the tuning nor those of the report."""
 REPEATED: tuple[Family, OptimizerKind] = ("llama", "adamw")
@@ -65,18 +50,14 @@ _Name = tuple[Family, OptimizerKind, str]
 """Of an arm."""
 
 
-def runs(preset: Preset) -> list[Run]:
-    """Return nothing: even the first runs depend on records, of those that came before."""
-    return []
-
-
 def follow_up(
-    preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return all runs up to where the records end, and those that come next.
 
     Args:
-        failed: Keys of runs that will have no record: their loss counts as infinite.
+        failed: Keys of runs that will have no record, None for all that have none: their loss
+            counts as infinite.
     """
     return [] if preset == "paper" else list(_Program(preset, records, failed).stages())
 
@@ -84,7 +65,9 @@ def follow_up(
 class _Program:
     """The stages of the protocol, each complete before the next."""
 
-    def __init__(self, preset: Preset, records: Mapping[str, Record], failed: Container[str]):
+    def __init__(
+        self, preset: Preset, records: Mapping[str, Record], failed: Container[str] | None
+    ):
         self._preset: Preset = preset
         self._records, self._failed = records, failed
         self._scale = SCALES[preset]
@@ -129,7 +112,7 @@ class _Program:
 
     def _is_over(self, run: Run) -> bool:
         """Return whether a run has a record, or will have none."""
-        return run.key in self._records or run.key in self._failed
+        return self._failed is None or run.key in self._records or run.key in self._failed
 
     def _loss(self, run: Run) -> float:
         """Return the loss of a run; infinite if it failed."""
@@ -352,13 +335,3 @@ class _Program:
     def _best(self, family: Family, kind: OptimizerKind, arms: Sequence[Arm]) -> Arm:
         """Return the arm that tuning left with the lowest loss: no run of the report decides."""
         return min(arms, key=lambda arm: self._losses[family, kind, arm.name])
-
-
-def tables(records: Sequence[Labelled]) -> list[Table]:
-    """Return the comparison, benchmarks, lengths and sizes, variations, tuning and commands."""
-    return headline_report.tables(records)
-
-
-def plot(records: Sequence[Labelled]) -> list[Plot]:
-    """Draw loss over time, and gains on the way and of all arms."""
-    return headline_plots.plots(records)

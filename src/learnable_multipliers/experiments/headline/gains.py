@@ -10,7 +10,7 @@ from statistics import fmean
 
 from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
-from learnable_multipliers.experiments.headline_arms import PLAIN
+from learnable_multipliers.experiments.headline.arms import PLAIN
 from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels
