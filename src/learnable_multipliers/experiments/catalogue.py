@@ -100,8 +100,8 @@ def labelled_records(name: str, preset: Preset, records: Mapping[str, Record]) -
 
 def benchmarks_of(names: Iterable[str]) -> list[str]:
     """Return the tasks on which experiments score some of their runs."""
-    found = (task for name in names for task in getattr(load(name), "BENCHMARKS", ()))
-    return list(dict.fromkeys(found))
+    tasks = (task for name in names for task in getattr(load(name), "BENCHMARKS", ()))
+    return list(dict.fromkeys(tasks))
 
 
 def claim_hashes() -> dict[str, str]:

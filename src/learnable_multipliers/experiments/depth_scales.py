@@ -102,9 +102,9 @@ def ratios(scalar: Record, plain: Record, block: str) -> list[float] | None:
 
 
 def _trend(scalar: Record, plain: Record) -> Number:
-    found = [ratios(scalar, plain, block) for block in _OUTPUTS]
-    rises = [_rise(ratio) for ratio in found if ratio is not None]
-    return statistics.fmean(rises) if len(rises) == len(found) else None
+    by_block = [ratios(scalar, plain, block) for block in _OUTPUTS]
+    rises = [_rise(ratio) for ratio in by_block if ratio is not None]
+    return statistics.fmean(rises) if len(rises) == len(by_block) else None
 
 
 def _rise(ratio: Sequence[float]) -> float:

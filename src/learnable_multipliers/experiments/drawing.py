@@ -149,11 +149,11 @@ def categories(axes: Axes, arms: Mapping[str, Mapping[str, Sequence[float]]]) ->
     Args:
         arms: Name in the legend -> setting -> the value of each seed.
     """
-    names = list(dict.fromkeys(name for found in arms.values() for name in found))
-    for index, (arm, found) in enumerate(arms.items()):
+    names = list(dict.fromkeys(name for settings in arms.values() for name in settings))
+    for index, (arm, settings) in enumerate(arms.items()):
         colour, _ = style.run_look(index)
         shift = 0.16 * (index - (len(arms) - 1) / 2)
-        at = {names.index(name) + shift: values for name, values in found.items()}
+        at = {names.index(name) + shift: values for name, values in settings.items()}
         _marks(axes, at, colour, label=arm, linestyle="", markersize=6)
     room = 56 // max(1, len(names))
     lines = (textwrap.wrap(name, max(6, room), break_long_words=False) for name in names)
@@ -172,15 +172,15 @@ def power_laws(axes: Axes, arms: Mapping[str, Sequence[tuple[float, float]]]) ->
         if not points:
             continue
         axes.plot(*zip(*points, strict=True), "o", markersize=5, color=colour, alpha=0.6)
-        found = readings.exponents([(x,) for x, _ in points], [y for _, y in points])
-        if found is None:
+        exponents = readings.exponents([(x,) for x, _ in points], [y for _, y in points])
+        if exponents is None:
             axes.lines[-1].set_label(name)
             continue
         # The line goes through the mean of the logarithms.
         middle = [geometric_mean(values) for values in zip(*points, strict=True)]
         ends = [min(x for x, _ in points), max(x for x, _ in points)]
-        fitted = [middle[1] * (x / middle[0]) ** found[0] for x in ends]
-        axes.plot(ends, fitted, color=colour, linestyle=line, label=f"{name}: {found[0]:+.2f}")
+        fitted = [middle[1] * (x / middle[0]) ** exponents[0] for x in ends]
+        axes.plot(ends, fitted, color=colour, linestyle=line, label=f"{name}: {exponents[0]:+.2f}")
     log_limits(axes, "xy")
     _tick_at(axes, {x for points in arms.values() for x, _ in points})
 

@@ -99,15 +99,15 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def early_norm(record: Record) -> Number:
     """Return the mean log of the gradient norm at the start of a run."""
-    found = [math.log(norm) for norm in _early_norms(record) if norm > 0]
-    return fmean(found) if found else None
+    logs = [math.log(norm) for norm in _early_norms(record) if norm > 0]
+    return fmean(logs) if logs else None
 
 
 def clipped(record: Record) -> Number:
     """Return the share of logged steps at the start of a run that are clipped."""
     threshold = record.config["optimizer"]["max_grad_norm"]
-    found = [norm > threshold for norm in _early_norms(record)]
-    return fmean(found) if found else None
+    over = [norm > threshold for norm in _early_norms(record)]
+    return fmean(over) if over else None
 
 
 def _early_norms(record: Record) -> list[float]:

@@ -81,8 +81,8 @@ def common_direction(record: Record, at_end: bool = False) -> list[float]:
 
     The last one is that of the final norm's input.
     """
-    found = record.signals[-1 if at_end else 0] if record.signals else {}
-    return found.get("common_direction", [])
+    signals = record.signals[-1 if at_end else 0] if record.signals else {}
+    return signals.get("common_direction", [])
 
 
 def gradient_ratios(record: Record) -> list[float]:
@@ -90,8 +90,8 @@ def gradient_ratios(record: Record) -> list[float]:
 
     Geometric means, at the first step; nothing where records have no gradients.
     """
-    found = record.signals[0].get("gradients", {}) if record.signals else {}
-    columns = [found.get(role, []) for role in ("query", "key", "value", "attention-out")]
+    gradients = record.signals[0].get("gradients", {}) if record.signals else {}
+    columns = [gradients.get(role, []) for role in ("query", "key", "value", "attention-out")]
     return [
         math.sqrt(query * key / (value * output))
         for query, key, value, output in zip(*columns, strict=True)
@@ -121,9 +121,9 @@ def _draw_directions(
     arms: dict[str, list[Curve]] = {
         start: [
             {float(layer): share for layer, share in enumerate(common_direction(record, at_end))}
-            for record in found
+            for record in seeds
         ]
-        for start, found in _by_start(records).items()
+        for start, seeds in _by_start(records).items()
     }
     when = "at the end" if at_end else "at the first step"
     optimizer = NAMES[str(records[0].labels["optimizer"])]
@@ -144,10 +144,10 @@ def _draw_gradients(plots: list[Plot], family: str, records: Sequence[Labelled])
     arms: dict[str, list[Curve]] = {
         start: [
             {float(i): ratio for i, ratio in enumerate(ratios, 1)}
-            for r in found
+            for r in seeds
             if (ratios := gradient_ratios(r))
         ]
-        for start, found in _by_start(readings.select(records, optimizer="adamw")).items()
+        for start, seeds in _by_start(readings.select(records, optimizer="adamw")).items()
     }
     if not any(arms.values()):
         return
@@ -167,8 +167,8 @@ def _draw_losses(
     plots: list[Plot], family: str, optimizer: str, records: Sequence[Labelled]
 ) -> None:
     arms = {
-        start: [readings.trained(record, "loss") for record in found]
-        for start, found in _by_start(records).items()
+        start: [readings.trained(record, "loss") for record in seeds]
+        for start, seeds in _by_start(records).items()
     }
     with drawing.canvas(
         plots,
@@ -184,8 +184,8 @@ def _draw_losses(
 def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     arms = {
         NAMES[optimizer]: {
-            start: [readings.loss(record) for record in found]
-            for start, found in _by_start(readings.select(records, optimizer=optimizer)).items()
+            start: [readings.loss(record) for record in seeds]
+            for start, seeds in _by_start(readings.select(records, optimizer=optimizer)).items()
         }
         for optimizer in readings.distinct(records, "optimizer")
     }
@@ -205,8 +205,8 @@ def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> 
 
 def _by_start(records: Sequence[Labelled]) -> dict[str, list[Record]]:
     """Return the records of each start that has any, in the order of `STARTS`."""
-    found = {
+    by_start = {
         start: [one.record for one in readings.select(records, start=start)]
         for start in STARTS["hybrid"]
     }
-    return {start: some for start, some in found.items() if some}
+    return {start: some for start, some in by_start.items() if some}

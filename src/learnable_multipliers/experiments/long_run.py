@@ -150,14 +150,14 @@ def _paper() -> TrainConfig:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the gap, its rise at a constant rate and its fall in the decay, by optimizer."""
-    found: dict[str, BySeed] = {}
+    by_test: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         plain, vector = _arms(records, optimizer)
         for name, statistic in (("gap", _late), ("grows", _rise), ("shrinks", _fall)):
-            found[f"C14.{optimizer}.{name}"] = readings.paired(
+            by_test[f"C14.{optimizer}.{name}"] = readings.paired(
                 partial(_of_gap, statistic), plain, vector
             )
-    return found
+    return by_test
 
 
 def _arms(
@@ -217,8 +217,8 @@ def _constant(config: ScheduleConfig) -> tuple[float, float]:
 
 
 def _mean(gaps: Curve, low: float, high: float) -> Number:
-    found = [value for tokens, value in gaps.items() if low <= tokens <= high]
-    return statistics.fmean(found) if found else None
+    values = [value for tokens, value in gaps.items() if low <= tokens <= high]
+    return statistics.fmean(values) if values else None
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:

@@ -189,8 +189,8 @@ def _share(plain: Sweep, scalars: Sweep) -> float:
 
 def _mlp_growth(sweep: Sweep) -> Number:
     """Return the size of the exponent of the MLP's output."""
-    found = growth(output("mlp_out"))(sweep)
-    return None if found is None else abs(found)
+    slope = growth(output("mlp_out"))(sweep)
+    return None if slope is None else abs(slope)
 
 
 def _scalars(record: Record) -> Number:

@@ -152,9 +152,9 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
         "C1.wd": readings.paired(lambda grid: _distance(grid, 1, -0.5), plain),
         "C21.row": readings.paired(lambda record: _signal(record, "row"), vector),
         "C21.col": readings.paired(lambda record: _signal(record, "col"), vector),
-        "C22.rare": readings.paired(lambda found: found and found["rare"], departures),
+        "C22.rare": readings.paired(lambda departure: departure and departure["rare"], departures),
         "C22.frequent": readings.paired(
-            lambda found: found and found["frequent"] - found["rare"], departures
+            lambda departure: departure and departure["frequent"] - departure["rare"], departures
         ),
     }
 
@@ -165,11 +165,11 @@ Grid = Mapping[tuple[float, float], Record]
 
 def _grids(records: Sequence[Labelled]) -> dict[int, Grid]:
     """Return the runs without multipliers, for seeds that have all of the grid."""
-    found: dict[int, dict[tuple[float, float], Record]] = {}
+    grids: dict[int, dict[tuple[float, float], Record]] = {}
     for one in readings.select(records, arm="plain"):
         at = float(one.labels["lr"]), float(one.labels["wd"])
-        found.setdefault(int(one.labels["seed"]), {})[at] = one.record
-    return {seed: grid for seed, grid in sorted(found.items()) if len(grid) == len(GRID)}
+        grids.setdefault(int(one.labels["seed"]), {})[at] = one.record
+    return {seed: grid for seed, grid in sorted(grids.items()) if len(grid) == len(GRID)}
 
 
 def _distance(grid: Grid, which: int, ideal: float) -> float | None:
@@ -178,10 +178,10 @@ def _distance(grid: Grid, which: int, ideal: float) -> float | None:
     for role in ROLES:
         rms = [_settled_rms(record, role) for record in grid.values()]
         known = [value for value in rms if value is not None]
-        found = readings.exponents(list(grid), known)
-        if found is None:
+        exponents = readings.exponents(list(grid), known)
+        if exponents is None:
             return None
-        distances.append(abs(found[which] - ideal))
+        distances.append(abs(exponents[which] - ideal))
     return fmean(distances)
 
 
@@ -215,17 +215,17 @@ def _indicators(record: Record, part: str) -> dict[str, float]:
 
 def _departures(records: Iterable[Record]) -> dict[str, float] | None:
     """Return the mean over runs of |log(rms / rms on noise)| of rare and of frequent rows."""
-    found: dict[str, list[float]] = {"rare": [], "frequent": []}
+    groups: dict[str, list[float]] = {"rare": [], "frequent": []}
     for record in records:
         bands = _bands(record)
-        for name, departures in found.items():
+        for name, departures in groups.items():
             chosen = [band for band in bands if getattr(band, name)]
             if not chosen:
                 return None
             measured = sum(band.rows * band.rms**2 for band in chosen)
             on_noise = sum(band.rows * band.on_noise**2 for band in chosen)
             departures.append(abs(math.log(measured / on_noise)) / 2)
-    return {name: fmean(departures) for name, departures in found.items()}
+    return {name: fmean(departures) for name, departures in groups.items()}
 
 
 # -- rows of the embedding -----------------------------------------------------------------------
@@ -249,20 +249,20 @@ class Band:
 
 def _bands(record: Record) -> list[Band]:
     """Return the rows of the embedding at the end; none without signals."""
-    found = readings.final_signals(record).get("token_rows")
-    if not found:
+    rows = readings.final_signals(record).get("token_rows")
+    if not rows:
         return []
     config = record.train_config
     lrs = rates(config)
     on_noise = _rows_on_noise(
-        tuple(found["share"]),
+        tuple(rows["share"]),
         tuple(lrs),
         config.optimizer.weight_decay,
         config.optimizer.betas,
         config.model.embedding_std or config.model.init_std,
     )
     tokens = config.data.batch_sequences * config.data.sequence_length
-    columns = zip(found["occurrences"], found["count"], found["raw"], on_noise, strict=True)
+    columns = zip(rows["occurrences"], rows["count"], rows["raw"], on_noise, strict=True)
     return [
         Band(
             occurrences=times,
@@ -322,8 +322,8 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
     for one in readings.select(records, arm="vector"):
         for part, name in parts.items():
             for role in ROLES:
-                found = readings.diagnoses(one.record, part=part, role=role)
-                known = [r["indicator"] for r in found if r["indicator"]]
+                diagnoses = readings.diagnoses(one.record, part=part, role=role)
+                known = [r["indicator"] for r in diagnoses if r["indicator"]]
                 if known:
                     label = "output" if role == "attention-out" else role
                     indicators[name].setdefault(label, []).append(fmean(known))

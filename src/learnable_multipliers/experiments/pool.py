@@ -90,13 +90,13 @@ class Workers:
         busy = {worker.connection: worker for worker in self._workers if worker.job is not None}
         for connection in wait(list(busy), timeout):
             worker = busy[connection]  # pyright: ignore[reportArgumentType]
-            job, found = worker.job, worker.result()
+            job, outcome = worker.job, worker.result()
             assert job is not None
             worker.job = None
-            if isinstance(found, Failure):
+            if isinstance(outcome, Failure):
                 self._workers.remove(worker)
                 worker.end()
-            yield job, found
+            yield job, outcome
 
 
 @contextmanager

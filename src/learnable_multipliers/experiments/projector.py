@@ -208,8 +208,8 @@ def _multiplier(record: Record) -> float | None:
 def _departure(record: Record) -> float | None:
     """Return |log(rms / rms on noise)| of the scalar, or of the final norm, at the end."""
     norms = [r for r in readings.diagnoses(record, kind="vector") if "final_layernorm" in r["name"]]
-    found = readings.diagnoses(record, part="scalar", role="head") or norms
-    ratio = found[0]["log_ratio"] if found else None
+    diagnoses = readings.diagnoses(record, part="scalar", role="head") or norms
+    ratio = diagnoses[0]["log_ratio"] if diagnoses else None
     return None if ratio is None else abs(ratio)
 
 
@@ -221,19 +221,19 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     frozen, scalar, vector = (
         complete_sweeps(records, (SMALL, 1.0, LARGE), arm=arm) for arm in ARMS
     )
-    found: dict[str, BySeed] = {
+    by_test: dict[str, BySeed] = {
         "C2.small": readings.paired(lambda sweep: _degradation(sweep, SMALL), frozen),
         "C2.large": readings.paired(lambda sweep: _degradation(sweep, LARGE), frozen),
         "C3.frozen": readings.paired(_log_spread, frozen),
         "C4.matrix": readings.paired(_matrix_departure, scalar, vector),
     }
     for arm, sweeps in (("scalar", scalar), ("vector", vector)):
-        found |= {
+        by_test |= {
             f"C2.{arm}": readings.paired(_share, frozen, sweeps),
             f"C3.{arm}": readings.paired(_log_spread, sweeps),
             f"C4.{arm}": readings.paired(_multiplier_departure, sweeps),
         }
-    return found
+    return by_test
 
 
 def _degradation(sweep: Sweep, end: float) -> float:
@@ -252,8 +252,8 @@ def _share(frozen: Sweep, sweep: Sweep) -> float:
 def _log_spread(sweep: Sweep) -> float | None:
     logits = [_logits(record) for record in sweep.values()]
     known = [value for value in logits if value is not None]
-    found = readings.spread(known) if len(known) == len(logits) else None
-    return None if found is None else math.log(found)
+    spread = readings.spread(known) if len(known) == len(logits) else None
+    return None if spread is None else math.log(spread)
 
 
 def _matrix_departure(*sweeps: Sweep) -> float | None:
@@ -315,7 +315,7 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         y="rms",
         height=330,
     ) as axes:
-        matrices = {f"head, {name}": found for name, found in over_scale(_matrix).items()}
+        matrices = {f"head, {name}": points for name, points in over_scale(_matrix).items()}
         drawing.scan(axes, matrices, log_y=True)
         multipliers = {
             f"the {arm} itself": readings.sweep(records, "scale", _multiplier, arm=arm)

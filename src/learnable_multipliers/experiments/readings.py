@@ -37,13 +37,13 @@ def finished(records: Iterable[Labelled]) -> list[Labelled]:
 
 def by_seed(records: Iterable[Labelled], **labels: str | float) -> dict[int, Record]:
     """Return the one record of each seed with these labels."""
-    found: dict[int, Record] = {}
+    seeds: dict[int, Record] = {}
     for one in select(records, **labels):
         seed = int(one.labels["seed"])
-        if seed in found:
+        if seed in seeds:
             raise ValueError(f"two records of seed {seed} with {labels}: give more labels")
-        found[seed] = one.record
-    return found
+        seeds[seed] = one.record
+    return seeds
 
 
 def paired(function: Callable[..., Value | None], *arms: Mapping[int, Any]) -> dict[int, Value]:
@@ -65,12 +65,12 @@ def sweep(
     records: Iterable[Labelled], label: str, function: Callable[[Record], Number], **labels: Any
 ) -> dict[float, list[float]]:
     """Return a number of every run with these labels, by the value of another label."""
-    found: dict[float, list[float]] = {}
+    by_value: dict[float, list[float]] = {}
     for one in select(records, **labels):
         value = function(one.record)
         if label in one.labels and value is not None:
-            found.setdefault(float(one.labels[label]), []).append(value)
-    return dict(sorted(found.items()))
+            by_value.setdefault(float(one.labels[label]), []).append(value)
+    return dict(sorted(by_value.items()))
 
 
 def loss(record: Record) -> float:
@@ -91,7 +91,7 @@ def final_signals(record: Record) -> dict[str, Any]:
 def names_of(record: Record, role: str) -> list[str]:
     """Return the matrices of a role; a fused matrix has all of its blocks' roles."""
     roles: dict[str, str] = final_weights(record).get("roles", {})
-    return [name for name, found in roles.items() if role in found.split("/")]
+    return [name for name, blocks in roles.items() if role in blocks.split("/")]
 
 
 def role_rms(
@@ -149,8 +149,8 @@ def activation(
     record: Record, name: str, group: str = "activations", signals: Mapping[str, Any] | None = None
 ) -> Number:
     """Return a signal at the end, or in one record of signals; lists by layer in geometric mean."""
-    found = (final_signals(record) if signals is None else signals).get(group, {}).get(name)
-    return geometric_mean(found if isinstance(found, list) else [found])
+    signal = (final_signals(record) if signals is None else signals).get(group, {}).get(name)
+    return geometric_mean(signal if isinstance(signal, list) else [signal])
 
 
 def over_steps(
@@ -197,8 +197,10 @@ def exponents(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[
     if len(rows) != len(values) or not rows:
         return None
     design = np.column_stack([np.ones(len(rows)), np.log(np.asarray(rows, dtype=float))])
-    found, _, rank, _ = np.linalg.lstsq(design, np.log(np.asarray(values, dtype=float)), rcond=None)
-    return found[1:].tolist() if rank == design.shape[1] else None
+    coefficients, _, rank, _ = np.linalg.lstsq(
+        design, np.log(np.asarray(values, dtype=float)), rcond=None
+    )
+    return coefficients[1:].tolist() if rank == design.shape[1] else None
 
 
 def spread(values: Sequence[float]) -> Number:

@@ -112,8 +112,8 @@ def spread(record: Record, group: str, weight: Weight = "effective") -> Number:
     if not all(pooled and pooled[1] > 0 for pooled in quantiles):
         return None
     # 21 quantiles: 0%, 5%, ... 100%.
-    found = [math.log(pooled[19] / pooled[1]) / (2 * _NORMAL_95) for pooled in quantiles]
-    return math.sqrt(statistics.fmean(spread**2 for spread in found))
+    spreads = [math.log(pooled[19] / pooled[1]) / (2 * _NORMAL_95) for pooled in quantiles]
+    return math.sqrt(statistics.fmean(spread**2 for spread in spreads))
 
 
 def _broadening(vector: Record, plain: Record, group: str) -> Number:
@@ -122,8 +122,8 @@ def _broadening(vector: Record, plain: Record, group: str) -> Number:
 
 
 def _widest(record: Record) -> Number:
-    found = [spread(record, group) for group in GROUPS]
-    return None if None in found else max(value for value in found if value is not None)
+    spreads = [spread(record, group) for group in GROUPS]
+    return None if None in spreads else max(value for value in spreads if value is not None)
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
@@ -162,9 +162,9 @@ def _distribution(
     rows = [readings.final_signals(record).get("rows", {}) for record in records]
     norms = sorted(
         norm
-        for found in rows
+        for by_role in rows
         for role in GROUPS[group]
-        for norm in found.get(role, {}).get(weight, {}).get("pooled", ())
+        for norm in by_role.get(role, {}).get(weight, {}).get("pooled", ())
         if norm > 0
     )
     return norms, [(index + 0.5) / len(norms) for index in range(len(norms))]

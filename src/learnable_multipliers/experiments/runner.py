@@ -51,7 +51,7 @@ class Watcher(Protocol):
     def started(self, job: Job) -> None:
         """A worker begins with a job."""
 
-    def ended(self, job: Job, found: Record | Failure, seconds_left: float | None) -> None:
+    def ended(self, job: Job, outcome: Record | Failure, seconds_left: float | None) -> None:
         """A job has a record, or will have none."""
 
 
@@ -225,12 +225,12 @@ def train_missing(
                     break
             if not workers.busy:
                 break
-            for job, found in workers.completed(_POLL_SECONDS):
-                if isinstance(found, Record):
-                    append(out / f"{job.experiment}.jsonl", found)
-                    result.records.append(found)
+            for job, outcome in workers.completed(_POLL_SECONDS):
+                if isinstance(outcome, Record):
+                    append(out / f"{job.experiment}.jsonl", outcome)
+                    result.records.append(outcome)
                 else:
-                    result.failures.append((job, found))
+                    result.failures.append((job, outcome))
                     failed.add(job.run.key)
                 more = follow_up(result.records, failed) if follow_up else ()
                 more = [each for each in more if each.run.key not in asked]
@@ -238,7 +238,7 @@ def train_missing(
                 pending += more
                 watcher.added(len(more))
                 left = seconds_left([*pending, *workers.busy], result.records, num_workers, known)
-                watcher.ended(job, found, left)
+                watcher.ended(job, outcome, left)
         result.num_left = len(pending) + len(workers.busy)
         result.stopped_by = interrupt.received
     return result
@@ -272,7 +272,7 @@ def durations(job: Job, records: Sequence[Record], known: Sequence[Record] = ())
     """
     model, tokens = to_dict(job.run.config.model), job.run.config.schedule.tokens
     of_model = (
-        [each for each in found if each.config["model"] == model] for found in (records, known)
+        [each for each in group if each.config["model"] == model] for group in (records, known)
     )
     alike = next(filter(None, of_model), records or known)
     return [

@@ -142,8 +142,8 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def ratio_drift(record: Record) -> Number:
     """Return how far log10(query / key) has moved since the first step, mean over layers."""
-    found = [layer for layer in trajectories(record) if len(layer) > 1]
-    return fmean(abs(layer[-1][1] - layer[0][1]) for layer in found) if found else None
+    layers = [layer for layer in trajectories(record) if len(layer) > 1]
+    return fmean(abs(layer[-1][1] - layer[0][1]) for layer in layers) if layers else None
 
 
 def trajectories(record: Record) -> list[list[tuple[float, float]]]:
@@ -164,9 +164,9 @@ def trajectories(record: Record) -> list[list[tuple[float, float]]]:
 
 def _scale(weights: Mapping[str, Any], name: str) -> Number:
     """Return the rms of a matrix's row multipliers times that of its column multipliers."""
-    found = weights.get("multipliers", {}).get(name, {})
-    value = math.prod(map(rms_of_quantiles, found.values()))
-    return value if found and 0 < value < math.inf else None
+    multipliers = weights.get("multipliers", {}).get(name, {})
+    value = math.prod(map(rms_of_quantiles, multipliers.values()))
+    return value if multipliers and 0 < value < math.inf else None
 
 
 def rms_of_quantiles(values: Sequence[float]) -> float:
@@ -178,8 +178,8 @@ def rms_of_quantiles(values: Sequence[float]) -> float:
 
 def _residual(record: Record, *, part: float) -> Number:
     """Return log10 of the residual stream's rms after a part of the steps of a run."""
-    found = residual_stream(record)
-    seen = [value for step, value in found.items() if step <= part * max(found)]
+    stream = residual_stream(record)
+    seen = [value for step, value in stream.items() if step <= part * max(stream)]
     return seen[-1] if seen else None
 
 

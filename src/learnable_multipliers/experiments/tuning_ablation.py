@@ -202,7 +202,7 @@ def _by_role(factors: Mapping[str, float]) -> dict[str, float]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the tiers of the tunings, by optimizer."""
-    found: dict[str, BySeed] = {}
+    by_test: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         arms = [
             readings.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
@@ -210,8 +210,8 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
             for tuning in TUNINGS
         ]
         for name in ("improves", "worst", "best", "enough"):
-            found[f"C13.{optimizer}.{name}"] = readings.paired(partial(_statistic, name), *arms)
-    return found
+            by_test[f"C13.{optimizer}.{name}"] = readings.paired(partial(_statistic, name), *arms)
+    return by_test
 
 
 def _statistic(name: str, *records: Record) -> float:
@@ -233,26 +233,26 @@ def winners(records: Sequence[Labelled]) -> dict[str, dict[str, float]]:
 
     A factor is chosen if it beats 1 by more than the noise between seeds.
     """
-    found: dict[str, dict[str, float]] = {}
+    chosen: dict[str, dict[str, float]] = {}
     for what in _SWEPT:
         changes = _changes(records, what)
         best = {group: min(factors, key=lambda f: factors[f]) for group, factors in changes.items()}
-        found[what] = {
+        chosen[what] = {
             group: factor for group, factor in best.items() if changes[group][factor] < -_NOISE
         }
-    return found
+    return chosen
 
 
 def _changes(records: Sequence[Labelled], what: str) -> dict[str, dict[float, float]]:
     """Return group -> factor -> loss minus that of the run without the factor."""
-    found: dict[str, dict[float, float]] = {}
+    changes: dict[str, dict[float, float]] = {}
     plain = readings.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
     for one in readings.select(records, arm="sweep", what=what):
         if (without := plain.get(int(one.labels["seed"]))) is not None:
             change = readings.loss(one.record) - readings.loss(without)
             group, factor = str(one.labels["group"]), float(one.labels["factor"])
-            found.setdefault(group, {})[factor] = change
-    return {group: found[group] for group in GROUPS if group in found}
+            changes.setdefault(group, {})[factor] = change
+    return {group: changes[group] for group in GROUPS if group in changes}
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:

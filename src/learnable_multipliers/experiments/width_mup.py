@@ -222,7 +222,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     families = {"SSM": of_hybrid}
     raw = [families.get(block, of_llama)(partial(raw_rms, block=block)) for block in _LINEAR]
     return {
-        "C10.raw": readings.paired(lambda *found: max(map(abs, found)), *raw),
+        "C10.raw": readings.paired(lambda *exponents: max(map(abs, exponents)), *raw),
         "C10.logits": _sizes(of_llama(partial(activation, what="logits"))),
         "C10.qk": _sizes(of_llama(partial(activation, what="query x key"))),
         "C10.dt": _sizes(of_hybrid(partial(activation, what="dt"))),
@@ -239,7 +239,7 @@ def _exponents(
     records: Sequence[Labelled], quantity: Callable[[Record], Number]
 ) -> dict[int, float]:
     """Return slopes of log(quantity) over log(width), of seeds with all widths of a preset."""
-    found = {}
+    by_seed = {}
     for seed in readings.distinct(records, "seed"):
         points = {
             width: values[0]
@@ -249,8 +249,8 @@ def _exponents(
         if any(set(widths) == set(points) for widths in WIDTHS.values()):
             slopes = readings.exponents([[width] for width in points], list(points.values()))
             if slopes is not None:
-                found[int(seed)] = slopes[0]
-    return found
+                by_seed[int(seed)] = slopes[0]
+    return by_seed
 
 
 def _sizes(by_seed: BySeed) -> BySeed:

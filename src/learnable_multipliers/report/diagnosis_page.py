@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def write_diagnosis(
-    path: Path, title: str, said: Sequence[str], table: Sequence[Sequence[str]], found: Record
+    path: Path, title: str, said: Sequence[str], table: Sequence[Sequence[str]], diagnosis: Record
 ) -> None:
     """Write the page.
 
     Args:
         said: The summary in a line, then notes and assumptions.
         table: Headings, then the cells of each line.
-        found: Readings as plain data.
+        diagnosis: Readings as plain data.
     """
-    readings = found["readings"]
-    figures = {
+    readings = diagnosis["readings"]
+    drawn = {
         "ratios": (rms_by_role(readings), "RMS over the rms that noise gives"),
         "noise": (noise_by_role(readings), "Noise indicators"),
     }
-    plots = {key: (style.svg(figure, key), name) for key, (figure, name) in figures.items()}
+    plots = {key: (style.svg(figure, key), name) for key, (figure, name) in drawn.items()}
     text = TEMPLATES.get_template("diagnosis.html.j2").render(
         title=title, said=said, table=table, plots=plots
     )
@@ -70,16 +70,16 @@ def rms_by_role(readings: Sequence[Record]) -> Figure:
 
 def noise_by_role(readings: Sequence[Record]) -> Figure:
     """Draw the noise indicator of every tensor, a line for each role."""
-    found: dict[str, list[float]] = {}
+    indicators: dict[str, list[float]] = {}
     for reading in readings:
         if reading["indicator"]:
-            found.setdefault(reading["role"], []).append(reading["indicator"])
-    every = [value for values in found.values() for value in values]
-    with plot("", 110 + 22 * max(len(found), 1)) as (figure, axes):
+            indicators.setdefault(reading["role"], []).append(reading["indicator"])
+    every = [value for values in indicators.values() for value in values]
+    with plot("", 110 + 22 * max(len(indicators), 1)) as (figure, axes):
         axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
-        for y, values in enumerate(found.values()):
+        for y, values in enumerate(indicators.values()):
             axes.plot(values, [y] * len(values), "o", color=COLOURS["ink"], alpha=0.8)
-        _roles(axes, list(found))
+        _roles(axes, list(indicators))
         axes.set_xlabel("noise indicator")
         log_axis(axes, "x", min([0.5, *every]) / 1.2, max([2.0, *every]) * 1.2)
         return figure

@@ -175,7 +175,7 @@ def expected() -> dict[tuple[str, ...], tuple[str, ...]]:
 
     Of the combinations one for each optimizer is run, here `COMBINATION`.
     """
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    settings: dict[tuple[str, ...], tuple[str, ...]] = {}
     families: dict[Family, dict[OptimizerKind, tuple[Arm, ...]]] = {
         "llama": {
             kind: (SCALAR, VECTOR, VARIED, SYMMETRY_AWARE, *RIVALS[kind], COMBINATION)
@@ -186,11 +186,11 @@ def expected() -> dict[tuple[str, ...], tuple[str, ...]]:
     for family, kinds in families.items():
         for kind, arms in kinds.items():
             plain = tuple(axis.name for axis in baseline_axes(family, kind))
-            found[family, kind, PLAIN.name] = plain
+            settings[family, kind, PLAIN.name] = plain
             for arm in arms:
                 axes = arm.axes(kind, _START[family, kind])
-                found[family, kind, arm.name] = tuple(axis.name for axis in axes)
-    return found
+                settings[family, kind, arm.name] = tuple(axis.name for axis in axes)
+    return settings
 
 
 def num_trials(scale: Scale, kind: OptimizerKind, arm: Arm) -> int:

@@ -60,10 +60,10 @@ def arms_of(
     Those of a model and an optimizer stand together, in the order of their first runs.
     """
     there = (tuple(one.labels[name] for name in _ARM) for one in records)
-    found = list(dict.fromkeys((*there, *map(tuple, expected))))
-    groups = list(dict.fromkeys(values[:2] for values in found))
-    found.sort(key=lambda values: groups.index(values[:2]))
-    return [dict(zip(_ARM, values, strict=True)) for values in found]
+    arms = list(dict.fromkeys((*there, *map(tuple, expected))))
+    groups = list(dict.fromkeys(values[:2] for values in arms))
+    arms.sort(key=lambda values: groups.index(values[:2]))
+    return [dict(zip(_ARM, values, strict=True)) for values in arms]
 
 
 def key_of(labels: Mapping[str, str | float]) -> tuple[str, ...]:
@@ -139,12 +139,12 @@ def needed(runs: Sequence[Labelled], labels: Labels) -> Needed | None:
         return None
     tokens, time = [], []
     for seed in seeds:
-        by_length = {x: read(found[seed]) for x, found in lengths.items()}
+        by_length = {x: read(arm[seed]) for x, arm in lengths.items()}
         sign, part = tokens_to_reach(by_length, read(plain[seed]))
-        speed = fmean(found[seed].tokens_per_second for found in lengths.values())
+        speed = fmean(arm[seed].tokens_per_second for arm in lengths.values())
         tokens.append((sign, part))
         time.append((sign, part * plain[seed].tokens_per_second / speed))
-    losses = {x: fmean(read(found[seed]) for seed in seeds) for x, found in lengths.items()}
+    losses = {x: fmean(read(arm[seed]) for seed in seeds) for x, arm in lengths.items()}
     return Needed(losses, tokens, time)
 
 
@@ -154,7 +154,7 @@ def tokens_to_reach(by_length: Mapping[float, float], loss: float) -> tuple[str,
     Lines are not drawn beyond their ends: it is "<" the shortest length or ">" the longest there. A
     length at which a run diverged is left out.
     """
-    points = sorted((x, found) for x, found in by_length.items() if math.isfinite(found))
+    points = sorted((x, value) for x, value in by_length.items() if math.isfinite(value))
     if not points:
         return ">", max(by_length)
     for (short, above), (long, below) in itertools.pairwise(points):
@@ -167,9 +167,9 @@ def format_bounded(values: Sequence[tuple[str, float]]) -> str:
     """Return mean and 95% interval of the numbers, then each bound with how many seeds have it."""
     parts = [format_interval((value for sign, value in values if not sign), digits=3)]
     for bound in ("<", ">"):
-        found = [value for sign, value in values if sign == bound]
-        if found:
+        bounds = [value for sign, value in values if sign == bound]
+        if bounds:
             # The weakest of them holds for all.
-            loosest = max(found) if bound == "<" else min(found)
-            parts.append(f"{bound}{loosest:.2f} ({len(found)} of {len(values)} seeds)")
+            loosest = max(bounds) if bound == "<" else min(bounds)
+            parts.append(f"{bound}{loosest:.2f} ({len(bounds)} of {len(values)} seeds)")
     return ", ".join(filter(None, parts))

@@ -177,12 +177,12 @@ class _Program:
         reference = {seed: self._variation(VECTOR, seed) for seed in VARIATION_SEEDS}
         yield from reference.values()
         gains: dict[str, list[float]] = {name: [] for name in VARIATIONS}
-        for name, found in gains.items():
+        for name, differences in gains.items():
             for seed, vector in reference.items():
                 run = self._variation(replace(VECTOR, name=name, variations=(name,)), seed)
                 yield run
-                found.append(self._gain(vector, run))
-                if not found[-1] > 0:
+                differences.append(self._gain(vector, run))
+                if not differences[-1] > 0:
                     break
         seeds = len(VARIATION_SEEDS)
         better = [name for name in gains if is_kept(gains[name], seeds)]

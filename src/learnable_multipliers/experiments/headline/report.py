@@ -54,7 +54,7 @@ def tables(records: Sequence[Labelled]) -> list[Table]:
     """Return the comparison, benchmarks, other lengths and sizes, variations, tuning, commands."""
     if not records:
         return []
-    found = [
+    candidates = [
         _comparison(records),
         _benchmarks(
             records,
@@ -77,7 +77,7 @@ def tables(records: Sequence[Labelled]) -> list[Table]:
         _repeats(records),
         _commands(records),
     ]
-    return [each for each in found if each.rows]
+    return [each for each in candidates if each.rows]
 
 
 def _comparison(records: Sequence[Labelled]) -> Table:
@@ -91,11 +91,11 @@ def _comparison(records: Sequence[Labelled]) -> Table:
         row = [*named(labels), str(len(arm))]
         row.append(format_interval(reads[0](record) for record in arm.values()))
         for index, read in enumerate(reads):
-            found = list(gains(runs, read, labels).values())
+            values = list(gains(runs, read, labels).values())
             plain = labels["arm"] == PLAIN.name
-            row.append("" if plain else format_interval(found))
+            row.append("" if plain else format_interval(values))
             if index == 0:
-                row.append("" if plain and arm else verdict(found))
+                row.append("" if plain and arm else verdict(values))
                 over = gains(runs, read, labels, VECTOR.name).values()
                 ours = labels["arm"] in (PLAIN.name, VECTOR.name)
                 row.append("" if ours else format_interval(over))
@@ -184,11 +184,11 @@ def _longer(records: Sequence[Labelled]) -> Table:
         where = (f"{float(length):g}x", f"{float(size):g}x")
         for labels in arms_of(chosen, _expected_pairs(chosen) if is_planned else ()):
             losses = [read(one.record) for one in readings.select(chosen, **labels)]
-            found = list(gains(chosen, read, labels).values())
+            values = list(gains(chosen, read, labels).values())
             plain = labels["arm"] == PLAIN.name
             gain = (
-                "" if plain else format_interval(found),
-                "" if plain and losses else verdict(found),
+                "" if plain else format_interval(values),
+                "" if plain and losses else verdict(values),
             )
             row = (*where, str(len(losses)), format_interval(losses), *gain)
             rows.append((*named(labels), *row))
@@ -212,13 +212,13 @@ def _shorter(records: Sequence[Labelled]) -> Table:
     runs = readings.select(records, stage="final", size=1)
     rows, there = [], set()
     for labels in arms_of(runs):
-        found = needed(runs, labels)
-        if found is None:
+        reach = needed(runs, labels)
+        if reach is None:
             continue
         there.add(labels["optimizer"])
-        losses = ", ".join(f"{x:g}x {loss:.4f}" for x, loss in found.losses.items())
-        needs = format_bounded(found.tokens), format_bounded(found.time)
-        rows.append((*named(labels), str(len(found.tokens)), losses, *needs))
+        losses = ", ".join(f"{x:g}x {loss:.4f}" for x, loss in reach.losses.items())
+        needs = format_bounded(reach.tokens), format_bounded(reach.time)
+        rows.append((*named(labels), str(len(reach.tokens)), losses, *needs))
     for kind in KINDS:
         if kind not in there:
             arm = {"family": "llama", "optimizer": kind, "arm": _EITHER}
@@ -239,10 +239,10 @@ def _variations(records: Sequence[Labelled]) -> Table:
     rows = []
     for labels in arms_of(tried):
         if labels["arm"] != VECTOR.name:
-            found = list(gains(tried, readings.loss, labels, VECTOR.name).values())
+            values = list(gains(tried, readings.loss, labels, VECTOR.name).values())
             seeds = 1 if labels["arm"] == VARIED.name else MIN_SEEDS
-            says = _outcome(found, seeds)
-            rows.append((*named(labels)[1:], str(len(found)), format_interval(found), says))
+            says = _outcome(values, seeds)
+            rows.append((*named(labels)[1:], str(len(values)), format_interval(values), says))
     caption = (
         "Vector multipliers with one change, at half the length, on validation text, other seeds. "
         'A change that is worse with one seed is not tried with the next; "vector, varied" has all '
@@ -253,11 +253,11 @@ def _variations(records: Sequence[Labelled]) -> Table:
     return Table("Variations", caption, header, rows)
 
 
-def _outcome(found: Sequence[float], num_seeds: int) -> str:
+def _outcome(values: Sequence[float], num_seeds: int) -> str:
     """Return what becomes of a variation with these gains; nothing before its last seed."""
-    if is_kept(found, num_seeds):
+    if is_kept(values, num_seeds):
         return "kept"
-    return "worse with a seed" if found and not found[-1] > 0 else ""
+    return "worse with a seed" if values and not values[-1] > 0 else ""
 
 
 def _tuning(records: Sequence[Labelled]) -> Table:

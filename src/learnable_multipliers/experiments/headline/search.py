@@ -67,12 +67,12 @@ class Search:
 def best(losses: Mapping[Point, float]) -> Point:
     """Return the best point of trials in their order, each better than the one before it."""
     points = iter(losses)
-    found = next(points)
+    best_point = next(points)
     for point in points:
         # A diverged run is infinite or NaN.
-        if math.isfinite(losses[point]) and not losses[found] - MIN_GAIN <= losses[point]:
-            found = point
-    return found
+        if math.isfinite(losses[point]) and not losses[best_point] - MIN_GAIN <= losses[point]:
+            best_point = point
+    return best_point
 
 
 def neighbours(point: Point) -> list[Point]:
