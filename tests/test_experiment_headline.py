@@ -240,8 +240,8 @@ def test_an_arm_that_crashes_keeps_no_other_from_its_runs(played):
     # Reports have the runs that were made after those that failed, the next call repeats them.
     named = catalogue.labelled_records("headline", "gpu", records)
     assert {one.record.key for one in named} == others
-    asked = {run.key for run in headline.follow_up("gpu", records)} - set(records)
-    assert asked == {tried[0].key}
+    missing = {run.key for run in headline.follow_up("gpu", records)} - set(records)
+    assert missing == {tried[0].key}
     assert set(play(records=records)[2]) == set(everything)
 
 
@@ -361,7 +361,7 @@ def test_a_combination_starts_from_the_rate_that_vector_was_tuned_to(played):
 def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
     _, runs, _ = played
     text = (Path(__file__).parents[1] / "docs" / "headline.md").read_text()
-    told = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
+    estimate = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
     speeds = {"llama": 2.45e6, "hybrid": 1.58e6}
 
     def size(run):
@@ -373,5 +373,5 @@ def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
         family = run.labels["family"]
         seconds += run.config.schedule.tokens / speeds[family] * size(run) / usual[family]
         seconds += 7 * run.scored
-    assert len(runs) == pytest.approx(int(told[1]), abs=5)
-    assert seconds / 60 == pytest.approx(int(told[2]), abs=5)
+    assert len(runs) == pytest.approx(int(estimate[1]), abs=5)
+    assert seconds / 60 == pytest.approx(int(estimate[2]), abs=5)

@@ -293,17 +293,17 @@ def test_sentences_say_what_was_not_run_or_diverged(labelled):
 def test_the_command_of_each_arm_makes_its_first_run(labelled, place):
     rows = rows_of(labelled, "Commands")
     assert set(rows) == set(rows_of(labelled, "Comparison"))
-    told = {}
+    by_name = {}
     for one in headline_gains.finals(labelled):
         if one.labels["seed"] == 1:
-            told[headline_gains.named(one.labels)] = one.record
+            by_name[headline_gains.named(one.labels)] = one.record
     for name, row in rows.items():
         assert row[3] == (
             "1 to 5" if name[2] in ("plain", "scalar", "vector", "vector, varied") else "1 to 3"
         )
         words = shlex.split(row[4])
         assert words[:2] == ["lrm", "train"]
-        assert key_of(configure(words[2:])) == told[name].key
+        assert key_of(configure(words[2:])) == by_name[name].key
 
 
 def test_verdicts_need_three_seeds_and_an_interval_on_one_side():

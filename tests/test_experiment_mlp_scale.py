@@ -143,8 +143,8 @@ def test_the_gpu_preset_sweeps_five_scales_with_adamw_and_three_with_muon():
     swept = {"adamw": {0.25, 0.5, 1.0, 2.0, 4.0}, "muon": {0.25, 1.0, 4.0}}
     for optimizer in ("adamw", "muon"):
         for arm in ("plain", "scalars"):
-            asked = {"optimizer": optimizer, "arm": arm, "model": mlp_scale.GROUPED}
-            found = [run for run in runs if asked.items() <= run.labels.items()]
+            labels = {"optimizer": optimizer, "arm": arm, "model": mlp_scale.GROUPED}
+            found = [run for run in runs if labels.items() <= run.labels.items()]
             assert {run.labels["scale"] for run in found} == swept[optimizer]
 
 

@@ -46,7 +46,7 @@ def test_pairs_are_of_the_seeds_that_all_arms_have():
     assert readings.paired(lambda a: None, arms[0]) == {}
 
 
-def test_labels_that_leave_two_records_of_a_seed_are_refused():
+def test_labels_that_leave_two_records_of_a_seed_are_rejected():
     records = _arms({("a", 0): 3.0, ("b", 0): 2.5})
     with pytest.raises(ValueError, match="two records of seed 0"):
         readings.by_seed(records)

@@ -284,7 +284,7 @@ def test_page_escapes_text_and_shows_each_plot(folder):
     assert "https:" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
 
 
-def test_protocol_tells_what_the_records_tell(folder):
+def test_the_protocol_is_that_of_the_records(folder):
     found = record.labelled(runs("gpu"), record.read_records(folder))
     lost = replace(found[0], record=replace(found[0].record, outcome="diverged", loss=None))
     sentences = " ".join(page.protocol([lost, *found[1:-1]], 6))
@@ -304,8 +304,8 @@ def test_the_protocol_says_where_the_code_changed_between_runs(folder):
         replace(each, record=replace(each.record, commit=commit))
         for each, commit in zip(found, commits, strict=False)
     ]
-    (told,) = (each for each in page.protocol(found, 6) if "source tree" in each)
-    assert told == (
+    (sentence,) = (each for each in page.protocol(found, 6) if "source tree" in each)
+    assert sentence == (
         "Of more than one source tree, by commit: aaaaaaa (2), bbbbbbb-changed (1), unknown (1)."
     )
     assert not any("source tree" in each for each in page.protocol(found[:2], 6))

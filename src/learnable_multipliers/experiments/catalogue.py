@@ -1,4 +1,4 @@
-"""All experiments by name, in the order of the paper; a module is imported when it is asked for."""
+"""All experiments by name, in the order of the paper; modules are imported when they are needed."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     sections = []
     for name, of_experiment in by_name.items():
         experiment = catalogue.load(name)
-        asked = {run.key for run in catalogue.runs_of(name, preset, records)}
-        asked |= {each.record.key for each in of_experiment}
+        keys = {run.key for run in catalogue.runs_of(name, preset, records)}
+        keys |= {each.record.key for each in of_experiment}
         drawn = [
             plot
             for plot in (experiment.plot(of_experiment) if of_experiment else [])
@@ -107,7 +107,7 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
                 entries=[entry for entry in entries if entry.experiment == name],
                 tables=tables(of_experiment) if of_experiment and tables else [],
                 plots=[(plot, plot.svg(f"{name}-{i}")) for i, plot in enumerate(drawn)],
-                protocol=protocol(of_experiment, len(asked), catalogue.is_adaptive(name)),
+                protocol=protocol(of_experiment, len(keys), catalogue.is_adaptive(name)),
                 command=ledger.command(name, preset),
             )
         )

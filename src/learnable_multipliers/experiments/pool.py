@@ -35,7 +35,7 @@ class Worker:
         theirs.close()
 
     def submit(self, job: Job) -> None:
-        """Let the process train a job."""
+        """Send a job to the process."""
         self.job, self.compiled = job, job.compiled
         # A process that is dead already is noticed when its result is awaited.
         with suppress(BrokenPipeError):

@@ -88,7 +88,7 @@ class Record:
     tests: dict[str, Any] = field(default_factory=dict)
     """Name -> `loss` and `bits_per_byte` at the end, of further held-out text."""
     benchmarks: dict[str, Any] = field(default_factory=dict)
-    """Task -> its metrics at the end, and `items`, the checksum of what was asked."""
+    """Task -> its metrics at the end, and `items`, the checksum of its requests."""
     data: str = ""
     """Fingerprint of the tokens and their tokenizer."""
     ended: str = ""

@@ -1,6 +1,6 @@
 """Trains the runs of experiments that have no record yet, in worker processes.
 
-A record is written when its run ends, so a stopped command goes on where it was, and a run that
+A record is written when its run ends, so a stopped command resumes where it was, and a run that
 several experiments ask for is trained once.
 """
 
@@ -200,7 +200,7 @@ def train_missing(
     """
     began = time.monotonic()
     result, pending = Result(), list(jobs)
-    asked = {job.run.key for job in jobs}
+    keys = {job.run.key for job in jobs}
     failed: set[str] = set()
     with (
         tempfile.TemporaryDirectory(prefix="lrm-", ignore_cleanup_errors=True) as scratch,
@@ -233,8 +233,8 @@ def train_missing(
                     result.failures.append((job, outcome))
                     failed.add(job.run.key)
                 more = follow_up(result.records, failed) if follow_up else ()
-                more = [each for each in more if each.run.key not in asked]
-                asked |= {each.run.key for each in more}
+                more = [each for each in more if each.run.key not in keys]
+                keys |= {each.run.key for each in more}
                 pending += more
                 watcher.added(len(more))
                 left = seconds_left([*pending, *workers.busy], result.records, num_workers, known)

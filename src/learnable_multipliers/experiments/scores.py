@@ -1,4 +1,4 @@
-"""Benchmark scores of the runs that an experiment reports, asked of the model when it is trained.
+"""Benchmark scores of the runs that an experiment reports, taken when the model is trained.
 
 The requests are a file of `lrm evaluate --requests-only`. A module that reads the scores names its
 tasks in `BENCHMARKS`, and marks the runs to be scored (`Run.scored`).
@@ -53,21 +53,21 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterab
         )
 
 
-def scores(trainer: Trainer, asked: RequestSet) -> dict[str, dict[str, Any]]:
+def scores(trainer: Trainer, requests: RequestSet) -> dict[str, dict[str, Any]]:
     """Return what the model of a run scores on each task: its metrics, and which items it had.
 
     Weights and precision are those of the training.
     """
     model, device = trainer.model, trainer.device
     loaded = from_model(model, trainer.data.manifest.tokenizer_sha256)
-    evaluation.check(asked, loaded, "the run")
+    evaluation.check(requests, loaded, "the run")
     was_training = model.training
     model.eval()
     # Not compiled: most batches have a length of their own.
     with torch.compiler.set_stance("force_eager"), device.autocast():
         evaluated = evaluation.evaluate(
             loaded,
-            asked,
+            requests,
             device=device.device,
             max_length=loaded.max_length,
             batch_tokens=_BATCH_TOKENS.get(device.device.type, BATCH_TOKENS),

@@ -93,7 +93,7 @@ class _Program:
                 return
 
     def _in_order(self) -> Iterator[Iterator[Run]]:
-        """Yield the stages: each reads what those before it have found."""
+        """Yield the stages: each reads the results of those before it."""
         yield chain.from_iterable(self._baseline("llama", kind) for kind in KINDS)
         for kind in KINDS:
             yield self._compared("llama", kind, (SCALAR, VECTOR), self._scale.seeds)
@@ -223,7 +223,7 @@ class _Program:
     def _combined(self, kind: OptimizerKind) -> Iterator[Run]:
         """(d) Vector multipliers on top of the best rival that has none of its own.
 
-        Both start from what their own tuning has found.
+        Both start from the settings of their own tuning.
         """
         rival = self._best("llama", kind, combinable(kind))
         if not self._is_trainable("llama", kind, rival):
@@ -265,7 +265,7 @@ class _Program:
     ) -> Iterator[Run]:
         """Yield the trials of an arm; its best settings are known once there is no next one.
 
-        A trial that failed is as bad as one that diverged, and the search goes on.
+        A trial that failed is as bad as one that diverged, and the search continues.
         """
         losses: dict[Point, float] = {}
         while (point := search.next(losses)) is not None:

@@ -1,6 +1,6 @@
 """Coordinate descent on a grid: which settings to try next, given the losses so far.
 
-The next trial is a function of the trials before it, so a search that was stopped goes on where it
+The next trial is a function of the trials before it, so a search that was stopped resumes where it
 was, and every arm of a comparison is tuned by the same rule.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 Point = tuple[int, ...]
 """A place on the grid: steps from the start along each axis."""
 MIN_GAIN = 5e-4
-"""Nats by which a trial must be better to be gone on from: about what runs of Muon differ by when
+"""Nats by which a trial must be better to be continued from: about what runs of Muon differ by when
 they are repeated. Without it a search follows noise along one axis until its trials are used up."""
 
 
