@@ -13,7 +13,7 @@ a GPU would be thousands of kernels too small to keep it busy. State is kept by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from learnable_multipliers.optim._batches import lr_factor, update_dtype
 from learnable_multipliers.optim._newton_schulz import orthogonalize
-from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 
+Kind = Literal["adamw", "muon"]
 State = dict[str, Any]
 """Of a weight."""
 
@@ -34,7 +34,7 @@ class Rival(Optimizer):
         self,
         params: Iterable[dict[str, Any]],
         *,
-        kind: OptimizerKind,
+        kind: Kind,
         lr: float,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -47,7 +47,7 @@ class Rival(Optimizer):
         Args:
             adamw_lr_scale: On the learning rate of what is not a hidden matrix.
         """
-        self.kind: OptimizerKind = kind
+        self.kind: Kind = kind
         self.peak_lr = lr
         settings = {"betas": betas, "eps": eps, "momentum": momentum}
         settings["adamw_lr_scale"] = adamw_lr_scale
