@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import peers
 import torch
 from llama import Llama, Size
-from timing import milliseconds, without_host
+from timing import machine, milliseconds, without_host
 from torch import nn
 
 import learnable_multipliers as lrm
@@ -56,16 +55,6 @@ def main() -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def machine() -> dict[str, str]:
-    """Describe what the figures are from."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 # -- timing ---------------------------------------------------------------------------------------

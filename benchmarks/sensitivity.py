@@ -14,16 +14,15 @@ import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from learnable_multipliers.experiments.presets import Family, base, lengthened, with_optimizer
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import default_corpus
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 
-Kind = Literal["adamw", "muon"]
 _CHANGE = 1e-6
 _TIMES = 4
 """Length of a run over that of the experiments' preset `cpu`: 400 steps."""
@@ -39,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data = default_corpus(1024)
     families: tuple[Family, ...] = ("llama", "hybrid")
-    kinds: tuple[Kind, ...] = ("adamw", "muon")
+    kinds: tuple[OptimizerKind, ...] = ("adamw", "muon")
     rows = []
     for family in families:
         for kind in kinds:
@@ -53,7 +52,7 @@ def main() -> None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def plain(family: Family, kind: Kind, lr: float) -> TrainConfig:
+def plain(family: Family, kind: OptimizerKind, lr: float) -> TrainConfig:
     """Return a run without multipliers; decay is such that 2 wd sum(lr) is always the same."""
     config = lengthened(base("cpu", family), _TIMES)
     usual = config.optimizer

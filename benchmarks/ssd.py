@@ -28,7 +28,7 @@ from typing import Any
 import peers
 import torch
 import triton
-from timing import without_host
+from timing import machine, without_host
 from torch import Tensor
 
 from learnable_multipliers.pretrain.model import ssd_launch as launch
@@ -101,17 +101,6 @@ def main() -> None:
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
-
-
-def machine() -> dict[str, str]:
-    """Describe what the figures are from."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def table(results: dict[str, Any]) -> str:

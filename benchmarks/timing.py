@@ -1,12 +1,25 @@
-"""What benchmarks on a GPU share to take times."""
+"""What benchmarks on a GPU share: times by device events, and a description of the machine."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+
+
+def machine() -> dict[str, str]:
+    """Return the GPU, the versions and the date that figures are from."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def without_host(step: Callable[[], Any]) -> Callable[[], None]:

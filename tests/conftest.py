@@ -50,6 +50,23 @@ def ranks():
     found.stop()
 
 
+@pytest.fixture(scope="session")
+def played():
+    """The rounds of the headline's whole program in a made-up world, its runs and their records."""
+    from headline_world import play
+
+    return play()
+
+
+@pytest.fixture(scope="session")
+def labelled(played):
+    """The records of that program, with their labels."""
+    from headline_world import with_labels
+
+    _, runs, records = played
+    return with_labels(runs, records)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """Work in an empty folder, with a cache of its own and a terminal of 80 columns."""

@@ -4,8 +4,8 @@ import math
 import random
 
 from learnable_multipliers.experiments import headline
+from learnable_multipliers.experiments.headline.variations import VARIATIONS
 from learnable_multipliers.experiments.record import Labelled
-from learnable_multipliers.experiments.variations import VARIATIONS
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from shuffling import made_up_record
 

@@ -31,11 +31,11 @@ def on_data(config):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", catalogue.MODULES)
 def test_the_commands_of_an_experiment_make_its_configs(name, preset):
-    told = {}
+    by_options = {}
     for run in catalogue.load(name).runs(preset):
         options = tuple(word for word in arguments(run.config) if word.startswith("--"))
-        told.setdefault(options, run.config)
-    for config in told.values():
+        by_options.setdefault(options, run.config)
+    for config in by_options.values():
         assert parsed(config) == on_data(config)
 
 
@@ -73,5 +73,5 @@ def test_any_setting_may_differ():
 def test_a_recipe_needs_no_options_but_the_data(name):
     config = RECIPES[name][1]
     assert arguments(config) == [name, "--data.path", "DATA"]
-    told = f"torchrun --nproc-per-node 8 --no-python lrm train {name} --data.path DATA"
-    assert command_of(config, num_ranks=8) == told
+    expected = f"torchrun --nproc-per-node 8 --no-python lrm train {name} --data.path DATA"
+    assert command_of(config, num_ranks=8) == expected

@@ -12,7 +12,7 @@ from learnable_multipliers.experiments import grad_clip
 from learnable_multipliers.experiments.run import Labels
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from shuffling import World, check_shuffled, check_subsets, made_up, verdicts
+from shuffling import World, made_up, verdicts
 
 # 120 of the 600 steps of the gpu preset are early.
 STEPS = [1, *range(10, 601, 10)]
@@ -57,14 +57,6 @@ def test_norms_of_the_first_fifth_are_compared():
 )
 def test_verdicts_follow_the_world(made: World, expected: str):
     assert verdicts(grad_clip, made_up(grad_clip, made)) == {"C11": expected}
-
-
-def test_shuffled_arms_are_not_reproduced():
-    check_shuffled(grad_clip, made_up(grad_clip, RIGHT), {"C11": "arm"})
-
-
-def test_any_part_of_the_records_is_analysed_and_drawn():
-    check_subsets(grad_clip, made_up(grad_clip, RIGHT))
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])

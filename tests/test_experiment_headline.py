@@ -9,24 +9,14 @@ from pathlib import Path
 import pytest
 
 from headline_world import loss_of, play, with_labels
-from learnable_multipliers.experiments import catalogue, headline, headline_arms
+from learnable_multipliers.experiments import catalogue, headline
+from learnable_multipliers.experiments.headline import arms as headline_arms
+from learnable_multipliers.experiments.headline.search import MIN_GAIN
+from learnable_multipliers.experiments.headline.variations import VARIATIONS, varied
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import read_file
-from learnable_multipliers.experiments.search import MIN_GAIN
-from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-
-
-@pytest.fixture(scope="module")
-def played():
-    return play()
-
-
-@pytest.fixture(scope="module")
-def labelled(played):
-    _, runs, records = played
-    return with_labels(runs, records)
 
 
 def test_stages_come_one_after_another(played):
@@ -250,8 +240,8 @@ def test_an_arm_that_crashes_keeps_no_other_from_its_runs(played):
     # Reports have the runs that were made after those that failed, the next call repeats them.
     named = catalogue.labelled_records("headline", "gpu", records)
     assert {one.record.key for one in named} == others
-    asked = {run.key for run in headline.follow_up("gpu", records)} - set(records)
-    assert asked == {tried[0].key}
+    missing = {run.key for run in headline.follow_up("gpu", records)} - set(records)
+    assert missing == {tried[0].key}
     assert set(play(records=records)[2]) == set(everything)
 
 
@@ -371,7 +361,7 @@ def test_a_combination_starts_from_the_rate_that_vector_was_tuned_to(played):
 def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
     _, runs, _ = played
     text = (Path(__file__).parents[1] / "docs" / "headline.md").read_text()
-    told = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
+    estimate = re.search(r"about (\d+) runs and takes about (\d+) minutes", text.replace("\n", " "))
     speeds = {"llama": 2.45e6, "hybrid": 1.58e6}
 
     def size(run):
@@ -383,5 +373,5 @@ def test_runs_and_minutes_of_the_docs_are_those_of_the_program(played):
         family = run.labels["family"]
         seconds += run.config.schedule.tokens / speeds[family] * size(run) / usual[family]
         seconds += 7 * run.scored
-    assert len(runs) == pytest.approx(int(told[1]), abs=5)
-    assert seconds / 60 == pytest.approx(int(told[2]), abs=5)
+    assert len(runs) == pytest.approx(int(estimate[1]), abs=5)
+    assert seconds / 60 == pytest.approx(int(estimate[2]), abs=5)

@@ -10,21 +10,12 @@ from statistics import fmean
 
 import pytest
 
-from headline_world import GAINS, play, with_labels
+from headline_world import GAINS
 from learnable_multipliers.cli.train import configure
-from learnable_multipliers.experiments import headline, headline_arms, headline_gains, page, table
+from learnable_multipliers.experiments import headline, page, readings
+from learnable_multipliers.experiments.headline import arms as headline_arms
+from learnable_multipliers.experiments.headline import gains as headline_gains
 from learnable_multipliers.experiments.run import key_of
-
-
-@pytest.fixture(scope="module")
-def played():
-    return play()
-
-
-@pytest.fixture(scope="module")
-def labelled(played):
-    _, runs, records = played
-    return with_labels(runs, records)
 
 
 def test_the_table_has_the_gains_of_the_world(labelled):
@@ -84,7 +75,7 @@ def test_benchmarks_have_the_gains_of_the_world(labelled):
         assert low < mean < high
         assert mean == pytest.approx(0.02 * worth, abs=0.004 * worth)
         arm = {"family": "llama", "optimizer": "muon", "arm": "plain"}
-        runs = table.select(labelled, stage="final", length=1.0, size=1, **arm)
+        runs = readings.select(labelled, stage="final", length=1.0, size=1, **arm)
         loss = fmean(one.record.loss for one in runs)
         score = size * (0.9 - loss / 10 if shown is accuracy else loss / 5)
         assert float(rows["Llama", "Muon", "plain"][4].split()[0]) == pytest.approx(score, abs=1e-3)
@@ -212,7 +203,7 @@ def changed(records, change, **labels):
         }
         return replace(one, record=replace(one.record, tests=tests))
 
-    chosen = table.select(records, **labels)
+    chosen = readings.select(records, **labels)
     return [of(one) if one in chosen else one for one in records]
 
 
@@ -302,17 +293,17 @@ def test_sentences_say_what_was_not_run_or_diverged(labelled):
 def test_the_command_of_each_arm_makes_its_first_run(labelled, place):
     rows = rows_of(labelled, "Commands")
     assert set(rows) == set(rows_of(labelled, "Comparison"))
-    told = {}
+    by_name = {}
     for one in headline_gains.finals(labelled):
         if one.labels["seed"] == 1:
-            told[headline_gains.named(one.labels)] = one.record
+            by_name[headline_gains.named(one.labels)] = one.record
     for name, row in rows.items():
         assert row[3] == (
             "1 to 5" if name[2] in ("plain", "scalar", "vector", "vector, varied") else "1 to 3"
         )
         words = shlex.split(row[4])
         assert words[:2] == ["lrm", "train"]
-        assert key_of(configure(words[2:])) == told[name].key
+        assert key_of(configure(words[2:])) == by_name[name].key
 
 
 def test_verdicts_need_three_seeds_and_an_interval_on_one_side():
@@ -364,7 +355,9 @@ def test_the_plots_are_of_held_out_losses_paired_by_seed(labelled):
     """Training losses are of one batch each, and scatter by more than the gain."""
     first, gain, *_ = headline.plot(labelled)
     lines = {line.get_label(): line for line in first.figure.axes[0].lines}
-    plain = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="plain")
+    plain = readings.select(
+        labelled, stage="final", length=1.0, size=1, family="llama", arm="plain"
+    )
     muon = [one.record for one in plain if one.labels["optimizer"] == "muon"]
     drawn = lines["Muon, plain"]
     # Thirteen points, the last at the end of the run: 220M tokens at a million a second.
@@ -373,7 +366,9 @@ def test_the_plots_are_of_held_out_losses_paired_by_seed(labelled):
     assert drawn.get_ydata()[-1] == pytest.approx(fmean(record.loss for record in muon), abs=1e-6)
     (axes,) = gain.figure.axes
     found = {line.get_label(): line for line in axes.lines}
-    vector = table.select(labelled, stage="final", length=1.0, size=1, family="llama", arm="vector")
+    vector = readings.select(
+        labelled, stage="final", length=1.0, size=1, family="llama", arm="vector"
+    )
     losses = {
         one.labels["seed"]: one.record.loss for one in vector if one.labels["optimizer"] == "muon"
     }

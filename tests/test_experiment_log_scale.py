@@ -7,7 +7,7 @@ import pytest
 
 from learnable_multipliers.experiments import log_scale
 from learnable_multipliers.experiments.run import Labels
-from shuffling import World, check_shuffled, check_subsets, made_up, verdicts
+from shuffling import World, made_up, verdicts
 
 
 def world(gain: float, cost: float, diverges: bool = False) -> World:
@@ -50,14 +50,6 @@ def test_statistics_are_gain_and_extra_cost():
     found = log_scale.analyse(made_up(log_scale, world(gain=0.01, cost=0.04)))
     assert list(found["C18.gain"].values()) == pytest.approx([0.01] * 5, abs=0.003)
     assert list(found["C18.stable"].values()) == pytest.approx([0.04] * 5, abs=0.004)
-
-
-def test_shuffled_arms_are_not_reproduced():
-    check_shuffled(log_scale, made_up(log_scale, RIGHT), {"C18": "arm"})
-
-
-def test_any_part_of_the_records_is_analysed_and_drawn():
-    check_subsets(log_scale, made_up(log_scale, RIGHT))
 
 
 @pytest.mark.parametrize("preset", ["cpu", "gpu", "paper"])

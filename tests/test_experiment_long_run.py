@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from learnable_multipliers.experiments import long_run
-from learnable_multipliers.experiments.table import by_seed
-from shuffling import check_shuffled, check_subsets, made_up, verdicts
+from learnable_multipliers.experiments.readings import by_seed
+from shuffling import made_up, verdicts
 
 # In steps: decay begins after 80% of the 59M tokens, at 32,768 a step.
 STEPS, DECAY = 1800, 1440
@@ -32,6 +32,9 @@ def world(gap, sd=1e-4):
 
 def right(constant, decay):
     return 0.004 + 0.008 * constant - 0.004 * decay
+
+
+RIGHT = world(right)
 
 
 def test_statistics_are_those_of_the_gap():
@@ -75,20 +78,12 @@ def test_noise_as_large_as_the_gap_decides_nothing():
     assert verdicts(long_run, made_up(long_run, world(right, sd=0.02))) == {"C14": "underpowered"}
 
 
-def test_shuffled_arms_reproduce_nothing():
-    check_shuffled(long_run, made_up(long_run, world(right)), {"C14": "arm"})
-
-
-def test_any_part_of_the_records_is_analysed_and_drawn():
-    check_subsets(long_run, made_up(long_run, world(right)))
-
-
 def test_a_diverged_plain_run_is_an_infinite_gap_and_says_nothing_of_growth():
     records = [
         replace(each, record=replace(each.record, loss=None, held_out={}, outcome="diverged"))
         if each.labels["arm"] == "plain"
         else each
-        for each in made_up(long_run, world(right))
+        for each in made_up(long_run, RIGHT)
     ]
     found = long_run.analyse(records)
     assert set(found["C14.adamw.gap"].values()) == {math.inf}

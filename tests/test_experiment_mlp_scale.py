@@ -9,7 +9,7 @@ from learnable_multipliers.experiments import mlp_scale
 from learnable_multipliers.experiments.presets import SEEDS
 from learnable_multipliers.pretrain.model.hybrid import empty_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from shuffling import check_shuffled, check_subsets, made_up, verdicts
+from shuffling import made_up, verdicts
 
 PRESETS = ["cpu", "gpu", "paper"]
 MATRICES = {
@@ -69,11 +69,12 @@ def world(*, rises=("plain",), follows=1.0, output=0.1, escape=0.2, closes=0.15)
     return fields
 
 
+RIGHT = world()
+
+
 def test_both_claims_are_reproduced_where_the_paper_is_right():
-    records = made_up(mlp_scale, world())
+    records = made_up(mlp_scale, RIGHT)
     assert verdicts(mlp_scale, records) == {"C5": "reproduced", "C23": "reproduced"}
-    check_shuffled(mlp_scale, records, {"C5": "arm", "C23": "model"}, times=10)
-    check_subsets(mlp_scale, records, times=8)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_the_gpu_preset_sweeps_five_scales_with_adamw_and_three_with_muon():
     swept = {"adamw": {0.25, 0.5, 1.0, 2.0, 4.0}, "muon": {0.25, 1.0, 4.0}}
     for optimizer in ("adamw", "muon"):
         for arm in ("plain", "scalars"):
-            asked = {"optimizer": optimizer, "arm": arm, "model": mlp_scale.GROUPED}
-            found = [run for run in runs if asked.items() <= run.labels.items()]
+            labels = {"optimizer": optimizer, "arm": arm, "model": mlp_scale.GROUPED}
+            found = [run for run in runs if labels.items() <= run.labels.items()]
             assert {run.labels["scale"] for run in found} == swept[optimizer]
 
 

@@ -132,7 +132,7 @@ def any_of(weights, kind):
     return any(kind in found for found in weights["multipliers"].values())
 
 
-def test_a_record_tells_no_paths_of_the_machine(trainer, record, tmp_path):
+def test_a_record_has_no_paths_of_the_machine(trainer, record, tmp_path):
     assert str(tmp_path.parent) not in to_line(record).decode()
     assert record.config["data"]["path"] is None
 
@@ -232,12 +232,12 @@ def changed(record, **changes):
         ),
     ],
 )
-def test_a_damaged_or_foreign_line_is_refused_by_file_and_number(record, tmp_path, spoil, says):
+def test_a_damaged_or_foreign_line_is_rejected_by_file_and_number(record, tmp_path, spoil, says):
     path = tmp_path / "noise.jsonl"
     path.write_bytes(to_line(record) + spoil(record) + to_line(record))
-    with pytest.raises(ValueError, match=r"line 2 of .*noise\.jsonl is not a record") as told:
+    with pytest.raises(ValueError, match=r"line 2 of .*noise\.jsonl is not a record") as error:
         read_records(tmp_path)
-    assert says in str(told.value)
+    assert says in str(error.value)
 
 
 def test_a_setting_added_later_does_not_part_a_record_from_its_run(record):
@@ -332,7 +332,7 @@ def test_records_take_the_labels_of_the_experiment_that_reads_them(record):
     ]
 
 
-def test_a_pipe_in_place_of_records_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_records_is_rejected_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "noise.jsonl")
     with pytest.raises(ValueError, match="noise.jsonl is not a plain file"):
         read_records(tmp_path)

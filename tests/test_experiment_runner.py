@@ -50,7 +50,7 @@ main()
 
 @pytest.fixture
 def small(monkeypatch):
-    """Let the catalogue hold two experiments of the same three runs."""
+    """A catalogue of two experiments of the same three runs."""
     modules = {"small": "small_experiment", "again": "small_experiment"}
     monkeypatch.setattr(catalogue, "MODULES", modules)
     monkeypatch.setattr(catalogue, "BEYOND", {})
@@ -203,8 +203,8 @@ def test_a_failed_run_ends_the_command_with_an_error_that_names_it(ask, data, sm
     )
     code, _, complaints = ask("experiment", "small", "--data", str(data))
     assert code == 1
-    told = "1 run failed: small: lr=0.001 seed=0 (ValueError: no)"
-    assert complaints.strip() == f"lrm experiment: {told}"
+    message = "1 run failed: small: lr=0.001 seed=0 (ValueError: no)"
+    assert complaints.strip() == f"lrm experiment: {message}"
 
 
 def test_a_stopped_command_says_what_is_left(ask, data, small, monkeypatch):
@@ -230,7 +230,7 @@ def test_a_gpu_is_told_that_the_code_is_not_committed(ask, data, small, monkeypa
     fake_training(monkeypatch, lambda *_: runner.Result())
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
     words = ("experiment", "small", "--data", str(data), "--preset")
-    for preset, commit, told in (
+    for preset, commit, count in (
         ("gpu", "a" * 40 + "-changed", 1),
         ("gpu", "a" * 40, 0),
         ("gpu", None, 0),
@@ -239,7 +239,7 @@ def test_a_gpu_is_told_that_the_code_is_not_committed(ask, data, small, monkeypa
         monkeypatch.setattr(command, "commit", lambda commit=commit: commit)
         code, text, _ = ask(*words, preset)
         assert code == 0
-        assert text.count("the package has changes that are not committed") == told
+        assert text.count("the package has changes that are not committed") == count
 
 
 def test_an_experiment_may_ask_for_one_run_at_a_time():
@@ -261,7 +261,7 @@ def test_an_experiment_may_ask_for_one_run_at_a_time():
         ("experiment small --data nowhere", 1, "no token dataset at nowhere"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_words(ask, small, line, code, says):
+def test_what_cannot_be_run_is_rejected_in_words(ask, small, line, code, says):
     found, _, complaints = ask(*line.split())
     assert found == code
     assert says in complaints
@@ -299,7 +299,7 @@ def test_records_of_other_data_are_not_mixed_with_new_ones(ask, small, data, ref
     assert "1 of the runs have records of other data" in complaints
 
 
-def test_damaged_data_are_refused_before_a_run_is_started(ask, small, data, monkeypatch):
+def test_damaged_data_are_rejected_before_a_run_is_started(ask, small, data, monkeypatch):
     shutil.copytree(data, "copy")
     damage(next(Path("copy").glob("train*.bin")))
     fake_training(monkeypatch, lambda *_: pytest.fail("something was trained"))
@@ -544,10 +544,10 @@ def test_the_first_run_of_a_call_is_judged_by_earlier_ones(reference, tmp_path, 
 def test_what_follows_is_asked_for_after_a_failure_too(reference, tmp_path, monkeypatch):
     """Other runs go on; one that failed is not repeated by the same call, but by the next."""
     first, failing, third = jobs_of(1, 2, 3)
-    asked = []
+    calls = []
 
     def follow_up(records, failed):
-        asked.append((len(records), set(failed)))
+        calls.append((len(records), set(failed)))
         return [first, failing, *([third] if failing.run.key in failed else [])]
 
     for _ in range(2):
@@ -559,8 +559,8 @@ def test_what_follows_is_asked_for_after_a_failure_too(reference, tmp_path, monk
         )
         assert [job for job, _ in result.failures] == [failing]
         assert set(watcher.found) == {job.run.in_words for job in (first, failing, third)}
-        assert asked == [(0, {failing.run.key}), (1, {failing.run.key}), (2, {failing.run.key})]
-        asked.clear()
+        assert calls == [(0, {failing.run.key}), (1, {failing.run.key}), (2, {failing.run.key})]
+        calls.clear()
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -585,8 +585,8 @@ def test_progress_is_a_line_for_each_run_with_the_time_left(reference, live):
         assert all(line in text.getvalue() for line in lines)
         assert re.search(r"3/12 \S*━.* 5s left", text.getvalue().splitlines()[-2])
     else:
-        told = [f"{lines[0]}  1m 05s left", lines[1], f"{lines[2]}  5s left"]
-        assert text.getvalue().splitlines() == told
+        expected = [f"{lines[0]}  1m 05s left", lines[1], f"{lines[2]}  5s left"]
+        assert text.getvalue().splitlines() == expected
 
 
 def record_config(job):

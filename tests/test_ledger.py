@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from browser import open_in_browser
-from learnable_multipliers.experiments import catalogue, ledger, page, presets, record, table
+from learnable_multipliers.experiments import catalogue, ledger, page, presets, readings, record
 from learnable_multipliers.experiments.claim import Claim, Judged, Test
-from learnable_multipliers.experiments.plot import Plot, canvas, curves
+from learnable_multipliers.experiments.drawing import canvas, curves
 from learnable_multipliers.experiments.run import Run
 from shuffling import made_up
 
@@ -37,25 +37,25 @@ def runs(preset):
 
 
 def analyse(records):
-    gaps = table.paired(
-        lambda a, b: table.loss(a) - table.loss(b),
-        *(table.by_seed(records, arm=arm) for arm in ARMS),
+    gaps = readings.paired(
+        lambda a, b: readings.loss(a) - readings.loss(b),
+        *(readings.by_seed(records, arm=arm) for arm in ARMS),
     )
     return {"C2.gap": gaps, "C3.flat": gaps}
 
 
 def plot(records):
-    drawn = []
+    plots = []
     for early in (0.0, 0.5):
-        with canvas(x="step", y="training loss, nats per token") as (figure, axes):
-            seeds = {arm: [x.record for x in table.select(records, arm=arm)] for arm in ARMS}
+        caption = "Mean & range < 1 over seeds."
+        with canvas(plots, "Loss", caption, x="step", y="training loss, nats per token") as axes:
+            seeds = {arm: [x.record for x in readings.select(records, arm=arm)] for arm in ARMS}
             kept = {
                 arm: [dict(zip(r.train["step"], r.train["loss"], strict=True)) for r in found]
                 for arm, found in seeds.items()
             }
             curves(axes, kept, early=early)
-        drawn.append(Plot("Loss", "Mean & range < 1 over seeds.", figure))
-    return drawn
+    return plots
 
 
 PROJECTOR = SimpleNamespace(
@@ -284,7 +284,7 @@ def test_page_escapes_text_and_shows_each_plot(folder):
     assert "https:" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
 
 
-def test_protocol_tells_what_the_records_tell(folder):
+def test_the_protocol_is_that_of_the_records(folder):
     found = record.labelled(runs("gpu"), record.read_records(folder))
     lost = replace(found[0], record=replace(found[0].record, outcome="diverged", loss=None))
     sentences = " ".join(page.protocol([lost, *found[1:-1]], 6))
@@ -304,8 +304,8 @@ def test_the_protocol_says_where_the_code_changed_between_runs(folder):
         replace(each, record=replace(each.record, commit=commit))
         for each, commit in zip(found, commits, strict=False)
     ]
-    (told,) = (each for each in page.protocol(found, 6) if "source tree" in each)
-    assert told == (
+    (sentence,) = (each for each in page.protocol(found, 6) if "source tree" in each)
+    assert sentence == (
         "Of more than one source tree, by commit: aaaaaaa (2), bbbbbbb-changed (1), unknown (1)."
     )
     assert not any("source tree" in each for each in page.protocol(found[:2], 6))

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 
 
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 # Its Python needs what its commands make: run together below.
@@ -104,6 +107,14 @@ def test_files_the_documents_name_exist():
             assert (ROOT / name).exists(), f"{document.name} names {name}"
         for name in re.findall(r"`((?:roles/|optim/|kernels/|pretrain/[\w/]*)?[\w]+\.py)`", text):
             assert (ROOT / "src/learnable_multipliers" / name).exists(), name
+
+
+def test_the_table_of_the_benchmarks_has_every_script():
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    parts = ("fuzz_", "kill_")
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        part = path.stem.startswith(parts) and path.stem != "kill_matrix"
+        assert part or f"[{path.stem}]({path.name})" in text, path.name
 
 
 def test_tables_of_the_first_comparison_are_those_of_its_records():

@@ -266,7 +266,7 @@ def test_unknown_kinds_are_kept_and_ignored(tmp_path, runs):
 
 
 @pytest.mark.parametrize("missing", ["config.json", "environment.json", "metrics.jsonl"])
-def test_foreign_folders_are_refused_by_name(tmp_path, runs, missing):
+def test_foreign_folders_are_rejected_by_name(tmp_path, runs, missing):
     with pytest.raises(FileNotFoundError, match="no run folder .*nowhere"):
         Run.load(tmp_path / "nowhere")
     (runs[0].folder / missing).unlink()
@@ -284,7 +284,7 @@ def test_foreign_folders_are_refused_by_name(tmp_path, runs, missing):
         ("config.json", '{"name": "x"}', "config.json carries no sha256"),
     ],
 )
-def test_foreign_files_are_refused_with_the_reason(runs, file, text, message):
+def test_foreign_files_are_rejected_with_the_reason(runs, file, text, message):
     (runs[0].folder / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         Run.load(runs[0].folder)
@@ -298,7 +298,7 @@ def test_foreign_files_are_refused_with_the_reason(runs, file, text, message):
         ({"kind": "end", "step": "1"}, "line 1: step is '1', not a whole number"),
     ],
 )
-def test_foreign_records_are_refused_with_the_reason(runs, record, message):
+def test_foreign_records_are_rejected_with_the_reason(runs, record, message):
     with pytest.raises(ValueError, match=message):
         edit_metrics(runs[0].folder, lambda records: [record, *records])
 
@@ -312,7 +312,7 @@ def test_a_changed_line_of_metrics_is_named(runs):
         Run.load(runs[0].folder)
 
 
-def test_deeply_nested_metrics_are_refused(runs):
+def test_deeply_nested_metrics_are_rejected(runs):
     text = b'{"kind": "end", "step": 1, "deep": ' + b"[" * 100_000 + b"]" * 100_000
     path = runs[0].folder / "metrics.jsonl"
     path.write_bytes(text + b', "crc32": "%08x"}\n' % zlib.crc32(text))
@@ -340,8 +340,10 @@ def test_runs_that_read_other_data_are_not_compared(runs):
 
     plain, full = runs
     assert both_evaluated(of(full, "a"), of(plain, "b")) == []
-    told = summarize([of(plain, "a"), of(full, "b")])[0]
-    assert told.startswith("Run full read other data than plain, or the same in tokens of another")
+    summary = summarize([of(plain, "a"), of(full, "b")])[0]
+    assert summary.startswith(
+        "Run full read other data than plain, or the same in tokens of another"
+    )
     # The same, and runs of before, which do not say.
     for known in ("a", None):
         found = both_evaluated(of(full, known), of(plain, "a"))
@@ -387,16 +389,16 @@ def test_seeds_of_one_setting_are_told_from_settings(tmp_path, runs):
         "seed": ["0", "1"],
     }
     losses = sorted(values(run, "eval", "loss")[-1] for run in (runs[0], other))
-    told = " ".join(summarize([*runs, other]))
-    assert f"they end between {losses[0]:.4f} and {losses[1]:.4f}" in told
-    assert "Trained with one seed: full." in told
+    summary = " ".join(summarize([*runs, other]))
+    assert f"they end between {losses[0]:.4f} and {losses[1]:.4f}" in summary
+    assert "Trained with one seed: full." in summary
 
 
 def test_a_run_that_was_not_evaluated_yet_has_not_diverged(runs):
     run = edit_metrics(runs[0].folder, lambda records: [r for r in records if r["kind"] != "eval"])
     assert summarize([run])[0] == "Run plain was not evaluated yet."
-    told = summarize([run, runs[1]])[0]
-    assert told == "Run plain was not evaluated yet: no run is compared with it."
+    summary = summarize([run, runs[1]])[0]
+    assert summary == "Run plain was not evaluated yet: no run is compared with it."
 
 
 @pytest.mark.parametrize("loss", [None, "nan", "inf"])
@@ -594,7 +596,7 @@ def test_multipliers_at_zero_or_below_are_marked_at_the_edge(runs):
     assert [points(line)[0] for line in marks] == [[axes.get_xlim()[0]]]
 
 
-def test_multipliers_of_another_shape_are_refused(runs):
+def test_multipliers_of_another_shape_are_rejected(runs):
     def shorten(records):
         return [
             {**r, "multipliers": {"a.weight": {"row": [1.0, 2.0]}}} if r["kind"] == "weights" else r
@@ -642,7 +644,7 @@ def test_multipliers_over_steps_are_the_pooled_quantiles(runs):
     assert outer[:, 1].max() == pytest.approx(max(row[6] for row in pooled))
 
 
-def test_the_page_tells_alarms_as_text(page):
+def test_the_page_shows_alarms_as_text(page):
     assert "Run full warns: &lt;b&gt;full&lt;/b&gt; has drifted." in page
     assert page.count(" warns: ") == 1
 
@@ -792,7 +794,7 @@ def test_page_of_a_run_that_was_stopped_at_once(tmp_path, runs):
     Reader(write_page(tmp_path / "page.html", [run, runs[1]], title="t").read_text())
 
 
-def test_a_page_about_no_run_is_refused(tmp_path):
+def test_a_page_about_no_run_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         write_page(tmp_path / "p.html", [], title="t")
     assert not (tmp_path / "p.html").exists()

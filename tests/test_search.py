@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from learnable_multipliers.experiments.search import Axis, Search, best, neighbours
+from learnable_multipliers.experiments.headline.search import Axis, Search, best, neighbours
 
 RATE, DECAY = Axis("lr", 4e-3, 2**0.5), Axis("wd", 0.1, 2.0)
 

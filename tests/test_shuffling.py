@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from learnable_multipliers.experiments import presets, table
+from learnable_multipliers.experiments import presets, readings
 from learnable_multipliers.experiments.claim import Claim, Test
-from learnable_multipliers.experiments.plot import Plot, canvas, scan
+from learnable_multipliers.experiments.drawing import canvas, scan
 from learnable_multipliers.experiments.run import Run
 from shuffling import check_shuffled, check_subsets, made_up, shuffled, verdicts
 
@@ -33,13 +33,16 @@ def experiment(arms=("frozen", "vector"), claim=CLAIM):
         ]
 
     def analyse(records):
-        first, last = (table.by_seed(records, arm=arm) for arm in (arms[0], arms[-1]))
-        return {"C2.gap": table.paired(lambda a, b: table.loss(a) - table.loss(b), first, last)}
+        first, last = (readings.by_seed(records, arm=arm) for arm in (arms[0], arms[-1]))
+        return {
+            "C2.gap": readings.paired(lambda a, b: readings.loss(a) - readings.loss(b), first, last)
+        }
 
     def plot(records):
-        with canvas(x="seed + 1", y="loss") as (figure, axes):
-            scan(axes, {"all": {x.labels["seed"] + 1: [table.loss(x.record)] for x in records}})
-        return [Plot("Loss", "By seed.", figure)]
+        plots = []
+        with canvas(plots, "Loss", "By seed.", x="seed + 1", y="loss") as axes:
+            scan(axes, {"all": {x.labels["seed"] + 1: [readings.loss(x.record)] for x in records}})
+        return plots
 
     return SimpleNamespace(CLAIMS=(claim,), runs=runs, analyse=analyse, plot=plot)
 

@@ -34,7 +34,7 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
 )
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
-from learnable_multipliers.report import analysis
+from learnable_multipliers.report import figures
 from learnable_multipliers.report.diagnosis_page import write_diagnosis
 
 
@@ -63,7 +63,7 @@ def diagnose(config: DiagnoseConfig) -> None:
     that pure noise gives from the same start at the same learning rates, and prints how noisy their
     gradients are. Rows are medians over layers.
     """
-    analysis.check_format(config.plot)
+    figures.check_format(config.plot)
     with Console(stderr=True).status(f"reading {config.run}"):
         name, step, diagnosis, notes = _diagnose(config.run, config.model)
     for note in notes:
@@ -71,7 +71,7 @@ def diagnose(config: DiagnoseConfig) -> None:
     plain = diagnosis.to_dict()
     title = f"{name}, step {step:,}"
     if config.plot is not None:
-        analysis.save(analysis.diagnosis(title, plain["readings"]), config.plot)
+        figures.save(figures.diagnosis(title, plain["readings"]), config.plot)
     if config.out is not None:
         said = [diagnosis.summary(), *notes, *diagnosis.assumptions]
         write_diagnosis(config.out, title, said, diagnosis.table(), plain)

@@ -16,11 +16,11 @@ from rich.console import Console
 from learnable_multipliers._formats import aligned
 from learnable_multipliers.cli.arguments import closest, command, usage_error
 from learnable_multipliers.experiments import catalogue, page, runner
-from learnable_multipliers.experiments.benchmarks import check_requests
 from learnable_multipliers.experiments.command import command_of
 from learnable_multipliers.experiments.progress import Display, in_words
 from learnable_multipliers.experiments.record import Record, read_records
 from learnable_multipliers.experiments.run import Preset
+from learnable_multipliers.experiments.scores import check_requests
 from learnable_multipliers.experiments.worker import Job
 from learnable_multipliers.pretrain.data.training_data import default_corpus
 from learnable_multipliers.pretrain.trainer.run_folder import commit

@@ -25,7 +25,7 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS
 from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.pretrain.trainer.memory import total_memory
-from learnable_multipliers.report import analysis
+from learnable_multipliers.report import figures
 from learnable_multipliers.symmetry import find_symmetries
 
 _Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -78,7 +78,7 @@ def symmetries(config: SymmetriesConfig) -> None:
     model, from a small one of the same architecture. The numbers in front count independent
     rescalings.
     """
-    analysis.check_format(config.plot)
+    figures.check_format(config.plot)
     start = time.perf_counter()
     # Not on stdout, which may be a file.
     with Console(stderr=True).status(f"analysing {config.model}"):
@@ -87,7 +87,7 @@ def symmetries(config: SymmetriesConfig) -> None:
         found = find_symmetries(model, planned)
     seconds = time.perf_counter() - start
     if config.plot is not None:
-        analysis.save(analysis.symmetry_map(config.model, found.powers()), config.plot)
+        figures.save(figures.symmetry_map(config.model, found.powers()), config.plot)
     if config.json:
         asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
         print(json.dumps(asked | found.to_dict(), indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -15,6 +15,7 @@ from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.cli.models import named_model
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.scaling.cluster import Cluster
 from learnable_multipliers.pretrain.scaling.forecast import Batch, Forecast, forecast
 from learnable_multipliers.pretrain.scaling.weights import weights_of
@@ -34,7 +35,7 @@ class ScalingConfig:
     """Ranks that shard a replica, like parallel.shard of lrm train; 0 is all of them."""
     tensor: int = 1
     """Tensor-parallel ranks, like parallel.tensor; presets only."""
-    optimizer: Literal["adamw", "muon"] = "muon"
+    optimizer: OptimizerKind = "muon"
     """Optimizer of the step."""
     placement: Placement = "full"
     """Placement of the multipliers; none is without them."""

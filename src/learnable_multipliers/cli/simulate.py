@@ -25,7 +25,7 @@ from learnable_multipliers.optim._batches import AdjustLr
 from learnable_multipliers.optim._orthogonalization import Coefficients
 from learnable_multipliers.pretrain.config import DecayShape, ScheduleConfig
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
-from learnable_multipliers.report import analysis
+from learnable_multipliers.report import figures
 
 # Of a curve in a plot.
 _POINTS = 400
@@ -87,7 +87,7 @@ def simulate(config: SimulateConfig) -> None:
     expected rms, its scale was set by noise and decay, not by the data.
     """
     lrs = rates(config)
-    analysis.check_format(config.plot)
+    figures.check_format(config.plot)
     settings: OptimizerSettings = {
         "betas": config.betas,
         "momentum": config.momentum,
@@ -117,7 +117,7 @@ def simulate(config: SimulateConfig) -> None:
     if config.plot is not None:
         drawn = rows(config, simulated, walk, _POINTS)
         title = f"{config.optimizer} at lr {config.lr:g}, decay {config.weight_decay:g}"
-        analysis.save(analysis.random_walk(title, drawn), config.plot)
+        figures.save(figures.random_walk(title, drawn), config.plot)
     if config.json:
         asked = {"optimizer": config.optimizer, "lr": config.lr}
         asked |= {"weight_decay": config.weight_decay}

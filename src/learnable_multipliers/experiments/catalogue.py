@@ -1,4 +1,4 @@
-"""All experiments by name, in the order of the paper; a module is imported when it is asked for."""
+"""All experiments by name, in the order of the paper; modules are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Experiment(Protocol):
 
     @staticmethod
     def analyse(records: Sequence[Labelled]) -> Mapping[str, BySeed]:
-        """Return the statistic of each test, by its name, for each seed that is complete."""
+        """Return the statistic of each test, by its name, for each seed that is complete.
+
+        Missing in an experiment without claims.
+        """
         ...
 
     @staticmethod
@@ -74,14 +77,15 @@ def is_adaptive(name: str) -> bool:
 
 
 def runs_of(
-    name: str, preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    name: str, preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return the runs of an experiment, with those that follow from the records so far.
 
     A module has the latter in a function `follow_up` of preset, records and failed.
 
     Args:
-        failed: Keys of runs that will have no record: what follows does not wait for them.
+        failed: Keys of runs that will have no record: what follows does not wait for them. With
+            None these are all runs without a record: failures are not recorded.
     """
     experiment = load(name)
     follow_up = getattr(experiment, "follow_up", None)
@@ -90,22 +94,14 @@ def runs_of(
 
 
 def labelled_records(name: str, preset: Preset, records: Mapping[str, Record]) -> list[Labelled]:
-    """Return the records of an experiment, also those made after runs that failed.
-
-    Failures are not recorded: here every run without a record counts as one.
-    """
-    return labelled(runs_of(name, preset, records, _Everything()), records)
-
-
-class _Everything(Container[str]):
-    def __contains__(self, key: object) -> bool:
-        return True
+    """Return the records of an experiment, also those made after runs that failed."""
+    return labelled(runs_of(name, preset, records, failed=None), records)
 
 
 def benchmarks_of(names: Iterable[str]) -> list[str]:
     """Return the tasks on which experiments score some of their runs."""
-    found = (task for name in names for task in getattr(load(name), "BENCHMARKS", ()))
-    return list(dict.fromkeys(found))
+    tasks = (task for name in names for task in getattr(load(name), "BENCHMARKS", ()))
+    return list(dict.fromkeys(tasks))
 
 
 def claim_hashes() -> dict[str, str]:

@@ -168,8 +168,8 @@ def judge(test: Test, by_seed: BySeed) -> Judged:
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """Return the verdict of a claim whose tests have these; "not run" without any."""
-    found = set(verdicts) or {"not run"}
-    return next(verdict for verdict in _WORST_FIRST if verdict in found)
+    present = set(verdicts) or {"not run"}
+    return next(verdict for verdict in _WORST_FIRST if verdict in present)
 
 
 def counted(claim: Claim, records: Iterable[Labelled]) -> list[Labelled]:

@@ -24,9 +24,9 @@ def command_of(config: TrainConfig, num_ranks: int = 1) -> str:
 
 def arguments(config: TrainConfig) -> list[str]:
     """Return what follows `lrm train`, word by word."""
-    told = {name: list(_differences(config, recipe)) for name, (_, recipe) in RECIPES.items()}
-    name = min(told, key=lambda name: len(told[name]))
-    words = [word for setting in told[name] for word in setting]
+    differing = {name: list(_differences(config, recipe)) for name, (_, recipe) in RECIPES.items()}
+    name = min(differing, key=lambda name: len(differing[name]))
+    words = [word for setting in differing[name] for word in setting]
     return [name, *(["--data.path", _DATA] if config.data.path is None else []), *words]
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from learnable_multipliers.experiments.readings import by_seed, distinct, exponents, loss, select
 from learnable_multipliers.experiments.record import Labelled, Record
-from learnable_multipliers.experiments.table import by_seed, distinct, exponents, loss, select
 
 Sweep = Mapping[float, Record]
 """Scale -> run, of one seed and arm."""
@@ -24,7 +24,7 @@ def complete_sweeps(
     if not set(needed) <= set(scales):
         return {}
     at = {scale: by_seed(records, scale=scale, **labels) for scale in scales}
-    seeds = set[int].intersection(*(set(found) for found in at.values()))
+    seeds = set[int].intersection(*(set(runs) for runs in at.values()))
     return {seed: {scale: at[scale][seed] for scale in scales} for seed in sorted(seeds)}
 
 
@@ -51,5 +51,5 @@ def exponent(values: Mapping[float, float | None]) -> float | None:
     known = {scale: value for scale, value in values.items() if value is not None and value > 0}
     if len(known) < len(values):
         return None
-    found = exponents([(scale,) for scale in known], list(known.values()))
-    return None if found is None else found[0]
+    slopes = exponents([(scale,) for scale in known], list(known.values()))
+    return None if slopes is None else slopes[0]

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_scalars, with_signals
+from learnable_multipliers.experiments.readings import Curve, Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 
 TITLE = "Scales of block outputs by depth"
 FIGURE = "Fig. 2"
@@ -77,16 +76,16 @@ def runs(preset: Preset) -> list[Run]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the trend of the ratio over depth and the spread of multipliers, by seed."""
-    records = table.finished(records)
-    plain, scalar = (table.by_seed(records, arm=arm) for arm in ("plain", "scalar"))
+    records = readings.finished(records)
+    plain, scalar = (readings.by_seed(records, arm=arm) for arm in ("plain", "scalar"))
     return {
-        "C6.trend": table.paired(_trend, scalar, plain),
-        "C6.attention": table.paired(
-            lambda record: _spread(_second_half(table.layer_scalars(record, "attention-out"))),
+        "C6.trend": readings.paired(_trend, scalar, plain),
+        "C6.attention": readings.paired(
+            lambda record: _spread(_second_half(readings.layer_scalars(record, "attention-out"))),
             scalar,
         ),
-        "C6.dt": table.paired(
-            lambda record: _spread(table.layer_scalars(record, "ssm-dt")), scalar
+        "C6.dt": readings.paired(
+            lambda record: _spread(readings.layer_scalars(record, "ssm-dt")), scalar
         ),
     }
 
@@ -94,7 +93,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 def ratios(scalar: Record, plain: Record, block: str) -> list[float] | None:
     """Return the output norm of a block with scalars over that without, by layer."""
     ours, theirs = (
-        table.final_signals(record).get("activations", {}).get(_OUTPUTS[block])
+        readings.final_signals(record).get("activations", {}).get(_OUTPUTS[block])
         for record in (scalar, plain)
     )
     if not ours or not theirs or len(ours) != len(theirs) or not all(x > 0 for x in ours + theirs):
@@ -103,9 +102,9 @@ def ratios(scalar: Record, plain: Record, block: str) -> list[float] | None:
 
 
 def _trend(scalar: Record, plain: Record) -> Number:
-    found = [ratios(scalar, plain, block) for block in _OUTPUTS]
-    rises = [_rise(ratio) for ratio in found if ratio is not None]
-    return statistics.fmean(rises) if len(rises) == len(found) else None
+    by_block = [ratios(scalar, plain, block) for block in _OUTPUTS]
+    rises = [_rise(ratio) for ratio in by_block if ratio is not None]
+    return statistics.fmean(rises) if len(rises) == len(by_block) else None
 
 
 def _rise(ratio: Sequence[float]) -> float:
@@ -128,8 +127,8 @@ def _spread(scalars: Sequence[float] | None) -> Number:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the ratio of output norms, and multipliers at the end of and inside blocks, by layer."""
-    records = table.finished(records)
-    plain, scalar = (table.by_seed(records, arm=arm) for arm in ("plain", "scalar"))
+    records = readings.finished(records)
+    plain, scalar = (readings.by_seed(records, arm=arm) for arm in ("plain", "scalar"))
     ratio = {
         block: [_by_layer(ratios(scalar[s], plain[s], block)) for s in sorted(scalar) if s in plain]
         for block in _OUTPUTS
@@ -154,19 +153,18 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             _multipliers(scalar, _INTERNAL),
         ),
     )
-    drawn = []
+    plots: list[Plot] = []
     for title, y, caption, arms in panels:
-        with drawing.canvas(x="layer", y=y) as (figure, axes):
+        with drawing.canvas(plots, title, caption, x="layer", y=y) as axes:
             drawing.curves(axes, arms)
             drawing.log_limits(axes, "y")
             axes.set_xlim(1, max(2.0, axes.dataLim.x1))
-        drawn.append(Plot(title, caption, figure))
-    return drawn
+    return plots
 
 
 def _multipliers(records: dict[int, Record], roles: dict[str, str]) -> dict[str, list[Curve]]:
     return {
-        name: [_by_layer(table.layer_scalars(records[seed], role)) for seed in sorted(records)]
+        name: [_by_layer(readings.layer_scalars(records[seed], role)) for seed in sorted(records)]
         for name, role in roles.items()
     }
 

@@ -14,20 +14,15 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from learnable_multipliers.experiments import loss_difference, table
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
+from learnable_multipliers.experiments.readings import Curve, Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "Multipliers in the clip norm"
 FIGURE = "Fig. 6"
@@ -92,27 +87,27 @@ def runs(preset: Preset) -> list[Run]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return what scalars in the norm do to it, to clipping and to the loss."""
-    arms = [table.by_seed(records, **labels) for labels in (_IN, _OUT)]
-    norms = [table.paired(early_norm, arm) for arm in arms]
-    shares = [table.paired(clipped, arm) for arm in arms]
+    arms = [readings.by_seed(records, **labels) for labels in (_IN, _OUT)]
+    norms = [readings.paired(early_norm, arm) for arm in arms]
+    shares = [readings.paired(clipped, arm) for arm in arms]
     return {
-        "C11.norm": table.paired(operator.sub, *norms),
-        "C11.clipped": table.paired(operator.sub, *shares),
+        "C11.norm": readings.paired(operator.sub, *norms),
+        "C11.clipped": readings.paired(operator.sub, *shares),
         "C11.loss": loss_difference.between(records, _IN, _OUT),
     }
 
 
 def early_norm(record: Record) -> Number:
     """Return the mean log of the gradient norm at the start of a run."""
-    found = [math.log(norm) for norm in _early_norms(record) if norm > 0]
-    return fmean(found) if found else None
+    logs = [math.log(norm) for norm in _early_norms(record) if norm > 0]
+    return fmean(logs) if logs else None
 
 
 def clipped(record: Record) -> Number:
     """Return the share of logged steps at the start of a run that are clipped."""
     threshold = record.config["optimizer"]["max_grad_norm"]
-    found = [norm > threshold for norm in _early_norms(record)]
-    return fmean(found) if found else None
+    over = [norm > threshold for norm in _early_norms(record)]
+    return fmean(over) if over else None
 
 
 def _early_norms(record: Record) -> list[float]:
@@ -120,84 +115,69 @@ def _early_norms(record: Record) -> list[float]:
     tokens = data["sequence_length"] * data["batch_sequences"]
     # Not of the last step there is: a run that diverged has fewer.
     last = EARLY * record.config["schedule"]["tokens"] / tokens
-    return [norm for step, norm in _curve(record, "grad_norm").items() if step <= last]
-
-
-def _curve(record: Record, name: str) -> dict[float, float]:
-    """Return what was logged in training by step, where it is a number."""
-    found = zip(record.train.get("step", []), record.train.get(name, []), strict=True)
-    return {step: value for step, value in found if math.isfinite(value)}
+    return [norm for step, norm in readings.trained(record, "grad_norm").items() if step <= last]
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw norm and loss at the start, and how losses differ during the run and at its end."""
-    return [
-        Plot(
-            "Gradient norm at the start",
-            "Norm that is compared with the threshold, before it is clipped. The paper finds norms "
-            "far above the threshold with scalars in, and well below it with scalars out.",
-            _start(records, "grad_norm", "gradient norm"),
-        ),
-        Plot(
-            "Loss at the start",
-            "Training loss. The paper finds a slower start with scalars in the norm.",
-            _start(records, "loss", "training loss, nats"),
-        ),
-        Plot(
-            "Loss difference over the run",
-            "Training loss with multipliers in the norm minus that with them out of it. The paper "
-            "finds that it stays above zero for scalars.",
-            _differences(records),
-        ),
-        loss_difference.plot(
-            records,
-            {name: labels for name, labels in _ARMS.items() if labels != _PLAIN},
-            _PLAIN,
-            against="no multipliers",
-            title="Loss at the end",
-            caption="Mean and range over seeds. The paper finds that scalars in the norm gain "
-            "nothing over a run without multipliers, and scalars out of it do.",
-        ),
-    ]
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Gradient norm at the start",
+        "Norm that is compared with the threshold, before it is clipped. The paper finds norms "
+        "far above the threshold with scalars in, and well below it with scalars out.",
+        x="step",
+        y="gradient norm",
+    ) as axes:
+        drawing.curves(axes, _start(records, "grad_norm"))
+        drawing.level(axes, 1.0, "threshold")
+        # Single steps have norms of 100.
+        drawing.log_limits(axes, "y")
+    with drawing.canvas(
+        plots,
+        "Loss at the start",
+        "Training loss. The paper finds a slower start with scalars in the norm.",
+        x="step",
+        y="training loss, nats",
+    ) as axes:
+        drawing.curves(axes, _start(records, "loss"))
+    with drawing.canvas(
+        plots,
+        "Loss difference over the run",
+        "Training loss with multipliers in the norm minus that with them out of it. The paper "
+        "finds that it stays above zero for scalars.",
+        x="step",
+        y="training loss, in minus out of the norm, nats",
+    ) as axes:
+        drawing.curves(axes, {"scalars": _differences(records)}, early=EARLY)
+        drawing.level(axes, 0.0, "no difference")
+    plots += loss_difference.plot(
+        records,
+        {name: labels for name, labels in _ARMS.items() if labels != _PLAIN},
+        _PLAIN,
+        against="no multipliers",
+        title="Loss at the end",
+        caption="Mean and range over seeds. The paper finds that scalars in the norm gain "
+        "nothing over a run without multipliers, and scalars out of it do.",
+    )
+    return plots
 
 
-def _start(records: Sequence[Labelled], name: str, y: str) -> Figure:
-    """Draw a curve of every arm over the first steps: twice as many as the statistics read."""
+def _start(records: Sequence[Labelled], name: str) -> dict[str, list[Curve]]:
+    """Return a curve of every arm over the first steps: twice as many as the statistics read."""
     curves = {
-        arm: [_curve(one.record, name) for one in table.select(records, **labels)]
+        arm: [readings.trained(one.record, name) for one in readings.select(records, **labels)]
         for arm, labels in _ARMS.items()
     }
     last = max((step for seeds in curves.values() for seed in seeds for step in seed), default=0)
-    with drawing.canvas(x="step", y=y) as (figure, axes):
-        drawing.curves(
-            axes,
-            {
-                arm: [{s: v for s, v in seed.items() if s <= 2 * EARLY * last} for seed in seeds]
-                for arm, seeds in curves.items()
-            },
-        )
-        if name == "grad_norm":
-            drawing.level(axes, 1.0, "threshold")
-            # Single steps have norms of 100.
-            drawing.log_limits(axes, "y")
-    return figure
+    return {
+        arm: [{s: v for s, v in seed.items() if s <= 2 * EARLY * last} for seed in seeds]
+        for arm, seeds in curves.items()
+    }
 
 
-def _differences(records: Sequence[Labelled]) -> Figure:
-    """Draw the training loss with multipliers in the norm minus that with them out of it."""
-    within, out = (table.by_seed(records, **labels) for labels in (_IN, _OUT))
-    pairs = [
-        (_curve(within[seed], "loss"), _curve(out[seed], "loss"))
-        for seed in sorted(set(within) & set(out))
-    ]
-    curves = [
-        {step: ours[step] - theirs[step] for step in ours if step in theirs}
-        for ours, theirs in pairs
-    ]
-    with drawing.canvas(x="step", y="training loss, in minus out of the norm, nats") as (
-        figure,
-        axes,
-    ):
-        drawing.curves(axes, {"scalars": curves}, early=EARLY)
-        drawing.level(axes, 0.0, "no difference")
-    return figure
+def _differences(records: Sequence[Labelled]) -> list[Curve]:
+    """Return the training loss with multipliers in the norm minus that with them out of it."""
+    arms = (readings.by_seed(records, **labels) for labels in (_IN, _OUT))
+    losses = (readings.paired(lambda record: readings.trained(record, "loss"), arm) for arm in arms)
+    return list(readings.paired(readings.difference, *losses).values())

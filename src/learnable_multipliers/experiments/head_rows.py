@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from learnable_multipliers.experiments import loss_difference, table
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import CLEAR, GAIN, SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
@@ -82,17 +81,17 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return what rows cost, and what leaving out columns costs."""
     columns, rows, none = (_at_best(records, arm) for arm in _HEADS)
     return {
-        "C12.rows": table.paired(loss_difference.of, rows, columns),
-        "C12.fixed": table.paired(loss_difference.of, none, columns),
+        "C12.rows": readings.paired(loss_difference.of, rows, columns),
+        "C12.fixed": readings.paired(loss_difference.of, none, columns),
     }
 
 
 def _at_best(records: Sequence[Labelled], arm: str) -> Mapping[int, Record]:
     """Return the records of a head, by seed, with its best number on the logits."""
-    losses = table.sweep(records, "scale", table.loss, arm=arm)
+    losses = readings.sweep(records, "scale", readings.loss, arm=arm)
     if not losses:
         return {}
-    return table.by_seed(
+    return readings.by_seed(
         records, arm=arm, scale=min(losses, key=lambda scale: fmean(losses[scale]))
     )
 
@@ -100,18 +99,20 @@ def _at_best(records: Sequence[Labelled], arm: str) -> Mapping[int, Record]:
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the loss of each head over the number on the logits."""
     losses = {
-        name: table.sweep(records, "scale", table.loss, arm=arm) for arm, name in _HEADS.items()
+        name: readings.sweep(records, "scale", readings.loss, arm=arm)
+        for arm, name in _HEADS.items()
     }
-    with drawing.canvas(x="fixed number on the logits", y="held-out loss, nats") as (figure, axes):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Loss by what the head carries",
+        "Mean and range over seeds; all other matrices have row and column multipliers. The "
+        "paper finds that rows hurt, and that a head without multipliers is not better at any "
+        "number.",
+        x="fixed number on the logits",
+        y="held-out loss, nats",
+    ) as axes:
         drawing.scan(axes, losses)
-        if plain := [table.loss(one.record) for one in table.select(records, arm="plain")]:
+        if plain := [readings.loss(one.record) for one in readings.select(records, arm="plain")]:
             drawing.level(axes, fmean(plain), "no multipliers at all")
-    return [
-        Plot(
-            "Loss by what the head carries",
-            "Mean and range over seeds; all other matrices have row and column multipliers. The "
-            "paper finds that rows hurt, and that a head without multipliers is not better at any "
-            "number.",
-            figure,
-        )
-    ]
+    return plots

@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
-from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments import drawing, readings
+from learnable_multipliers.experiments.claim import Claim
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
     SEEDS,
     Family,
     base,
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 
 TITLE = "How small models start"
 FIGURE = "not in the paper"
@@ -42,8 +45,6 @@ STARTS: dict[Family, tuple[str, ...]] = {
     "llama": (SMALL, FACTOR, UNIT),
     "hybrid": (SMALL, FACTOR, UNIT, FALCON),
 }
-OPTIMIZERS = ("adamw", "muon")
-_NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
 
 
 def runs(preset: Preset) -> list[Run]:
@@ -60,7 +61,7 @@ def runs(preset: Preset) -> list[Run]:
     return with_seeds(arms, SEEDS[preset])
 
 
-def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
+def started(config: TrainConfig, start: str, optimizer: OptimizerKind) -> TrainConfig:
     """Return a plain run that begins this way, whatever the start of the config given."""
     factors = dict.fromkeys(config.model.mup_factors, 1.0)
     model = replace(config.model, init_std=0.02, embedding_std=0.0, **factors)
@@ -75,18 +76,13 @@ def started(config: TrainConfig, start: str, optimizer: str) -> TrainConfig:
     return with_signals(config)
 
 
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim of the paper rests on it."""
-    return {}
-
-
 def common_direction(record: Record, at_end: bool = False) -> list[float]:
     """Return the share of the power of each layer's input that is the same at every position.
 
     The last one is that of the final norm's input.
     """
-    found = record.signals[-1 if at_end else 0] if record.signals else {}
-    return found.get("common_direction", [])
+    signals = record.signals[-1 if at_end else 0] if record.signals else {}
+    return signals.get("common_direction", [])
 
 
 def gradient_ratios(record: Record) -> list[float]:
@@ -94,8 +90,8 @@ def gradient_ratios(record: Record) -> list[float]:
 
     Geometric means, at the first step; nothing where records have no gradients.
     """
-    found = record.signals[0].get("gradients", {}) if record.signals else {}
-    columns = [found.get(role, []) for role in ("query", "key", "value", "attention-out")]
+    gradients = record.signals[0].get("gradients", {}) if record.signals else {}
+    columns = [gradients.get(role, []) for role in ("query", "key", "value", "attention-out")]
     return [
         math.sqrt(query * key / (value * output))
         for query, key, value, output in zip(*columns, strict=True)
@@ -105,110 +101,112 @@ def gradient_ratios(record: Record) -> list[float]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the common direction by layer, the loss over steps, and the loss at the end."""
-    drawn = []
-    for family in table.distinct(records, "family"):
-        of_family = table.select(records, family=family)
-        drawn += [_directions(family, of_family, at_end) for at_end in (False, True)]
-        drawn += _gradients(family, of_family)
-        for optimizer in table.distinct(of_family, "optimizer"):
-            drawn.append(_losses(family, optimizer, table.select(of_family, optimizer=optimizer)))
-        drawn.append(_final(family, of_family))
-    return drawn
+    plots: list[Plot] = []
+    for family in readings.distinct(records, "family"):
+        of_family = readings.select(records, family=family)
+        _draw_directions(plots, family, of_family, at_end=False)
+        _draw_directions(plots, family, of_family, at_end=True)
+        _draw_gradients(plots, family, of_family)
+        for optimizer in readings.distinct(of_family, "optimizer"):
+            _draw_losses(plots, family, optimizer, readings.select(of_family, optimizer=optimizer))
+        _draw_final(plots, family, of_family)
+    return plots
 
 
-def _directions(family: str, records: Sequence[Labelled], at_end: bool) -> Plot:
+def _draw_directions(
+    plots: list[Plot], family: str, records: Sequence[Labelled], *, at_end: bool
+) -> None:
     # Every optimizer begins with the same weights; where they end is another matter.
-    records = table.select(records, optimizer=records[0].labels["optimizer"])
+    records = readings.select(records, optimizer=records[0].labels["optimizer"])
     arms: dict[str, list[Curve]] = {
         start: [
             {float(layer): share for layer, share in enumerate(common_direction(record, at_end))}
-            for record in found
+            for record in seeds
         ]
-        for start, found in _by_start(records).items()
+        for start, seeds in _by_start(records).items()
     }
-    with drawing.canvas(
-        x="layer whose input it is (last: the final norm)", y="share of power in common"
-    ) as (figure, axes):
-        drawing.curves(axes, arms)
-        axes.set_ylim(-0.02, 1.02)
     when = "at the end" if at_end else "at the first step"
-    optimizer = _NAMES[str(records[0].labels["optimizer"])]
-    return Plot(
-        f"What positions have in common {when}, {_NAMES[family]}",
+    optimizer = NAMES[str(records[0].labels["optimizer"])]
+    with drawing.canvas(
+        plots,
+        f"What positions have in common {when}, {NAMES[family]}",
         "Square of the mean of a layer's input over positions, over its mean square: 1 where all "
         f"positions are the same, 0 where they have nothing in common. Trained with {optimizer}.",
-        figure,
-    )
+        x="layer whose input it is (last: the final norm)",
+        y="share of power in common",
+    ) as axes:
+        drawing.curves(axes, arms)
+        axes.set_ylim(-0.02, 1.02)
 
 
-def _gradients(family: str, records: Sequence[Labelled]) -> list[Plot]:
+def _draw_gradients(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     # The first gradient is that of the start, whatever the optimizer; Muon averages it.
     arms: dict[str, list[Curve]] = {
         start: [
             {float(i): ratio for i, ratio in enumerate(ratios, 1)}
-            for r in found
+            for r in seeds
             if (ratios := gradient_ratios(r))
         ]
-        for start, found in _by_start(table.select(records, optimizer="adamw")).items()
+        for start, seeds in _by_start(readings.select(records, optimizer="adamw")).items()
     }
     if not any(arms.values()):
-        return []
-    with drawing.canvas(x="layer", y="gradients of Q and K over those of V and output") as (
-        figure,
-        axes,
-    ):
+        return
+    with drawing.canvas(
+        plots,
+        f"Gradients in attention at the first step, {NAMES[family]}",
+        "RMS of the gradients of query and key over that of value and output. Where positions "
+        "have much in common, what attention looks at changes little.",
+        x="layer",
+        y="gradients of Q and K over those of V and output",
+    ) as axes:
         axes.set_yscale("log")
         drawing.curves(axes, {start: seeds for start, seeds in arms.items() if seeds})
-    return [
-        Plot(
-            f"Gradients in attention at the first step, {_NAMES[family]}",
-            "RMS of the gradients of query and key over that of value and output. Where positions "
-            "have much in common, what attention looks at changes little.",
-            figure,
-        )
-    ]
 
 
-def _losses(family: str, optimizer: str, records: Sequence[Labelled]) -> Plot:
+def _draw_losses(
+    plots: list[Plot], family: str, optimizer: str, records: Sequence[Labelled]
+) -> None:
     arms = {
-        start: [_curve(record.train) for record in found]
-        for start, found in _by_start(records).items()
+        start: [readings.trained(record, "loss") for record in seeds]
+        for start, seeds in _by_start(records).items()
     }
-    with drawing.canvas(x="step", y="training loss (nats)") as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Loss by start, {NAMES[family]}, {NAMES[optimizer]}",
+        "A poor start shows as a plateau. All runs of a seed see the same text in the same order.",
+        x="step",
+        y="training loss (nats)",
+    ) as axes:
         # The first tenth, from that of chance down, would be all there is to see.
         drawing.curves(axes, arms, early=0.1)
-    return Plot(
-        f"Loss by start, {_NAMES[family]}, {_NAMES[optimizer]}",
-        "A poor start shows as a plateau. All runs of a seed see the same text in the same order.",
-        figure,
-    )
 
 
-def _curve(train: Mapping[str, Sequence[float]]) -> Curve:
-    return dict(zip(train.get("step", ()), train.get("loss", ()), strict=False))
-
-
-def _final(family: str, records: Sequence[Labelled]) -> Plot:
+def _draw_final(plots: list[Plot], family: str, records: Sequence[Labelled]) -> None:
     arms = {
-        _NAMES[optimizer]: {
-            start: [table.loss(record) for record in found]
-            for start, found in _by_start(table.select(records, optimizer=optimizer)).items()
+        NAMES[optimizer]: {
+            start: [readings.loss(record) for record in seeds]
+            for start, seeds in _by_start(readings.select(records, optimizer=optimizer)).items()
         }
-        for optimizer in table.distinct(records, "optimizer")
+        for optimizer in readings.distinct(records, "optimizer")
     }
-    with drawing.canvas(x="start", y="held-out loss at the end (nats)") as (figure, axes):
-        drawing.categories(axes, arms)
     means = (
-        f"{name}: {', '.join(f'{start} {statistics.fmean(found[start]):.3f}' for start in found)}."
-        for name, found in arms.items()
+        f"{name}: {', '.join(f'{start} {statistics.fmean(of[start]):.3f}' for start in of)}."
+        for name, of in arms.items()
     )
-    return Plot(f"Final loss by start, {_NAMES[family]}", " ".join(means), figure)
+    with drawing.canvas(
+        plots,
+        f"Final loss by start, {NAMES[family]}",
+        " ".join(means),
+        x="start",
+        y="held-out loss at the end (nats)",
+    ) as axes:
+        drawing.categories(axes, arms)
 
 
 def _by_start(records: Sequence[Labelled]) -> dict[str, list[Record]]:
     """Return the records of each start that has any, in the order of `STARTS`."""
-    found = {
-        start: [one.record for one in table.select(records, start=start)]
+    by_start = {
+        start: [one.record for one in readings.select(records, start=start)]
         for start in STARTS["hybrid"]
     }
-    return {start: some for start, some in found.items() if some}
+    return {start: some for start, some in by_start.items() if some}

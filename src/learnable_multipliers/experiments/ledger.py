@@ -77,13 +77,13 @@ class Entry:
     @property
     def notes(self) -> list[str]:
         """What to know of the verdict, as sentences."""
-        found = [self.claim.note] if self.claim.note else []
+        notes = [self.claim.note] if self.claim.note else []
         if self.num_stale:
-            found.append(
+            notes.append(
                 f"{self.num_stale} records are from before the claim was changed, or made for "
                 "others alone, and do not judge it."
             )
-        return found
+        return notes
 
 
 def verdicts(records: Mapping[str, Sequence[Labelled]]) -> list[Entry]:
@@ -128,13 +128,13 @@ def check(ids: Sequence[str]) -> None:
     twice = sorted({each for each in ids if ids.count(each) > 1})
     unknown = sorted(set(ids) - set(IDS))
     missing = [each for each in IDS if each not in ids]
-    for found, problem in (
+    for claims, problem in (
         (twice, "have two owners"),
         (unknown, "are none of C1 to C24"),
         (missing, "have no owner"),
     ):
-        if found:
-            raise ValueError(f"claims {', '.join(found)} {problem}: see CLAIMS of the experiments")
+        if claims:
+            raise ValueError(f"claims {', '.join(claims)} {problem}: see CLAIMS of the experiments")
 
 
 def command(name: str, preset: Preset) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learnable_multipliers.experiments import loss_difference, table
-from learnable_multipliers.experiments import plot as drawing
+from learnable_multipliers.experiments import drawing, loss_difference, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import GAIN, SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
@@ -79,7 +78,7 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     excess = [_excess(records, rate) for rate in _RATES]
     return {
         "C18.gain": {seed: -value for seed, value in excess[0].items()},
-        "C18.stable": table.paired(lambda usual, fast: fast - usual, *excess),
+        "C18.stable": readings.paired(lambda usual, fast: fast - usual, *excess),
     }
 
 
@@ -92,39 +91,38 @@ def _excess(records: Sequence[Labelled], rate: float) -> dict[int, float]:
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw losses against a plain run, and how the residual stream grows."""
     names = {"linear": "multipliers", "log": "their logarithms"}
+    plots: list[Plot] = []
     with drawing.canvas(
+        plots,
+        "Loss at the end",
+        "Mean and range over seeds; a triangle is a run that diverged. The paper finds at most "
+        "a slight gain of logarithms, and less stability.",
         x="learning rate of the multipliers over that of the matrices",
         y="held-out loss minus that of no multipliers, nats",
-    ) as (ends, axes):
-        found = {
+    ) as axes:
+        differences = {
             name: {rate: _over_plain(records, {"arm": arm, "rate": rate}) for rate in _RATES}
             for arm, name in names.items()
         }
-        drawing.scan(axes, found)
+        drawing.scan(axes, differences)
         drawing.level(axes, 0.0, "no multipliers")
-    with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
+    with drawing.canvas(
+        plots,
+        "Growth of the residual stream",
+        "Mean over the layers of log10 of the rms after each: a scale that no loss holds, so "
+        "that it shows drift. In logarithms a step changes a multiplier by a factor.",
+        x="step",
+        y="log10 of the residual stream's rms",
+    ) as axes:
         curves = {
             f"{name}, rate x{rate:g}": [
-                residual_stream(one.record) for one in table.select(records, arm=arm, rate=rate)
+                residual_stream(one.record) for one in readings.select(records, arm=arm, rate=rate)
             ]
             for rate in _RATES
             for arm, name in names.items()
         }
         drawing.curves(axes, curves)
-    return [
-        Plot(
-            "Loss at the end",
-            "Mean and range over seeds; a triangle is a run that diverged. The paper finds at most "
-            "a slight gain of logarithms, and less stability.",
-            ends,
-        ),
-        Plot(
-            "Growth of the residual stream",
-            "Mean over the layers of log10 of the rms after each: a scale that no loss holds, so "
-            "that it shows drift. In logarithms a step changes a multiplier by a factor.",
-            stream,
-        ),
-    ]
+    return plots
 
 
 def _over_plain(records: Sequence[Labelled], labels: Labels) -> list[float]:

@@ -12,20 +12,26 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Curve, Plot
-from learnable_multipliers.experiments.presets import base, lengthened, with_optimizer
+from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
+    base,
+    lengthened,
+    with_optimizer,
+)
+from learnable_multipliers.experiments.readings import Curve, Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import CheckpointConfig, ScheduleConfig, TrainConfig
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import style
 
@@ -34,9 +40,6 @@ if TYPE_CHECKING:
 
 TITLE = "The gap over a long run"
 FIGURE = "Fig. 7, right"
-Optimizer = Literal["adamw", "muon"]
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 Statistic = Callable[[Curve, ScheduleConfig], Number]
 _POINTS: dict[Preset, int] = {"cpu": 12, "gpu": 32}
 """Evaluations of a run: enough for a straight line through the noise of single ones."""
@@ -44,18 +47,18 @@ _POINTS: dict[Preset, int] = {"cpu": 12, "gpu": 32}
 _TIMES = 3
 """Length of a run over that of other experiments; decay is as much weaker, so that 2 wd sum(lr) is
 the same."""
-_MULTIPLIER_LR: dict[Optimizer, float] = {"adamw": 2.0, "muon": 4.0}
+_MULTIPLIER_LR: dict[OptimizerKind, float] = {"adamw": 2.0, "muon": 4.0}
 """Learning rate of the multipliers over that of the matrices, as in our first long runs."""
 
 
-def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
+def _tests(optimizer: OptimizerKind) -> tuple[Test, ...]:
     """Return the tests of one optimizer; all statistics are in nats.
 
     The paper's figure ends its constant stage at a gap of about 0.008. Half of that grew slowly
     over the stage, so a quarter over its second half, and for "slightly shrinking" we take a
     quarter too. Half of each effect is the bound, and as much on the other side contradicts.
     """
-    name = _NAMES[optimizer]
+    name = NAMES[optimizer]
     return (
         Test(
             name=f"C14.{optimizer}.gap",
@@ -107,13 +110,13 @@ def runs(preset: Preset) -> list[Run]:
     return with_seeds(arms, SEEDS[preset])
 
 
-def _config(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
+def _config(preset: Preset, optimizer: OptimizerKind, arm: str) -> TrainConfig:
     config = _paper() if preset == "paper" else _small(preset, optimizer)
     placement = "full" if arm == "vector" else "none"
     return with_optimizer(config, kind=optimizer, placement=placement)
 
 
-def _small(preset: Preset, optimizer: Optimizer) -> TrainConfig:
+def _small(preset: Preset, optimizer: OptimizerKind) -> TrainConfig:
     config, tokens = base(preset, "llama"), 4096
     if preset == "gpu":
         decay = config.optimizer.weight_decay / _TIMES
@@ -147,36 +150,28 @@ def _paper() -> TrainConfig:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the gap, its rise at a constant rate and its fall in the decay, by optimizer."""
-    found: dict[str, BySeed] = {}
+    by_test: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         plain, vector = _arms(records, optimizer)
         for name, statistic in (("gap", _late), ("grows", _rise), ("shrinks", _fall)):
-            found[f"C14.{optimizer}.{name}"] = table.paired(
+            by_test[f"C14.{optimizer}.{name}"] = readings.paired(
                 partial(_of_gap, statistic), plain, vector
             )
-    return found
+    return by_test
 
 
 def _arms(
     records: Sequence[Labelled], optimizer: str
 ) -> tuple[Mapping[int, Record], Mapping[int, Record]]:
     plain, vector = (
-        table.by_seed(records, arm=arm, optimizer=optimizer) for arm in ("plain", "vector")
+        readings.by_seed(records, arm=arm, optimizer=optimizer) for arm in ("plain", "vector")
     )
     return plain, vector
 
 
 def gap(plain: Record, vector: Record) -> Curve:
     """Return tokens -> held-out loss of a plain run minus that of one with multipliers."""
-    ours, theirs = _held_out(vector), _held_out(plain)
-    return {tokens: theirs[tokens] - ours[tokens] for tokens in theirs if tokens in ours}
-
-
-def _held_out(record: Record) -> dict[float, float]:
-    """Return tokens -> held-out loss."""
-    schedule = Schedule.of_run(record.train_config)
-    points = zip(record.held_out.get("step", ()), record.held_out.get("loss", ()), strict=True)
-    return {schedule.tokens_before(int(step)): loss for step, loss in points}
+    return readings.difference(readings.held_out(plain), readings.held_out(vector))
 
 
 def _of_gap(statistic: Statistic, plain: Record, vector: Record) -> Number:
@@ -185,7 +180,7 @@ def _of_gap(statistic: Statistic, plain: Record, vector: Record) -> Number:
     Where one diverged the gap is infinite, and how it moved before is unknown.
     """
     if plain.loss is None or vector.loss is None:
-        return table.loss(plain) - table.loss(vector) if statistic is _late else math.nan
+        return readings.loss(plain) - readings.loss(vector) if statistic is _late else math.nan
     return statistic(gap(plain, vector), plain.train_config.schedule)
 
 
@@ -222,56 +217,49 @@ def _constant(config: ScheduleConfig) -> tuple[float, float]:
 
 
 def _mean(gaps: Curve, low: float, high: float) -> Number:
-    found = [value for tokens, value in gaps.items() if low <= tokens <= high]
-    return statistics.fmean(found) if found else None
+    values = [value for tokens, value in gaps.items() if low <= tokens <= high]
+    return statistics.fmean(values) if values else None
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the gap and the losses over tokens, with where the decay begins."""
     gaps = {
-        _NAMES[optimizer]: [
-            gap(plain[seed], vector[seed]) for seed in sorted(set(plain) & set(vector))
-        ]
+        NAMES[optimizer]: list(readings.paired(gap, *_arms(records, optimizer)).values())
         for optimizer in OPTIMIZERS
-        for plain, vector in [_arms(records, optimizer)]
     }
     decay = records[0].record.train_config.schedule.decay_start if records else 0
-    with drawing.canvas(x="tokens", y="loss without multipliers minus with (nats)") as (
-        figure,
-        axes,
-    ):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Gap on held-out text",
+        "The paper sees a gap that grows slowly while the learning rate is constant, to about "
+        "0.008 nats, and shrinks slightly while it decays.",
+        x="tokens",
+        y="loss without multipliers minus with (nats)",
+    ) as axes:
         # Before, the two arms are in warmup, and their gap is larger than any later one.
         drawing.curves(axes, gaps, early=0.15)
         drawing.level(axes, 0.0, "no gap")
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
+        drawing.show_zero(axes)
         _mark(axes, decay)
-    drawn = [
-        Plot(
-            "Gap on held-out text",
-            "The paper sees a gap that grows slowly while the learning rate is constant, to about "
-            "0.008 nats, and shrinks slightly while it decays.",
-            figure,
-        )
-    ]
-    for optimizer in table.distinct(records, "optimizer"):
+    for optimizer in readings.distinct(records, "optimizer"):
         arms = {
             f"{arm} multipliers" if arm == "vector" else arm: [
-                _held_out(one.record) for one in table.select(records, arm=arm, optimizer=optimizer)
+                readings.held_out(one.record)
+                for one in readings.select(records, arm=arm, optimizer=optimizer)
             ]
             for arm in ("plain", "vector")
         }
-        with drawing.canvas(x="tokens", y="held-out loss (nats)") as (figure, axes):
+        with drawing.canvas(
+            plots,
+            f"Loss on held-out text, {NAMES[optimizer]}",
+            "All runs of a seed see the same text in the same order.",
+            x="tokens",
+            y="held-out loss (nats)",
+        ) as axes:
             drawing.curves(axes, arms, early=0.2)
             _mark(axes, decay)
-        drawn.append(
-            Plot(
-                f"Loss on held-out text, {_NAMES[optimizer]}",
-                "All runs of a seed see the same text in the same order.",
-                figure,
-            )
-        )
-    return drawn
+    return plots
 
 
 def _mark(axes: Axes, decay: float) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import Family, base, with_optimizer, with_signals
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset
@@ -51,12 +50,14 @@ def hurts(name: str, what: str, effect: float = GAIN / 2) -> Test:
 
 def between(records: Sequence[Labelled], arm: Labels, reference: Labels) -> dict[int, float]:
     """Return the loss of one arm minus that of another, for every seed that has both."""
-    return table.paired(of, table.by_seed(records, **arm), table.by_seed(records, **reference))
+    return readings.paired(
+        of, readings.by_seed(records, **arm), readings.by_seed(records, **reference)
+    )
 
 
 def of(ours: Record, theirs: Record) -> float:
     """Return the loss of one run minus that of another; NaN if both diverged."""
-    return table.loss(ours) - table.loss(theirs)
+    return readings.loss(ours) - readings.loss(theirs)
 
 
 def plot(
@@ -67,19 +68,18 @@ def plot(
     title: str,
     caption: str,
     against: str,
-) -> Plot:
+) -> list[Plot]:
     """Draw the differences of named arms from one of them.
 
     Args:
         against: What the reference is called.
     """
-    found = {
+    differences = {
         name: list(between(records, labels, reference).values()) for name, labels in arms.items()
     }
-    with drawing.canvas(x="arm", y=f"held-out loss minus that of {against}, nats") as (
-        figure,
-        axes,
-    ):
-        drawing.categories(axes, {"mean and range of the seeds": found})
+    plots: list[Plot] = []
+    y = f"held-out loss minus that of {against}, nats"
+    with drawing.canvas(plots, title, caption, x="arm", y=y) as axes:
+        drawing.categories(axes, {"mean and range of the seeds": differences})
         drawing.level(axes, 0.0, against)
-    return Plot(title, caption, figure)
+    return plots

@@ -9,22 +9,38 @@ mixer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, mlp_followers, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.degradation import (
     Sweep,
     complete_sweeps,
     degradation,
-    exponent,
     recovered,
 )
-from learnable_multipliers.experiments.plot import Plot
-from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.drawing import Plot
+from learnable_multipliers.experiments.mlp_followers import (
+    GROUPED,
+    INNER_NORM,
+    MODELS,
+    MULTI_HEAD,
+    growth,
+    matrices,
+    output,
+    parameter,
+)
+from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
+    SEEDS,
+    base,
+    with_optimizer,
+    with_signals,
+)
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -33,7 +49,7 @@ TITLE = "MLP: matrices whose norm is set by rate and decay, with and without sca
 FIGURE = "Fig. 1, bottom right; figures of app. B"
 
 MLP = ("gate", "up", "down")
-ARMS, OPTIMIZERS = ("plain", "scalars"), ("adamw", "muon")
+ARMS = ("plain", "scalars")
 SMALL, LARGE = 2.0**-2, 2.0**2
 SCALES: dict[Preset, tuple[float, ...]] = {
     "cpu": (LARGE, SMALL),
@@ -44,14 +60,12 @@ SCALES: dict[Preset, tuple[float, ...]] = {
 MULTIPLIER_LR: dict[Preset, float] = {"cpu": 6e-2, "gpu": 6e-2, "paper": 1e-2}
 """The paper's is 1e-2, over 50 times as many steps. In 600 steps of a hybrid of width 64, on the
 CPU, it brought the scalars to 0.40 to 0.51 at S = 4, and 6e-2 to 0.24 to 0.31."""
-GROUPED, MULTI_HEAD, INNER_NORM = "grouped queries", "multi-head", "inner norm"
 _EFFECT = 0.03
 """Nats: the paper's curve without scalars rises by about 0.03, on an axis from 0.74 to 0.78."""
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def _tests_of(optimizer: str) -> tuple[Test, ...]:
-    name = _NAMES[optimizer]
+    name = NAMES[optimizer]
     return (
         # Half of the paper's effect; four seed deviations of a difference.
         Test(
@@ -91,8 +105,6 @@ def _tests_of(optimizer: str) -> tuple[Test, ...]:
     )
 
 
-_GROWTH = "AdamW without scalars: a in rms ~ S^a of"
-
 CLAIMS = (
     Claim(
         id="C5",
@@ -101,55 +113,7 @@ CLAIMS = (
         where="Sec. 3, Fig. 1 bottom right; app. B",
         tests=tuple(test for optimizer in OPTIMIZERS for test in _tests_of(optimizer)),
     ),
-    Claim(
-        id="C23",
-        statement="Without multipliers the other blocks follow a larger MLP by what noise does not "
-        "hold: conv1d, D, and value and output of grouped-query attention. Multi-head attention "
-        "and an inner norm close these ways.",
-        where="App. B",
-        tests=(
-            # The paper shows growth without a number. 0.05 is 15% over the factor of 16 in S, ten
-            # times the scatter between seeds; a curve that visibly rises has 0.2, 75%.
-            *(
-                Test(
-                    name=f"C23.{name}",
-                    what=f"{_GROWTH} {what}",
-                    bound=0.05,
-                    opposite=0.0,
-                    effect=0.2,
-                )
-                for name, what in (
-                    ("conv1d", "conv1d"),
-                    ("D", "D"),
-                    ("attention", "value and attention output matrices, grouped queries"),
-                )
-            ),
-            Test(
-                name="C23.ssm",
-                what=f"{_GROWTH} what state-space mixers add to the residual stream",
-                bound=0.2,
-                opposite=0.0,
-                effect=0.5,
-            ),
-            # Proposed in the paper, not measured: most of the growth above is to go away.
-            Test(
-                name="C23.multi_head",
-                what="what a of value and attention output matrices loses with multi-head "
-                "attention",
-                bound=0.025,
-                opposite=0.0,
-                effect=0.1,
-            ),
-            Test(
-                name="C23.inner_norm",
-                what="what a of the mixers' outputs loses with the inner norm",
-                bound=0.1,
-                opposite=0.0,
-                effect=0.5,
-            ),
-        ),
-        note="The two changes of the model are proposed in the paper, not tried.",
-    ),
+    mlp_followers.CLAIM,
 )
 
 
@@ -189,30 +153,6 @@ def _config(preset: Preset, *, optimizer: str, arm: str, model: str, scale: floa
     return with_signals(replace(config, model=shape))
 
 
-# -- numbers of a run ----------------------------------------------------------------------------
-
-Read = Callable[[Record], float | None]
-
-
-def _output(name: str) -> Read:
-    return lambda record: table.activation(record, name)
-
-
-def _parameter(name: str) -> Read:
-    return lambda record: table.activation(record, name, "parameters")
-
-
-def _matrices(*roles: str) -> Read:
-    return lambda record: table.role_rms(record, *roles)
-
-
-def _scalars(record: Record) -> float | None:
-    return table.role_multiplier(record, *MLP)
-
-
-_ATTENTION = _matrices("value", "attention-out")
-
-
 # -- statistics ----------------------------------------------------------------------------------
 
 
@@ -224,29 +164,19 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
         )
         for optimizer in OPTIMIZERS
         for arm in ARMS
-        for model in (GROUPED, MULTI_HEAD, INNER_NORM)
+        for model in MODELS
     }
-    found: dict[str, BySeed] = {}
+    by_test: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         plain, scalars = (sweeps[optimizer, arm, GROUPED] for arm in ARMS)
-        found |= {
-            f"C5.{optimizer}.plain": table.paired(_degradation, plain),
-            f"C5.{optimizer}.scalars": table.paired(_share, plain, scalars),
-            f"C5.{optimizer}.matrices": table.paired(_growth(_matrices(*MLP)), scalars),
-            f"C5.{optimizer}.outputs": table.paired(_size(_output("mlp_out")), scalars),
+        by_test |= {
+            f"C5.{optimizer}.plain": readings.paired(_degradation, plain),
+            f"C5.{optimizer}.scalars": readings.paired(_share, plain, scalars),
+            f"C5.{optimizer}.matrices": readings.paired(growth(matrices(*MLP)), scalars),
+            f"C5.{optimizer}.outputs": readings.paired(_mlp_growth, scalars),
         }
-    grouped, multi_head, inner_norm = (
-        sweeps["adamw", "plain", model] for model in (GROUPED, MULTI_HEAD, INNER_NORM)
-    )
-    ssm = _output("ssm_out")
-    return found | {
-        "C23.conv1d": table.paired(_growth(_parameter("conv1d")), grouped),
-        "C23.D": table.paired(_growth(_parameter("D")), grouped),
-        "C23.attention": table.paired(_growth(_ATTENTION), grouped),
-        "C23.ssm": table.paired(_growth(ssm), grouped),
-        "C23.multi_head": table.paired(_loses(_ATTENTION), grouped, multi_head),
-        "C23.inner_norm": table.paired(_loses(ssm), grouped, inner_norm),
-    }
+    plain_sweeps = {model: sweeps["adamw", "plain", model] for model in MODELS}
+    return by_test | mlp_followers.analyse(plain_sweeps)
 
 
 def _degradation(sweep: Sweep) -> float:
@@ -257,74 +187,62 @@ def _share(plain: Sweep, scalars: Sweep) -> float:
     return recovered(_degradation(plain), _degradation(scalars), _EFFECT)
 
 
-def _growth(read: Read) -> Callable[[Sweep], float | None]:
-    """Return the exponent of a number of each run over S."""
-    return lambda sweep: exponent({scale: read(record) for scale, record in sweep.items()})
+def _mlp_growth(sweep: Sweep) -> Number:
+    """Return the size of the exponent of the MLP's output."""
+    slope = growth(output("mlp_out"))(sweep)
+    return None if slope is None else abs(slope)
 
 
-def _size(read: Read) -> Callable[[Sweep], float | None]:
-    def size(sweep: Sweep) -> float | None:
-        found = _growth(read)(sweep)
-        return None if found is None else abs(found)
-
-    return size
-
-
-def _loses(read: Read) -> Callable[[Sweep, Sweep], float | None]:
-    """Return by how much an exponent is smaller in another model, over the scales of both."""
-
-    def loses(one: Sweep, other: Sweep) -> float | None:
-        shared = one.keys() & other.keys()
-        before, after = (
-            _growth(read)({scale: sweep[scale] for scale in shared}) for sweep in (one, other)
-        )
-        return None if before is None or after is None else before - after
-
-    return loses
+def _scalars(record: Record) -> Number:
+    return readings.role_multiplier(record, *MLP)
 
 
 # -- plots ---------------------------------------------------------------------------------------
 
 _X = "norm scale S of the MLP"
 _OUTPUTS = {
-    "MLP": _output("mlp_out"),
-    "state space": _output("ssm_out"),
-    "attention": _output("attention_out"),
-    "embedding": _output("embedding"),
+    "MLP": output("mlp_out"),
+    "state space": output("ssm_out"),
+    "attention": output("attention_out"),
+    "embedding": output("embedding"),
 }
 _WITH = {"plain": "without scalars", "scalars": "with scalars"}
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw loss, outputs and norms over S."""
-    grouped = table.select(records, model=GROUPED)
-    plots = []
+    grouped = readings.select(records, model=GROUPED)
+    plots: list[Plot] = []
     if grouped:
-        with drawing.canvas(x=_X, y="held-out loss (nats)") as (figure, axes):
+        with drawing.canvas(
+            plots,
+            "Loss over the norm scale of the MLP",
+            "Loss at the end. The paper's rises at large S without scalars, with both.",
+            x=_X,
+            y="held-out loss (nats)",
+        ) as axes:
             losses = {
-                f"{_NAMES[optimizer]}, {_WITH[arm]}": table.sweep(
-                    grouped, "scale", table.loss, optimizer=optimizer, arm=arm
+                f"{NAMES[optimizer]}, {_WITH[arm]}": readings.sweep(
+                    grouped, "scale", readings.loss, optimizer=optimizer, arm=arm
                 )
                 for optimizer in OPTIMIZERS
                 for arm in ARMS
             }
             drawing.scan(axes, _drawn(losses))
-        caption = "Loss at the end. The paper's rises at large S without scalars, with both."
-        plots.append(Plot("Loss over the norm scale of the MLP", caption, figure))
     for optimizer in OPTIMIZERS:
-        of_one = table.select(grouped, optimizer=optimizer)
+        of_one = readings.select(grouped, optimizer=optimizer)
         if of_one:
-            plots += _norms(of_one, _NAMES[optimizer])
-    plots += _by_layer(table.select(grouped, optimizer="adamw"))
-    return plots + _changed_models(table.select(records, optimizer="adamw", arm="plain"))
+            _draw_norms(plots, of_one, NAMES[optimizer])
+    _draw_layers(plots, readings.select(grouped, optimizer="adamw"))
+    mlp_followers.draw(plots, readings.select(records, optimizer="adamw", arm="plain"), _X)
+    return plots
 
 
-def _norms(records: Sequence[Labelled], optimizer: str) -> list[Plot]:
+def _draw_norms(plots: list[Plot], records: Sequence[Labelled], optimizer: str) -> None:
     """Draw the rows of the paper's figure: outputs, matrices, and what is no matrix."""
-    plots = []
     for arm in ARMS:
         outputs = {
-            name: table.sweep(records, "scale", read, arm=arm) for name, read in _OUTPUTS.items()
+            name: readings.sweep(records, "scale", read, arm=arm) for name, read in _OUTPUTS.items()
         }
         caption = (
             "Geometric mean over layers of the rms. In the paper all outputs stay constant."
@@ -333,108 +251,76 @@ def _norms(records: Sequence[Labelled], optimizer: str) -> list[Plot]:
             "grow to follow the MLP's, state space the most."
         )
         title = f"Outputs of blocks {_WITH[arm]}, {optimizer}"
-        plots += _scan(title, "rms of the output", caption, outputs)
+        _draw_scan(plots, title, "rms of the output", caption, outputs)
     plain = {
-        "attention": _matrices("query", "key", "value", "attention-out"),
-        "state space": _matrices("ssm-x", "ssm-out"),
-        "embedding": _matrices("embedding"),
+        "attention": matrices("query", "key", "value", "attention-out"),
+        "state space": matrices("ssm-x", "ssm-out"),
+        "embedding": matrices("embedding"),
     }
-    matrices = {
-        f"MLP, {_WITH[arm]}": table.sweep(records, "scale", _matrices(*MLP), arm=arm)
+    raw = {
+        f"MLP, {_WITH[arm]}": readings.sweep(records, "scale", matrices(*MLP), arm=arm)
         for arm in ARMS
-    } | {name: table.sweep(records, "scale", read, arm="plain") for name, read in plain.items()}
+    } | {name: readings.sweep(records, "scale", read, arm="plain") for name, read in plain.items()}
     caption = (
         "Geometric mean over layers and matrices. The paper's MLP follows S with scalars, a line "
         "of slope 1, and a little less without; the others, here without scalars, stay."
     )
-    plots += _scan(f"Raw matrices, {optimizer}", "rms of the raw weight", caption, matrices)
+    _draw_scan(plots, f"Raw matrices, {optimizer}", "rms of the raw weight", caption, raw)
     others = {
-        f"{name}, {_WITH[arm]}": table.sweep(records, "scale", _parameter(name), arm=arm)
+        f"{name}, {_WITH[arm]}": readings.sweep(records, "scale", parameter(name), arm=arm)
         for name in ("conv1d", "D")
         for arm in ARMS
-    } | {"scalars of the MLP": table.sweep(records, "scale", _scalars, arm="scalars")}
+    } | {"scalars of the MLP": readings.sweep(records, "scale", _scalars, arm="scalars")}
     caption = (
         "What noise does not hold. The paper's conv1d and D grow without scalars; its scalars "
         "undo S."
     )
-    return plots + _scan(f"Parameters that are no matrices, {optimizer}", "rms", caption, others)
+    _draw_scan(plots, f"Parameters that are no matrices, {optimizer}", "rms", caption, others)
 
 
-def _scan(
-    title: str, y: str, caption: str, lines: Mapping[str, Mapping[float, Sequence[float]]]
-) -> list[Plot]:
-    """Return a plot of what there is to draw; none without anything."""
-    drawn = _drawn(lines)
-    if not drawn:
-        return []
-    with drawing.canvas(x=_X, y=y, height=300) as (figure, axes):
-        drawing.scan(axes, drawn, log_y=True)
-    return [Plot(title, caption, figure)]
+def _draw_scan(
+    plots: list[Plot],
+    title: str,
+    y: str,
+    caption: str,
+    lines: Mapping[str, Mapping[float, Sequence[float]]],
+) -> None:
+    """Draw the lines that have points, if any."""
+    if drawn := _drawn(lines):
+        with drawing.canvas(plots, title, caption, x=_X, y=y, height=300) as axes:
+            drawing.scan(axes, drawn, log_y=True)
 
 
 def _drawn(lines: Mapping[str, Mapping[float, Sequence[float]]]) -> dict[str, Any]:
     return {name: points for name, points in lines.items() if points}
 
 
-def _by_layer(records: Sequence[Labelled]) -> list[Plot]:
+def _draw_layers(plots: list[Plot], records: Sequence[Labelled]) -> None:
     """Draw the outputs of MLPs layer by layer, at every scale."""
-    plots = []
     for arm in ARMS:
         lines = {
             f"S = {drawing.ratio(scale)}": [
                 {float(layer): size for layer, size in enumerate(outputs, 1)}
-                for one in table.select(records, arm=arm, scale=scale)
+                for one in readings.select(records, arm=arm, scale=scale)
                 if (
-                    outputs := table.final_signals(one.record).get("activations", {}).get("mlp_out")
+                    outputs := readings.final_signals(one.record)
+                    .get("activations", {})
+                    .get("mlp_out")
                 )
             ]
-            for scale in table.distinct(records, "scale")
+            for scale in readings.distinct(records, "scale")
         }
         if not any(lines.values()):
             continue
-        with drawing.canvas(x="layer", y="rms of the MLP's output", height=300) as (figure, axes):
+        with drawing.canvas(
+            plots,
+            f"MLP outputs by layer {_WITH[arm]}, AdamW",
+            "What each MLP adds to the residual stream at the end of training. In the paper layers "
+            "differ, and S moves them alike.",
+            x="layer",
+            y="rms of the MLP's output",
+            height=300,
+        ) as axes:
             drawing.curves(axes, lines)
             axes.set_xlim(left=0.9)
             drawing.log_limits(axes, "y")
-        caption = (
-            "What each MLP adds to the residual stream at the end of training. In the paper layers "
-            "differ, and S moves them alike."
-        )
-        plots.append(Plot(f"MLP outputs by layer {_WITH[arm]}, AdamW", caption, figure))
-    return plots
-
-
-def _changed_models(records: Sequence[Labelled]) -> list[Plot]:
-    """Draw what multi-head attention and the inner norm change."""
-    plots = []
-    for model, what, read, caption in (
-        (
-            MULTI_HEAD,
-            "rms of value and output matrices",
-            _ATTENTION,
-            "Raw weights of attention with one key and value for several queries, and with one "
-            "for each, which the paper expects to hold their norms.",
-        ),
-        (
-            INNER_NORM,
-            "rms of the mixers' output",
-            _output("ssm_out"),
-            "Output of the state-space mixers without and with a norm inside, which makes conv1d "
-            "and D unable to scale it.",
-        ),
-    ):
-        points = {
-            name: [
-                (scale, value)
-                for scale, values in table.sweep(records, "scale", read, model=name).items()
-                for value in values
-            ]
-            for name in (GROUPED, model)
-        }
-        if not all(points.values()):
-            continue
-        with drawing.canvas(x=_X, y=what) as (figure, axes):
-            labels = {GROUPED: "as it is", model: f"with {model}"}
-            drawing.power_laws(axes, {labels[name]: found for name, found in points.items()})
-        plots.append(Plot(f"Changed model: {model}", caption, figure))
-    return plots

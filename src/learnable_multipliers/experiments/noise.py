@@ -19,10 +19,9 @@ from statistics import fmean
 import torch
 
 from learnable_multipliers.equilibrium._readings import row_spread
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     base,
     rates,
@@ -146,16 +145,16 @@ def runs(preset: Preset) -> list[Run]:
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the statistics of C1, C21 and C22 by seed."""
     plain = _grids(records)
-    vector = table.by_seed(records, arm="vector")
+    vector = readings.by_seed(records, arm="vector")
     departures = {seed: _departures(grid.values()) for seed, grid in plain.items()}
     return {
-        "C1.lr": table.paired(lambda grid: _distance(grid, 0, 0.5), plain),
-        "C1.wd": table.paired(lambda grid: _distance(grid, 1, -0.5), plain),
-        "C21.row": table.paired(lambda record: _signal(record, "row"), vector),
-        "C21.col": table.paired(lambda record: _signal(record, "col"), vector),
-        "C22.rare": table.paired(lambda found: found and found["rare"], departures),
-        "C22.frequent": table.paired(
-            lambda found: found and found["frequent"] - found["rare"], departures
+        "C1.lr": readings.paired(lambda grid: _distance(grid, 0, 0.5), plain),
+        "C1.wd": readings.paired(lambda grid: _distance(grid, 1, -0.5), plain),
+        "C21.row": readings.paired(lambda record: _signal(record, "row"), vector),
+        "C21.col": readings.paired(lambda record: _signal(record, "col"), vector),
+        "C22.rare": readings.paired(lambda departure: departure and departure["rare"], departures),
+        "C22.frequent": readings.paired(
+            lambda departure: departure and departure["frequent"] - departure["rare"], departures
         ),
     }
 
@@ -166,11 +165,11 @@ Grid = Mapping[tuple[float, float], Record]
 
 def _grids(records: Sequence[Labelled]) -> dict[int, Grid]:
     """Return the runs without multipliers, for seeds that have all of the grid."""
-    found: dict[int, dict[tuple[float, float], Record]] = {}
-    for one in table.select(records, arm="plain"):
+    grids: dict[int, dict[tuple[float, float], Record]] = {}
+    for one in readings.select(records, arm="plain"):
         at = float(one.labels["lr"]), float(one.labels["wd"])
-        found.setdefault(int(one.labels["seed"]), {})[at] = one.record
-    return {seed: grid for seed, grid in sorted(found.items()) if len(grid) == len(GRID)}
+        grids.setdefault(int(one.labels["seed"]), {})[at] = one.record
+    return {seed: grid for seed, grid in sorted(grids.items()) if len(grid) == len(GRID)}
 
 
 def _distance(grid: Grid, which: int, ideal: float) -> float | None:
@@ -179,10 +178,10 @@ def _distance(grid: Grid, which: int, ideal: float) -> float | None:
     for role in ROLES:
         rms = [_settled_rms(record, role) for record in grid.values()]
         known = [value for value in rms if value is not None]
-        found = table.exponents(list(grid), known)
-        if found is None:
+        exponents = readings.exponents(list(grid), known)
+        if exponents is None:
             return None
-        distances.append(abs(found[which] - ideal))
+        distances.append(abs(exponents[which] - ideal))
     return fmean(distances)
 
 
@@ -192,7 +191,7 @@ def _settled_rms(record: Record, role: str) -> float | None:
     constant = schedule["tokens"] - schedule["decay_tokens"] - schedule["minimum_tokens"]
     last = constant / (data["sequence_length"] * data["batch_sequences"])
     before = [weights for weights in record.weights if weights["step"] <= last]
-    return table.role_rms(record, role, weights=before[-1]) if before else None
+    return readings.role_rms(record, role, weights=before[-1]) if before else None
 
 
 def _signal(record: Record, part: str) -> float | None:
@@ -201,7 +200,7 @@ def _signal(record: Record, part: str) -> float | None:
     ratios = [
         value / raw[name] for name, value in _indicators(record, part).items() if raw.get(name)
     ]
-    return table.geometric_mean(ratios)
+    return readings.geometric_mean(ratios)
 
 
 def _indicators(record: Record, part: str) -> dict[str, float]:
@@ -209,24 +208,24 @@ def _indicators(record: Record, part: str) -> dict[str, float]:
     return {
         reading["name"]: reading["indicator"]
         for role in ROLES
-        for reading in table.readings(record, part=part, role=role)
+        for reading in readings.diagnoses(record, part=part, role=role)
         if reading["indicator"]
     }
 
 
 def _departures(records: Iterable[Record]) -> dict[str, float] | None:
     """Return the mean over runs of |log(rms / rms on noise)| of rare and of frequent rows."""
-    found: dict[str, list[float]] = {"rare": [], "frequent": []}
+    groups: dict[str, list[float]] = {"rare": [], "frequent": []}
     for record in records:
         bands = _bands(record)
-        for name, departures in found.items():
+        for name, departures in groups.items():
             chosen = [band for band in bands if getattr(band, name)]
             if not chosen:
                 return None
             measured = sum(band.rows * band.rms**2 for band in chosen)
             on_noise = sum(band.rows * band.on_noise**2 for band in chosen)
             departures.append(abs(math.log(measured / on_noise)) / 2)
-    return {name: fmean(departures) for name, departures in found.items()}
+    return {name: fmean(departures) for name, departures in groups.items()}
 
 
 # -- rows of the embedding -----------------------------------------------------------------------
@@ -250,20 +249,20 @@ class Band:
 
 def _bands(record: Record) -> list[Band]:
     """Return the rows of the embedding at the end; none without signals."""
-    found = table.final_signals(record).get("token_rows")
-    if not found:
+    rows = readings.final_signals(record).get("token_rows")
+    if not rows:
         return []
     config = record.train_config
     lrs = rates(config)
     on_noise = _rows_on_noise(
-        tuple(found["share"]),
+        tuple(rows["share"]),
         tuple(lrs),
         config.optimizer.weight_decay,
         config.optimizer.betas,
         config.model.embedding_std or config.model.init_std,
     )
     tokens = config.data.batch_sequences * config.data.sequence_length
-    columns = zip(found["occurrences"], found["count"], found["raw"], on_noise, strict=True)
+    columns = zip(rows["occurrences"], rows["count"], rows["raw"], on_noise, strict=True)
     return [
         Band(
             occurrences=times,
@@ -297,8 +296,8 @@ def _rows_on_noise(
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw rms over lr / wd, noise indicators, and embedding rows by the frequency of tokens."""
-    plots = []
-    plain = table.select(records, arm="plain")
+    plots: list[Plot] = []
+    plain = readings.select(records, arm="plain")
     points = {
         role: [
             (float(one.labels["lr"]) / float(one.labels["wd"]), rms)
@@ -308,56 +307,59 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         for role in ROLES
     }
     if any(points.values()):
-        with drawing.canvas(x="lr / wd", y="rms of the raw weight", height=330) as (figure, axes):
-            drawing.power_laws(axes, points)
-        caption = (
+        with drawing.canvas(
+            plots,
+            "Norms over rate and decay",
             "Matrices without multipliers where the learning rate begins to fall, by role, and the "
-            "exponent of the line through them. The paper's law is an exponent of 1/2."
-        )
-        plots.append(Plot("Norms over rate and decay", caption, figure))
+            "exponent of the line through them. The paper's law is an exponent of 1/2.",
+            x="lr / wd",
+            y="rms of the raw weight",
+            height=330,
+        ) as axes:
+            drawing.power_laws(axes, points)
     parts = {"weight": "raw weight", "row": "row multipliers", "col": "column multipliers"}
     indicators: dict[str, dict[str, list[float]]] = {name: {} for name in parts.values()}
-    for one in table.select(records, arm="vector"):
+    for one in readings.select(records, arm="vector"):
         for part, name in parts.items():
             for role in ROLES:
-                found = table.readings(one.record, part=part, role=role)
-                known = [r["indicator"] for r in found if r["indicator"]]
+                diagnoses = readings.diagnoses(one.record, part=part, role=role)
+                known = [r["indicator"] for r in diagnoses if r["indicator"]]
                 if known:
                     label = "output" if role == "attention-out" else role
                     indicators[name].setdefault(label, []).append(fmean(known))
     if any(indicators.values()):
-        with drawing.canvas(x="role", y="noise indicator, 1 for pure noise", height=300) as (
-            figure,
-            axes,
-        ):
+        with drawing.canvas(
+            plots,
+            "Noise in gradients",
+            "Signal in the gradients of matrices and of their multipliers at the end of training, "
+            "mean over layers. The paper argues that sums over rows and columns are less noisy.",
+            x="role",
+            y="noise indicator, 1 for pure noise",
+            height=300,
+        ) as axes:
             drawing.categories(axes, indicators)
             drawing.level(axes, 1.0, "pure noise")
-        caption = (
-            "Signal in the gradients of matrices and of their multipliers at the end of training, "
-            "mean over layers. The paper argues that sums over rows and columns are less noisy."
-        )
-        plots.append(Plot("Noise in gradients", caption, figure))
-    return plots + _token_plot(records)
+    if ratios := _by_occurrences(plain):
+        with drawing.canvas(
+            plots,
+            "Embeddings of frequent and rare tokens",
+            "Rows of the embedding at the end of training without multipliers, by how often their "
+            "token occurs. In the paper frequent tokens leave the equilibrium, rare ones do not.",
+            x="occurrences in a step",
+            y="rms of rows over that on noise",
+        ) as axes:
+            drawing.scan(axes, ratios, log_y=True)
+            drawing.level(axes, 1.0, "noise")
+    return plots
 
 
-def _token_plot(records: Sequence[Labelled]) -> list[Plot]:
+def _by_occurrences(records: Sequence[Labelled]) -> dict[str, dict[float, list[float]]]:
+    """Return the rms of rows over that on noise, by settings and the occurrences of the token."""
     ratios: dict[str, dict[float, list[float]]] = {}
-    for one in table.select(records, arm="plain"):
+    for one in records:
         name = f"lr {one.labels['lr']:g}, wd {one.labels['wd']:g}"
         for band in (band for band in _bands(one.record) if band.seen):
             # One digit is enough for the label of a decade.
             at = ratios.setdefault(name, {}).setdefault(float(f"{band.occurrences:.0e}"), [])
             at.append(band.rms / band.on_noise)
-    if not ratios:
-        return []
-    with drawing.canvas(x="occurrences in a step", y="rms of rows over that on noise") as (
-        figure,
-        axes,
-    ):
-        drawing.scan(axes, ratios, log_y=True)
-        drawing.level(axes, 1.0, "noise")
-    caption = (
-        "Rows of the embedding at the end of training without multipliers, by how often their "
-        "token occurs. In the paper frequent tokens leave the equilibrium, rare ones do not."
-    )
-    return [Plot("Embeddings of frequent and rare tokens", caption, figure)]
+    return ratios

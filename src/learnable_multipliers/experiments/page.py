@@ -19,8 +19,8 @@ from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.experiments import catalogue, ledger, presets
 from learnable_multipliers.experiments.claim import MIN_SEEDS, Judged, Verdict
+from learnable_multipliers.experiments.drawing import Plot, Table
 from learnable_multipliers.experiments.ledger import Entry
-from learnable_multipliers.experiments.plot import Plot, Table
 from learnable_multipliers.experiments.record import Labelled, Record, read_records
 from learnable_multipliers.experiments.run import Preset, in_words
 from learnable_multipliers.report.page import TEMPLATES
@@ -89,11 +89,15 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
     }
     entries = ledger.verdicts(by_name)
     sections = []
-    for name, found in by_name.items():
+    for name, of_experiment in by_name.items():
         experiment = catalogue.load(name)
-        asked = {run.key for run in catalogue.runs_of(name, preset, records)}
-        asked |= {each.record.key for each in found}
-        drawn = [plot for plot in (experiment.plot(found) if found else []) if not plot.is_empty]
+        keys = {run.key for run in catalogue.runs_of(name, preset, records)}
+        keys |= {each.record.key for each in of_experiment}
+        drawn = [
+            plot
+            for plot in (experiment.plot(of_experiment) if of_experiment else [])
+            if not plot.is_empty
+        ]
         tables = getattr(experiment, "tables", None)
         sections.append(
             Section(
@@ -101,9 +105,9 @@ def report(records: dict[str, Record], preset: Preset) -> tuple[list[Section], l
                 title=experiment.TITLE,
                 figure=experiment.FIGURE,
                 entries=[entry for entry in entries if entry.experiment == name],
-                tables=tables(found) if found and tables else [],
+                tables=tables(of_experiment) if of_experiment and tables else [],
                 plots=[(plot, plot.svg(f"{name}-{i}")) for i, plot in enumerate(drawn)],
-                protocol=protocol(found, len(asked), catalogue.is_adaptive(name)),
+                protocol=protocol(of_experiment, len(keys), catalogue.is_adaptive(name)),
                 command=ledger.command(name, preset),
             )
         )
@@ -212,10 +216,10 @@ def readme(
         if section.plots or section.tables:
             lines += ["", f"## {section.title} ({section.figure})", ""]
             lines += [f"{' '.join(section.protocol)} `{section.command}`", ""]
-        for found in section.tables:
-            if found.says:
-                lines += [*(f"- {sentence}" for sentence in found.says), ""]
-            lines += [*found.markdown(), "", f"{found.title}. {found.caption}", ""]
+        for table in section.tables:
+            if table.says:
+                lines += [*(f"- {sentence}" for sentence in table.says), ""]
+            lines += [*table.markdown(), "", f"{table.title}. {table.caption}", ""]
         for index, (plot, _) in enumerate(section.plots):
             path = folder / PLOTS / f"{section.name}-{index}.svg"
             lines += [

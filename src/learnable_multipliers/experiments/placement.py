@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from learnable_multipliers.experiments import loss_difference
 from learnable_multipliers.experiments.claim import BySeed, Claim
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.loss_difference import SEEDS
-from learnable_multipliers.experiments.plot import Plot
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import Labelled
 from learnable_multipliers.experiments.run import Labels, Preset, Run, with_seeds
@@ -70,15 +70,13 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the loss of each placement against that of all multipliers."""
-    return [
-        loss_difference.plot(
-            records,
-            _LEGEND,
-            _FULL,
-            against="all multipliers",
-            title="Loss by placement",
-            caption="Mean and range over seeds. The paper finds both left ones slightly worse than "
-            "row and column multipliers everywhere, and has not tried columns of the matrices in "
-            "place of the weights of norms.",
-        )
-    ]
+    return loss_difference.plot(
+        records,
+        _LEGEND,
+        _FULL,
+        against="all multipliers",
+        title="Loss by placement",
+        caption="Mean and range over seeds. The paper finds both left ones slightly worse than "
+        "row and column multipliers everywhere, and has not tried columns of the matrices in "
+        "place of the weights of norms.",
+    )

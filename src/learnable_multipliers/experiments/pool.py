@@ -35,7 +35,7 @@ class Worker:
         theirs.close()
 
     def submit(self, job: Job) -> None:
-        """Let the process train a job."""
+        """Send a job to the process."""
         self.job, self.compiled = job, job.compiled
         # A process that is dead already is noticed when its result is awaited.
         with suppress(BrokenPipeError):
@@ -90,13 +90,13 @@ class Workers:
         busy = {worker.connection: worker for worker in self._workers if worker.job is not None}
         for connection in wait(list(busy), timeout):
             worker = busy[connection]  # pyright: ignore[reportArgumentType]
-            job, found = worker.job, worker.result()
+            job, outcome = worker.job, worker.result()
             assert job is not None
             worker.job = None
-            if isinstance(found, Failure):
+            if isinstance(outcome, Failure):
                 self._workers.remove(worker)
                 worker.end()
-            yield job, found
+            yield job, outcome
 
 
 @contextmanager

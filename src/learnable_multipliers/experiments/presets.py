@@ -20,10 +20,14 @@ from learnable_multipliers.pretrain.config import (
     TrainConfig,
 )
 from learnable_multipliers.pretrain.model.config import ModelConfig
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 Family = Literal["llama", "hybrid"]
+OPTIMIZERS: tuple[OptimizerKind, ...] = ("adamw", "muon")
+NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
+"""Of optimizers and models, in plots and tables."""
 SEEDS: dict[Preset, tuple[int, ...]] = {"cpu": (0,), "gpu": (0, 1, 2), "paper": (0,)}
 SCALARS: dict[Preset, tuple[Literal["linear", "log"], float]] = {
     "cpu": ("log", 6e-2),

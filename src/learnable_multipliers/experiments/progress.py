@@ -49,13 +49,13 @@ class Display:
         self._running.append(in_words(job))
         self._progress.update(self._task, running=", ".join(self._running))
 
-    def ended(self, job: Job, found: Record | Failure, seconds_left: float | None) -> None:
+    def ended(self, job: Job, outcome: Record | Failure, seconds_left: float | None) -> None:
         """Print the outcome of a job."""
         self._running.remove(in_words(job))
         self._ended += 1
         count = f"{self._ended}/{self._total}"
         left = "" if seconds_left is None else f"{duration(seconds_left)} left"
-        parts = [count.rjust(2 * len(str(self._total)) + 1), in_words(job), _outcome(found)]
+        parts = [count.rjust(2 * len(str(self._total)) + 1), in_words(job), _outcome(outcome)]
         if self._progress.disable:
             parts.append(left)
         line = "  ".join(part for part in parts if part)
@@ -74,8 +74,8 @@ def in_words(job: Job) -> str:
     return f"{job.experiment}: {job.run.in_words}"
 
 
-def _outcome(found: Record | Failure) -> str:
-    if isinstance(found, Failure):
-        return f"failed: {found.text}"
-    text = "diverged" if found.loss is None else f"loss {found.loss:.4f}"
-    return f"{text}  {found.seconds:.1f} s"
+def _outcome(outcome: Record | Failure) -> str:
+    if isinstance(outcome, Failure):
+        return f"failed: {outcome.text}"
+    text = "diverged" if outcome.loss is None else f"loss {outcome.loss:.4f}"
+    return f"{text}  {outcome.seconds:.1f} s"

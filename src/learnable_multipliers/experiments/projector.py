@@ -15,8 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from learnable_multipliers.equilibrium import brownian_rms
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
 from learnable_multipliers.experiments.degradation import (
     Sweep,
@@ -24,7 +23,7 @@ from learnable_multipliers.experiments.degradation import (
     degradation,
     recovered,
 )
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -32,6 +31,7 @@ from learnable_multipliers.experiments.presets import (
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -192,24 +192,24 @@ def _config(preset: Preset, arm: str, scale: float) -> TrainConfig:
 
 def _matrix(record: Record, key: str = "raw_rms", weights: Any = None) -> float | None:
     """Return the rms of the head's raw weight, or with `predicted_rms` that on noise."""
-    return table.role_rms(record, "head", key=key, weights=weights)
+    return readings.role_rms(record, "head", key=key, weights=weights)
 
 
 def _logits(record: Record, signals: Any = None) -> float | None:
-    return table.activation(record, "logits", signals=signals)
+    return readings.activation(record, "logits", signals=signals)
 
 
 def _multiplier(record: Record) -> float | None:
     """Return the rms of what the head is multiplied by: a scalar, or the final norm's weight."""
-    scalar = table.role_multiplier(record, "head", kind="scalar")
-    return table.activation(record, "final_norm", "parameters") if scalar is None else scalar
+    scalar = readings.role_multiplier(record, "head", kind="scalar")
+    return readings.activation(record, "final_norm", "parameters") if scalar is None else scalar
 
 
 def _departure(record: Record) -> float | None:
     """Return |log(rms / rms on noise)| of the scalar, or of the final norm, at the end."""
-    norms = [r for r in table.readings(record, kind="vector") if "final_layernorm" in r["name"]]
-    found = table.readings(record, part="scalar", role="head") or norms
-    ratio = found[0]["log_ratio"] if found else None
+    norms = [r for r in readings.diagnoses(record, kind="vector") if "final_layernorm" in r["name"]]
+    diagnoses = readings.diagnoses(record, part="scalar", role="head") or norms
+    ratio = diagnoses[0]["log_ratio"] if diagnoses else None
     return None if ratio is None else abs(ratio)
 
 
@@ -221,19 +221,19 @@ def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     frozen, scalar, vector = (
         complete_sweeps(records, (SMALL, 1.0, LARGE), arm=arm) for arm in ARMS
     )
-    found: dict[str, BySeed] = {
-        "C2.small": table.paired(lambda sweep: _degradation(sweep, SMALL), frozen),
-        "C2.large": table.paired(lambda sweep: _degradation(sweep, LARGE), frozen),
-        "C3.frozen": table.paired(_log_spread, frozen),
-        "C4.matrix": table.paired(_matrix_departure, scalar, vector),
+    by_test: dict[str, BySeed] = {
+        "C2.small": readings.paired(lambda sweep: _degradation(sweep, SMALL), frozen),
+        "C2.large": readings.paired(lambda sweep: _degradation(sweep, LARGE), frozen),
+        "C3.frozen": readings.paired(_log_spread, frozen),
+        "C4.matrix": readings.paired(_matrix_departure, scalar, vector),
     }
     for arm, sweeps in (("scalar", scalar), ("vector", vector)):
-        found |= {
-            f"C2.{arm}": table.paired(_share, frozen, sweeps),
-            f"C3.{arm}": table.paired(_log_spread, sweeps),
-            f"C4.{arm}": table.paired(_multiplier_departure, sweeps),
+        by_test |= {
+            f"C2.{arm}": readings.paired(_share, frozen, sweeps),
+            f"C3.{arm}": readings.paired(_log_spread, sweeps),
+            f"C4.{arm}": readings.paired(_multiplier_departure, sweeps),
         }
-    return found
+    return by_test
 
 
 def _degradation(sweep: Sweep, end: float) -> float:
@@ -252,8 +252,8 @@ def _share(frozen: Sweep, sweep: Sweep) -> float:
 def _log_spread(sweep: Sweep) -> float | None:
     logits = [_logits(record) for record in sweep.values()]
     known = [value for value in logits if value is not None]
-    found = table.spread(known) if len(known) == len(logits) else None
-    return None if found is None else math.log(found)
+    spread = readings.spread(known) if len(known) == len(logits) else None
+    return None if spread is None else math.log(spread)
 
 
 def _matrix_departure(*sweeps: Sweep) -> float | None:
@@ -282,81 +282,100 @@ _NOISE = 5
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw loss, logits and norms over S, and the norms over the run beside Brownian motion."""
-    plots = []
+    plots: list[Plot] = []
 
     def over_scale(function: Callable[[Record], float | None]) -> dict[str, Any]:
-        return {_NAMES[arm]: table.sweep(records, "scale", function, arm=arm) for arm in ARMS}
+        return {_NAMES[arm]: readings.sweep(records, "scale", function, arm=arm) for arm in ARMS}
 
-    with drawing.canvas(x=_X, y="held-out loss (nats)") as (figure, axes):
-        drawing.scan(axes, over_scale(table.loss))
-    caption = (
+    with drawing.canvas(
+        plots,
+        "Loss over the norm scale",
         "Loss at the end of training. The paper's frozen norm degrades at both ends, "
-        "the other two stay flat."
-    )
-    plots.append(Plot("Loss over the norm scale", caption, figure))
+        "the other two stay flat.",
+        x=_X,
+        y="held-out loss (nats)",
+    ) as axes:
+        drawing.scan(axes, over_scale(readings.loss))
 
-    with drawing.canvas(x=_X, y="rms of the logits") as (figure, axes):
+    with drawing.canvas(
+        plots,
+        "Logits over the norm scale",
+        "The paper's logits keep their size with a scalar or a vector, not with a frozen norm.",
+        x=_X,
+        y="rms of the logits",
+    ) as axes:
         drawing.scan(axes, over_scale(_logits), log_y=True)
-    caption = (
-        "The paper's logits keep their size with a scalar or a vector, not with a frozen norm."
-    )
-    plots.append(Plot("Logits over the norm scale", caption, figure))
 
-    with drawing.canvas(x=_X, y="rms", height=330) as (figure, axes):
-        matrices = {f"head, {name}": found for name, found in over_scale(_matrix).items()}
+    with drawing.canvas(
+        plots,
+        "Norms over the norm scale",
+        "Norms at the end. The paper's head follows the equilibrium, a straight line, but for a "
+        "frozen norm at small S; scalar and vector make up for it.",
+        x=_X,
+        y="rms",
+        height=330,
+    ) as axes:
+        matrices = {f"head, {name}": points for name, points in over_scale(_matrix).items()}
         drawing.scan(axes, matrices, log_y=True)
         multipliers = {
-            f"the {arm} itself": table.sweep(records, "scale", _multiplier, arm=arm)
+            f"the {arm} itself": readings.sweep(records, "scale", _multiplier, arm=arm)
             for arm in ("scalar", "vector")
         }
-        noise = table.sweep(records, "scale", lambda record: _matrix(record, "predicted_rms"))
+        noise = readings.sweep(records, "scale", lambda record: _matrix(record, "predicted_rms"))
         drawing.scan(axes, multipliers, log_y=True, first=len(ARMS))
         drawing.scan(axes, {"head, on noise": noise}, log_y=True, first=_NOISE)
-    caption = (
-        "Norms at the end. The paper's head follows the equilibrium, a straight line, but for a "
-        "frozen norm at small S; scalar and vector make up for it."
-    )
-    plots.append(Plot("Norms over the norm scale", caption, figure))
-    return plots + [
-        made
-        for scale in (SMALL, LARGE)
-        if (found := table.select(records, scale=scale))
-        for made in _over_time(found, drawing.ratio(scale))
-    ]
+    for scale in (SMALL, LARGE):
+        if at_scale := readings.select(records, scale=scale):
+            _draw_over_time(plots, at_scale, drawing.ratio(scale))
+    return plots
 
 
-def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
+def _draw_over_time(plots: list[Plot], records: Sequence[Labelled], scale: str) -> None:
     """Draw logits, head and multipliers over the steps of runs at one scale."""
-    by_arm = {arm: [one.record for one in table.select(records, arm=arm)] for arm in ARMS}
+    by_arm = {arm: [one.record for one in readings.select(records, arm=arm)] for arm in ARMS}
     learned = by_arm["scalar"] + by_arm["vector"]
-    plots = []
-    with drawing.canvas(x="step", y="rms of the logits") as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Logits over training, S = {scale}",
+        f"Logits at S = {scale} over training.",
+        x="step",
+        y="rms of the logits",
+    ) as axes:
         drawing.curves(
             axes,
-            {_NAMES[arm]: [_logits_over_steps(r) for r in found] for arm, found in by_arm.items()},
+            {_NAMES[arm]: [_logits_over_steps(r) for r in runs] for arm, runs in by_arm.items()},
         )
         axes.set_ylim(bottom=0)
-    caption = f"Logits at S = {scale} over training."
-    plots.append(Plot(f"Logits over training, S = {scale}", caption, figure))
 
-    with drawing.canvas(x="step", y="rms of the head's raw weight", height=300) as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Head and Brownian motion, S = {scale}",
+        f"The head at S = {scale} over training, and Brownian motion under the same rates and "
+        "decay. The paper's curves coincide for strong decay (small S) and are close for weak "
+        "decay, with multipliers.",
+        x="step",
+        y="rms of the head's raw weight",
+        height=300,
+    ) as axes:
         drawing.curves(
             axes,
-            {_NAMES[arm]: [_head_over_steps(r) for r in found] for arm, found in by_arm.items()},
+            {_NAMES[arm]: [_head_over_steps(r) for r in runs] for arm, runs in by_arm.items()},
         )
         noise = [_head_over_steps(one.record, "predicted_rms") for one in records]
         drawing.curves(axes, {"on noise": noise}, first=_NOISE)
         axes.set_ylim(bottom=0)
-    caption = (
-        f"The head at S = {scale} over training, and Brownian motion under the same rates and "
-        "decay. The paper's curves coincide for strong decay (small S) and are close for weak "
-        "decay, with multipliers."
-    )
-    plots.append(Plot(f"Head and Brownian motion, S = {scale}", caption, figure))
     if not learned:
-        return plots
+        return
 
-    with drawing.canvas(x="step", y="rms of the multipliers", height=300) as (figure, axes):
+    with drawing.canvas(
+        plots,
+        f"Multipliers and Brownian motion, S = {scale}",
+        f"Scalar and vector at S = {scale} over training, and Brownian motion at their rate. The "
+        "paper's have no resemblance with it.",
+        x="step",
+        y="rms of the multipliers",
+        height=300,
+    ) as axes:
         drawing.curves(
             axes,
             {
@@ -367,31 +386,25 @@ def _over_time(records: Sequence[Labelled], scale: str) -> list[Plot]:
         )
         drawing.curves(axes, {"on noise": [_brownian(r) for r in learned]}, first=_NOISE)
         axes.set_ylim(bottom=0)
-    caption = (
-        f"Scalar and vector at S = {scale} over training, and Brownian motion at their rate. The "
-        "paper's have no resemblance with it."
-    )
-    plots.append(Plot(f"Multipliers and Brownian motion, S = {scale}", caption, figure))
-    return plots
 
 
 def _logits_over_steps(record: Record) -> Curve:
-    return table.over_steps(record.signals, lambda signals: _logits(record, signals))
+    return readings.over_steps(record.signals, lambda signals: _logits(record, signals))
 
 
 def _head_over_steps(record: Record, key: str = "raw_rms") -> Curve:
-    return table.over_steps(record.weights, lambda weights: _matrix(record, key, weights))
+    return readings.over_steps(record.weights, lambda weights: _matrix(record, key, weights))
 
 
 def _scalar_over_steps(record: Record) -> Curve:
-    return table.over_steps(
-        record.weights, lambda w: table.role_multiplier(record, "head", weights=w)
+    return readings.over_steps(
+        record.weights, lambda w: readings.role_multiplier(record, "head", weights=w)
     )
 
 
 def _final_norm_over_steps(record: Record) -> Curve:
-    return table.over_steps(
-        record.signals, lambda s: table.activation(record, "final_norm", "parameters", signals=s)
+    return readings.over_steps(
+        record.signals, lambda s: readings.activation(record, "final_norm", "parameters", signals=s)
     )
 
 

@@ -88,7 +88,7 @@ class Record:
     tests: dict[str, Any] = field(default_factory=dict)
     """Name -> `loss` and `bits_per_byte` at the end, of further held-out text."""
     benchmarks: dict[str, Any] = field(default_factory=dict)
-    """Task -> its metrics at the end, and `items`, the checksum of what was asked."""
+    """Task -> its metrics at the end, and `items`, the checksum of its requests."""
     data: str = ""
     """Fingerprint of the tokens and their tokenizer."""
     ended: str = ""
@@ -146,13 +146,13 @@ def summarize(
         by_kind.setdefault(last["kind"], []).append(last)
     train, held_out = by_kind.get("train", []), by_kind.get("eval", [])
     drift = [
-        {"step": found["step"]}
-        | {k.removeprefix("drift/"): v for k, v in found.items() if k.startswith("drift/")}
-        for found in by_kind.get("health", [])
+        {"step": entry["step"]}
+        | {k.removeprefix("drift/"): v for k, v in entry.items() if k.startswith("drift/")}
+        for entry in by_kind.get("health", [])
     ]
     finished = outcome == "finished"
     # The first speed has the compiler in it.
-    speeds = [found["tokens_per_second"] for found in train[1:] or train]
+    speeds = [entry["tokens_per_second"] for entry in train[1:] or train]
     return Record(
         key=key_of(config),
         config=to_dict(without_paths(config)),
@@ -165,7 +165,7 @@ def summarize(
         weights=_with_few_vectors(_snapshots(by_kind.get("weights", []), "weights")),
         readings=[_rounded(asdict(reading), _COARSE) for reading in readings],
         signals=_snapshots(by_kind.get("signals", []), "signals"),
-        drift=_snapshots([found for found in drift if len(found) > 1], "drift"),
+        drift=_snapshots([entry for entry in drift if len(entry) > 1], "drift"),
         tokens=last["tokens"],
         seconds=_rounded(seconds),
         tokens_per_second=_rounded(statistics.median(speeds)) if speeds else math.nan,
@@ -191,17 +191,17 @@ def thinned(items: Sequence[Item], most: int) -> list[Item]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _curves(found: Sequence[Mapping[str, Any]], *names: str) -> dict[str, list[float]]:
-    kept = thinned(found, CURVE_POINTS)
+def _curves(points: Sequence[Mapping[str, Any]], *names: str) -> dict[str, list[float]]:
+    kept = thinned(points, CURVE_POINTS)
     return {
         name: [math.nan if point[name] is None else _rounded(point[name]) for point in kept]
         for name in ("step", *names)
     }
 
 
-def _snapshots(found: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
+def _snapshots(entries: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
     left_out = {"kind", "tokens"}
-    kept = [{k: v for k, v in each.items() if k not in left_out} for each in found]
+    kept = [{k: v for k, v in each.items() if k not in left_out} for each in entries]
     kept = thinned(kept, SNAPSHOTS)
     for each in kept[:-1]:
         for name in _ONLY_LAST.get(kind, ()):
@@ -219,9 +219,9 @@ def _with_few_vectors(weights: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _scalars(multipliers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        name: {"scalar": found["scalar"]}
-        for name, found in multipliers.items()
-        if "scalar" in found
+        name: {"scalar": kinds["scalar"]}
+        for name, kinds in multipliers.items()
+        if "scalar" in kinds
     }
 
 
@@ -263,13 +263,13 @@ def read_records(folder: Path) -> dict[str, Record]:
     A last line that is cut off, as a killed process leaves it, is left out. Files may have been
     packed with `xz`, which makes them a tenth as large.
     """
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*.jsonl.xz"))):
         for record in read_file(path):
-            before = found.get(record.key)
+            before = records.get(record.key)
             if before is None or record.ended >= before.ended:
-                found[record.key] = record
-    return found
+                records[record.key] = record
+    return records
 
 
 def read_file(path: Path) -> list[Record]:

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.report import style
 
 TITLE = "Distributions of row norms"
@@ -93,13 +92,13 @@ def runs(preset: Preset) -> list[Run]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return how much multipliers broaden each distribution, and how narrow the plain ones are."""
-    records = table.finished(records)
-    plain, vector = (table.by_seed(records, arm=arm) for arm in ("plain", "vector"))
+    records = readings.finished(records)
+    plain, vector = (readings.by_seed(records, arm=arm) for arm in ("plain", "vector"))
     broader = {
-        f"C7.{group.lower()}": table.paired(partial(_broadening, group=group), vector, plain)
+        f"C7.{group.lower()}": readings.paired(partial(_broadening, group=group), vector, plain)
         for group in GROUPS
     }
-    return {**broader, "C7.narrow": table.paired(_widest, plain)}
+    return {**broader, "C7.narrow": readings.paired(_widest, plain)}
 
 
 def spread(record: Record, group: str, weight: Weight = "effective") -> Number:
@@ -108,13 +107,13 @@ def spread(record: Record, group: str, weight: Weight = "effective") -> Number:
     It is log(95% quantile / 5% quantile) over that of a normal distribution of deviation 1: rows
     whose multiplier passes zero would decide a standard deviation.
     """
-    rows = table.final_signals(record).get("rows", {})
+    rows = readings.final_signals(record).get("rows", {})
     quantiles = [rows.get(role, {}).get(weight, {}).get("pooled") for role in GROUPS[group]]
     if not all(pooled and pooled[1] > 0 for pooled in quantiles):
         return None
     # 21 quantiles: 0%, 5%, ... 100%.
-    found = [math.log(pooled[19] / pooled[1]) / (2 * _NORMAL_95) for pooled in quantiles]
-    return math.sqrt(statistics.fmean(spread**2 for spread in found))
+    spreads = [math.log(pooled[19] / pooled[1]) / (2 * _NORMAL_95) for pooled in quantiles]
+    return math.sqrt(statistics.fmean(spread**2 for spread in spreads))
 
 
 def _broadening(vector: Record, plain: Record, group: str) -> Number:
@@ -123,8 +122,8 @@ def _broadening(vector: Record, plain: Record, group: str) -> Number:
 
 
 def _widest(record: Record) -> Number:
-    found = [spread(record, group) for group in GROUPS]
-    return None if None in found else max(value for value in found if value is not None)
+    spreads = [spread(record, group) for group in GROUPS]
+    return None if None in spreads else max(value for value in spreads if value is not None)
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
@@ -134,42 +133,38 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
         ("with, effective weights", "vector", "effective"),
         ("with, raw weights", "vector", "raw"),
     )
-    records = table.finished(records)
-    drawn = []
+    records = readings.finished(records)
+    plots: list[Plot] = []
     for group in GROUPS:
-        with drawing.canvas(x="row norm / mean of its layer", y="share of rows below") as (
-            figure,
-            axes,
-        ):
+        with drawing.canvas(
+            plots,
+            f"Row norms, {_TITLES[group]}",
+            "All layers and seeds together. A steep curve is a narrow distribution; the paper "
+            "sees it without multipliers, and a much broader one with them.",
+            x="row norm / mean of its layer",
+            y="share of rows below",
+        ) as axes:
             for index, (label, arm, weight) in enumerate(arms):
-                found = [one.record for one in table.select(records, arm=arm)]
-                norms, shares = _distribution(found, group, weight)
+                of_arm = [one.record for one in readings.select(records, arm=arm)]
+                norms, shares = _distribution(of_arm, group, weight)
                 colour, line = style.run_look(index)
                 axes.plot(norms, shares, color=colour, linestyle=line, label=label)
             # The paper's axis.
             style.log_axis(axes, "x", 0.1, 10)
             axes.set_ylim(0, 1)
-        drawn.append(
-            Plot(
-                f"Row norms, {_TITLES[group]}",
-                "All layers and seeds together. A steep curve is a narrow distribution; the paper "
-                "sees it without multipliers, and a much broader one with them.",
-                figure,
-            )
-        )
-    return drawn
+    return plots
 
 
 def _distribution(
     records: Iterable[Record], group: str, weight: Weight
 ) -> tuple[list[float], list[float]]:
     """Return norms and the share of rows below each, from evenly spaced quantiles of each role."""
-    rows = [table.final_signals(record).get("rows", {}) for record in records]
+    rows = [readings.final_signals(record).get("rows", {}) for record in records]
     norms = sorted(
         norm
-        for found in rows
+        for by_role in rows
         for role in GROUPS[group]
-        for norm in found.get(role, {}).get(weight, {}).get("pooled", ())
+        for norm in by_role.get(role, {}).get(weight, {}).get("pooled", ())
         if norm > 0
     )
     return norms, [(index + 0.5) / len(norms) for index in range(len(norms))]

@@ -27,7 +27,7 @@ class Run:
     """Always with a `seed`."""
     config: TrainConfig
     scored: bool = False
-    """Whether its model is asked benchmarks, where there are requests."""
+    """Whether its model is scored on benchmarks, where there are requests."""
 
     @cached_property
     def key(self) -> str:

@@ -1,6 +1,6 @@
 """Trains the runs of experiments that have no record yet, in worker processes.
 
-A record is written when its run ends, so a stopped command goes on where it was, and a run that
+A record is written when its run ends, so a stopped command resumes where it was, and a run that
 several experiments ask for is trained once.
 """
 
@@ -51,7 +51,7 @@ class Watcher(Protocol):
     def started(self, job: Job) -> None:
         """A worker begins with a job."""
 
-    def ended(self, job: Job, found: Record | Failure, seconds_left: float | None) -> None:
+    def ended(self, job: Job, outcome: Record | Failure, seconds_left: float | None) -> None:
         """A job has a record, or will have none."""
 
 
@@ -200,7 +200,7 @@ def train_missing(
     """
     began = time.monotonic()
     result, pending = Result(), list(jobs)
-    asked = {job.run.key for job in jobs}
+    keys = {job.run.key for job in jobs}
     failed: set[str] = set()
     with (
         tempfile.TemporaryDirectory(prefix="lrm-", ignore_cleanup_errors=True) as scratch,
@@ -225,20 +225,20 @@ def train_missing(
                     break
             if not workers.busy:
                 break
-            for job, found in workers.completed(_POLL_SECONDS):
-                if isinstance(found, Record):
-                    append(out / f"{job.experiment}.jsonl", found)
-                    result.records.append(found)
+            for job, outcome in workers.completed(_POLL_SECONDS):
+                if isinstance(outcome, Record):
+                    append(out / f"{job.experiment}.jsonl", outcome)
+                    result.records.append(outcome)
                 else:
-                    result.failures.append((job, found))
+                    result.failures.append((job, outcome))
                     failed.add(job.run.key)
                 more = follow_up(result.records, failed) if follow_up else ()
-                more = [each for each in more if each.run.key not in asked]
-                asked |= {each.run.key for each in more}
+                more = [each for each in more if each.run.key not in keys]
+                keys |= {each.run.key for each in more}
                 pending += more
                 watcher.added(len(more))
                 left = seconds_left([*pending, *workers.busy], result.records, num_workers, known)
-                watcher.ended(job, found, left)
+                watcher.ended(job, outcome, left)
         result.num_left = len(pending) + len(workers.busy)
         result.stopped_by = interrupt.received
     return result
@@ -272,7 +272,7 @@ def durations(job: Job, records: Sequence[Record], known: Sequence[Record] = ())
     """
     model, tokens = to_dict(job.run.config.model), job.run.config.schedule.tokens
     of_model = (
-        [each for each in found if each.config["model"] == model] for found in (records, known)
+        [each for each in group if each.config["model"] == model] for group in (records, known)
     )
     alike = next(filter(None, of_model), records or known)
     return [

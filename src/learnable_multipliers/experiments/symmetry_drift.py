@@ -18,10 +18,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     base,
@@ -30,9 +29,9 @@ from learnable_multipliers.experiments.presets import (
     with_optimizer,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import QUANTILES
 from learnable_multipliers.report import style
@@ -129,22 +128,22 @@ def pull(config: TrainConfig) -> float:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return how far ratios and residual streams moved without decay and with the light one."""
-    free, held = (table.by_seed(records, arm=arm) for arm in ("none", "light"))
-    ratios = [table.paired(ratio_drift, arm) for arm in (free, held)]
-    at = {part: table.paired(partial(_residual, part=part), free) for part in (0.4, 0.8, 1.0)}
-    end = table.paired(partial(_residual, part=1.0), held)
+    free, held = (readings.by_seed(records, arm=arm) for arm in ("none", "light"))
+    ratios = [readings.paired(ratio_drift, arm) for arm in (free, held)]
+    at = {part: readings.paired(partial(_residual, part=part), free) for part in (0.4, 0.8, 1.0)}
+    end = readings.paired(partial(_residual, part=1.0), held)
     return {
-        "C8.drift": table.paired(operator.sub, *ratios),
+        "C8.drift": readings.paired(operator.sub, *ratios),
         "C8.held": ratios[1],
-        "C9.growth": table.paired(operator.sub, at[0.8], at[0.4]),
-        "C9.held": table.paired(operator.sub, at[1.0], end),
+        "C9.growth": readings.paired(operator.sub, at[0.8], at[0.4]),
+        "C9.held": readings.paired(operator.sub, at[1.0], end),
     }
 
 
 def ratio_drift(record: Record) -> Number:
     """Return how far log10(query / key) has moved since the first step, mean over layers."""
-    found = [layer for layer in trajectories(record) if len(layer) > 1]
-    return fmean(abs(layer[-1][1] - layer[0][1]) for layer in found) if found else None
+    layers = [layer for layer in trajectories(record) if len(layer) > 1]
+    return fmean(abs(layer[-1][1] - layer[0][1]) for layer in layers) if layers else None
 
 
 def trajectories(record: Record) -> list[list[tuple[float, float]]]:
@@ -152,7 +151,7 @@ def trajectories(record: Record) -> list[list[tuple[float, float]]]:
 
     One list for each layer.
     """
-    queries, keys = (table.names_of(record, role) for role in ("query", "key"))
+    queries, keys = (readings.names_of(record, role) for role in ("query", "key"))
     return [
         [
             (math.log10(query * key), math.log10(query / key))
@@ -165,9 +164,9 @@ def trajectories(record: Record) -> list[list[tuple[float, float]]]:
 
 def _scale(weights: Mapping[str, Any], name: str) -> Number:
     """Return the rms of a matrix's row multipliers times that of its column multipliers."""
-    found = weights.get("multipliers", {}).get(name, {})
-    value = math.prod(map(rms_of_quantiles, found.values()))
-    return value if found and 0 < value < math.inf else None
+    multipliers = weights.get("multipliers", {}).get(name, {})
+    value = math.prod(map(rms_of_quantiles, multipliers.values()))
+    return value if multipliers and 0 < value < math.inf else None
 
 
 def rms_of_quantiles(values: Sequence[float]) -> float:
@@ -179,8 +178,8 @@ def rms_of_quantiles(values: Sequence[float]) -> float:
 
 def _residual(record: Record, *, part: float) -> Number:
     """Return log10 of the residual stream's rms after a part of the steps of a run."""
-    found = residual_stream(record)
-    seen = [value for step, value in found.items() if step <= part * max(found)]
+    stream = residual_stream(record)
+    seen = [value for step, value in stream.items() if step <= part * max(stream)]
     return seen[-1] if seen else None
 
 
@@ -188,46 +187,45 @@ def residual_stream(record: Record) -> dict[float, float]:
     """Return log10 of the rms of the residual stream after each layer, mean of these, by step."""
 
     def after_layers(signals: Mapping[str, Any]) -> Number:
-        rms = table.geometric_mean(signals.get("activations", {}).get("residual", [])[1:])
+        rms = readings.geometric_mean(signals.get("activations", {}).get("residual", [])[1:])
         return None if rms is None else math.log10(rms)
 
-    return table.over_steps(record.signals, after_layers)
+    return readings.over_steps(record.signals, after_layers)
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the paths of query and key multipliers, and the residual stream over the steps."""
+    plots: list[Plot] = []
     with drawing.canvas(
+        plots,
+        "Query and key multipliers",
+        "Path of each layer and seed from the start of the run to its end (dot). The paper "
+        "finds paths that go up without decay, at a constant product, and short ones with a "
+        "light decay.",
         x="log10(query x key): product of the multipliers",
         y="log10(query / key): ratio of the multipliers",
         height=320,
-    ) as (paths, axes):
+    ) as axes:
         for index, (arm, name) in enumerate(_LEGEND.items()):
             colour, _ = style.run_look(index)
             label: str | None = name
-            for one in table.select(records, arm=arm):
+            for one in readings.select(records, arm=arm):
                 for layer in filter(None, trajectories(one.record)):
                     points = list(zip(*layer, strict=True))
                     axes.plot(*points, color=colour, linewidth=1, alpha=0.6, label=label)
                     axes.plot(*layer[-1], "o", color=colour, markersize=4)
                     label = None
-    with drawing.canvas(x="step", y="log10 of the residual stream's rms") as (stream, axes):
+    with drawing.canvas(
+        plots,
+        "Growth of the residual stream",
+        "Mean over the layers of log10 of the rms after each. The paper finds growth without "
+        "an end without decay, and none with a light decay.",
+        x="step",
+        y="log10 of the residual stream's rms",
+    ) as axes:
         curves = {
-            name: [residual_stream(one.record) for one in table.select(records, arm=arm)]
+            name: [residual_stream(one.record) for one in readings.select(records, arm=arm)]
             for arm, name in _LEGEND.items()
         }
         drawing.curves(axes, curves)
-    return [
-        Plot(
-            "Query and key multipliers",
-            "Path of each layer and seed from the start of the run to its end (dot). The paper "
-            "finds paths that go up without decay, at a constant product, and short ones with a "
-            "light decay.",
-            paths,
-        ),
-        Plot(
-            "Growth of the residual stream",
-            "Mean over the layers of log10 of the rms after each. The paper finds growth without "
-            "an end without decay, and none with a light decay.",
-            stream,
-        ),
-    ]
+    return plots

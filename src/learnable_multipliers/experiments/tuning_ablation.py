@@ -14,15 +14,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
-from learnable_multipliers.experiments.presets import SEEDS, base, with_optimizer, with_signals
+from learnable_multipliers.experiments.drawing import Plot
+from learnable_multipliers.experiments.presets import (
+    NAMES,
+    OPTIMIZERS,
+    SEEDS,
+    base,
+    with_optimizer,
+    with_signals,
+)
 from learnable_multipliers.experiments.record import Labelled, Record, labelled
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.presets import with_falcon_h1_multipliers
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 
 TITLE = "Tuned factors against learned ones"
 FIGURE = "Fig. 7, left"
@@ -41,11 +48,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 Factors = Mapping[str, Mapping[str, float]]
 """{"lr": {group: factor}, "wd": {group: factor}}."""
 
-Optimizer = Literal["adamw", "muon"]
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 Tuning = Literal["NONE", "LR", "LRWD", "FULL"]
 TUNINGS: tuple[Tuning, ...] = ("NONE", "LR", "LRWD", "FULL")
-_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 _SWEPT = {"lr": "learning rate", "wd": "weight decay"}
 _STEPS = (0.5, 2.0)
 _NOTHING: Mapping[str, float] = {}
@@ -53,7 +57,7 @@ _NOISE = 0.003
 """What a factor must gain over 1 in the sweep, in nats: about the spread between seeds."""
 
 
-def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
+def _tests(optimizer: OptimizerKind) -> tuple[Test, ...]:
     """Return the tests of one optimizer; all statistics are in nats.
 
     The paper's losses lie in three tiers on an axis of 0.025, about 0.006 apart, and its gap
@@ -61,7 +65,7 @@ def _tests(optimizer: Optimizer) -> tuple[Test, ...]:
     the gap a quarter, as it is the smallest of four, which noise makes smaller. The same amount on
     the other side contradicts; for what should make no difference, a whole tier does.
     """
-    name = _NAMES[optimizer]
+    name = NAMES[optimizer]
     return (
         Test(
             name=f"C13.{optimizer}.improves",
@@ -119,7 +123,7 @@ def runs(preset: Preset) -> list[Run]:
 
 
 def follow_up(
-    preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return the runs with factors, once the sweep has chosen them; it needs all of its runs."""
     known = labelled(runs(preset), records)
@@ -163,7 +167,7 @@ def _sweep(preset: Preset) -> list[Run]:
     return with_seeds(arms, SEEDS[preset][:1])
 
 
-def _base(preset: Preset, optimizer: Optimizer, arm: str) -> TrainConfig:
+def _base(preset: Preset, optimizer: OptimizerKind, arm: str) -> TrainConfig:
     """Return a hybrid without any factor, and for one arm with multipliers."""
     config = base(preset, "hybrid")
     model = replace(config.model, **dict.fromkeys(config.model.mup_factors, 1.0))
@@ -198,21 +202,21 @@ def _by_role(factors: Mapping[str, float]) -> dict[str, float]:
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the tiers of the tunings, by optimizer."""
-    found: dict[str, BySeed] = {}
+    by_test: dict[str, BySeed] = {}
     for optimizer in OPTIMIZERS:
         arms = [
-            table.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
+            readings.by_seed(records, tuning=tuning, arm=arm, optimizer=optimizer)
             for arm in ("plain", "vector")
             for tuning in TUNINGS
         ]
         for name in ("improves", "worst", "best", "enough"):
-            found[f"C13.{optimizer}.{name}"] = table.paired(partial(_statistic, name), *arms)
-    return found
+            by_test[f"C13.{optimizer}.{name}"] = readings.paired(partial(_statistic, name), *arms)
+    return by_test
 
 
 def _statistic(name: str, *records: Record) -> float:
     """Return a statistic of the eight arms: plain ones, then those with multipliers."""
-    losses = [table.loss(record) for record in records]
+    losses = [readings.loss(record) for record in records]
     plain, vector = losses[: len(TUNINGS)], losses[len(TUNINGS) :]
     second = statistics.fmean([vector[0], *plain[1:]])
     if name == "improves":
@@ -229,53 +233,53 @@ def winners(records: Sequence[Labelled]) -> dict[str, dict[str, float]]:
 
     A factor is chosen if it beats 1 by more than the noise between seeds.
     """
-    found: dict[str, dict[str, float]] = {}
+    chosen: dict[str, dict[str, float]] = {}
     for what in _SWEPT:
         changes = _changes(records, what)
         best = {group: min(factors, key=lambda f: factors[f]) for group, factors in changes.items()}
-        found[what] = {
+        chosen[what] = {
             group: factor for group, factor in best.items() if changes[group][factor] < -_NOISE
         }
-    return found
+    return chosen
 
 
 def _changes(records: Sequence[Labelled], what: str) -> dict[str, dict[float, float]]:
     """Return group -> factor -> loss minus that of the run without the factor."""
-    found: dict[str, dict[float, float]] = {}
-    plain = table.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
-    for one in table.select(records, arm="sweep", what=what):
+    changes: dict[str, dict[float, float]] = {}
+    plain = readings.by_seed(records, tuning="NONE", arm="plain", optimizer="adamw")
+    for one in readings.select(records, arm="sweep", what=what):
         if (without := plain.get(int(one.labels["seed"]))) is not None:
-            change = table.loss(one.record) - table.loss(without)
+            change = readings.loss(one.record) - readings.loss(without)
             group, factor = str(one.labels["group"]), float(one.labels["factor"])
-            found.setdefault(group, {})[factor] = change
-    return {group: found[group] for group in GROUPS if group in found}
+            changes.setdefault(group, {})[factor] = change
+    return {group: changes[group] for group in GROUPS if group in changes}
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the loss of every tuning, and what each factor of the sweep changed."""
     losses = {
-        _NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
+        NAMES[optimizer] + " with multipliers" * (arm == "vector"): {
             tuning: [
-                table.loss(one.record)
-                for one in table.select(records, tuning=tuning, arm=arm, optimizer=optimizer)
+                readings.loss(one.record)
+                for one in readings.select(records, tuning=tuning, arm=arm, optimizer=optimizer)
             ]
             for tuning in TUNINGS
-            if table.select(records, tuning=tuning)
+            if readings.select(records, tuning=tuning)
         }
         for optimizer in OPTIMIZERS
         for arm in ("plain", "vector")
     }
-    with drawing.canvas(x="what is tuned", y="held-out loss at the end (nats)") as (figure, axes):
+    plots: list[Plot] = []
+    with drawing.canvas(
+        plots,
+        "Loss by tuning",
+        "FULL has Falcon-H1's factors on the forward pass, where multipliers start. The paper "
+        "sees three tiers: NONE without multipliers; NONE with them and the others without; "
+        "the others with them.",
+        x="what is tuned",
+        y="held-out loss at the end (nats)",
+    ) as axes:
         drawing.categories(axes, losses)
-    drawn = [
-        Plot(
-            "Loss by tuning",
-            "FULL has Falcon-H1's factors on the forward pass, where multipliers start. The paper "
-            "sees three tiers: NONE without multipliers; NONE with them and the others without; "
-            "the others with them.",
-            figure,
-        )
-    ]
     chosen = winners(records)
     for what, words in _SWEPT.items():
         changes = _changes(records, what)
@@ -287,19 +291,15 @@ def plot(records: Sequence[Labelled]) -> list[Plot]:
             }
             for step in _STEPS
         }
-        with drawing.canvas(x=f"whose {words}", y="loss minus that at factor 1 (nats)") as (
-            figure,
-            axes,
-        ):
+        factors = ", ".join(f"{group} x {factor:g}" for group, factor in chosen[what].items())
+        with drawing.canvas(
+            plots,
+            f"Sweep of the {words}",
+            "One group of matrices at a time, without multipliers, one seed. Chosen: "
+            f"{factors or 'none'}.",
+            x=f"whose {words}",
+            y="loss minus that at factor 1 (nats)",
+        ) as axes:
             drawing.categories(axes, arms)
             drawing.level(axes, -_NOISE, "chosen if below")
-        factors = ", ".join(f"{group} x {factor:g}" for group, factor in chosen[what].items())
-        drawn.append(
-            Plot(
-                f"Sweep of the {words}",
-                "One group of matrices at a time, without multipliers, one seed. Chosen: "
-                f"{factors or 'none'}.",
-                figure,
-            )
-        )
-    return drawn
+    return plots

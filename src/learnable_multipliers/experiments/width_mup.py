@@ -13,10 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import drawing, readings
 from learnable_multipliers.experiments.claim import BySeed, Claim, Test
-from learnable_multipliers.experiments.plot import Plot
+from learnable_multipliers.experiments.drawing import Plot
 from learnable_multipliers.experiments.presets import (
     SEEDS,
     Family,
@@ -24,9 +23,9 @@ from learnable_multipliers.experiments.presets import (
     with_scalars,
     with_signals,
 )
+from learnable_multipliers.experiments.readings import Number
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run, with_seeds
-from learnable_multipliers.experiments.table import Number
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.report import style
@@ -215,15 +214,15 @@ def at_width(model: ModelConfig, width: int, head_dim: int, ssm_head_dim: int) -
 
 def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
     """Return the exponents of every test, by seed."""
-    records = table.finished(records)
+    records = readings.finished(records)
     # The paper's own runs are hybrids alone.
-    family = "llama" if table.select(records, family="llama") else "hybrid"
-    of_llama = partial(_exponents, table.select(records, family=family))
-    of_hybrid = partial(_exponents, table.select(records, family="hybrid"))
+    family = "llama" if readings.select(records, family="llama") else "hybrid"
+    of_llama = partial(_exponents, readings.select(records, family=family))
+    of_hybrid = partial(_exponents, readings.select(records, family="hybrid"))
     families = {"SSM": of_hybrid}
     raw = [families.get(block, of_llama)(partial(raw_rms, block=block)) for block in _LINEAR]
     return {
-        "C10.raw": table.paired(lambda *found: max(map(abs, found)), *raw),
+        "C10.raw": readings.paired(lambda *exponents: max(map(abs, exponents)), *raw),
         "C10.logits": _sizes(of_llama(partial(activation, what="logits"))),
         "C10.qk": _sizes(of_llama(partial(activation, what="query x key"))),
         "C10.dt": _sizes(of_hybrid(partial(activation, what="dt"))),
@@ -240,18 +239,18 @@ def _exponents(
     records: Sequence[Labelled], quantity: Callable[[Record], Number]
 ) -> dict[int, float]:
     """Return slopes of log(quantity) over log(width), of seeds with all widths of a preset."""
-    found = {}
-    for seed in table.distinct(records, "seed"):
+    by_seed = {}
+    for seed in readings.distinct(records, "seed"):
         points = {
             width: values[0]
-            for width, values in table.sweep(records, "width", quantity, seed=seed).items()
+            for width, values in readings.sweep(records, "width", quantity, seed=seed).items()
             if values[0] > 0
         }
         if any(set(widths) == set(points) for widths in WIDTHS.values()):
-            slopes = table.exponents([[width] for width in points], list(points.values()))
+            slopes = readings.exponents([[width] for width in points], list(points.values()))
             if slopes is not None:
-                found[int(seed)] = slopes[0]
-    return found
+                by_seed[int(seed)] = slopes[0]
+    return by_seed
 
 
 def _sizes(by_seed: BySeed) -> BySeed:
@@ -260,88 +259,91 @@ def _sizes(by_seed: BySeed) -> BySeed:
 
 def raw_rms(record: Record, block: str) -> Number:
     """Return the rms of the raw matrices of a block."""
-    return table.role_rms(record, *_BLOCKS[block])
+    return readings.role_rms(record, *_BLOCKS[block])
 
 
 def scalar(record: Record, what: str) -> Number:
     """Return the multiplier on an activation: for query x key the product of both."""
-    means = [table.geometric_mean(table.layer_scalars(record, r) or []) for r in _SCALARS[what]]
-    mean = table.geometric_mean(means)
+    means = [
+        readings.geometric_mean(readings.layer_scalars(record, r) or []) for r in _SCALARS[what]
+    ]
+    mean = readings.geometric_mean(means)
     return None if mean is None else mean ** len(means)
 
 
 def activation(record: Record, what: str) -> Number:
     """Return the rms of an activation."""
-    return table.activation(record, _ACTIVATIONS[what])
+    return readings.activation(record, _ACTIVATIONS[what])
 
 
 def alignment(record: Record, what: str) -> Number:
     """Return the alignment of the matrices behind an activation and their input."""
-    return table.geometric_mean(
-        table.activation(record, role, group="alignment") for role in _SCALARS[what]
+    return readings.geometric_mean(
+        readings.activation(record, role, group="alignment") for role in _SCALARS[what]
     )
 
 
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw norms, activations, multipliers and alignment over width, for each family."""
-    records = table.finished(records)
-    return [
-        drawn
-        for family in ("llama", "hybrid")
-        if (of_family := table.select(records, family=family))
-        for drawn in _plots(of_family, family)
-    ]
+    records = readings.finished(records)
+    plots: list[Plot] = []
+    for family in ("llama", "hybrid"):
+        if of_family := readings.select(records, family=family):
+            _draw_family(plots, of_family, family)
+    return plots
 
 
-def _plots(records: Sequence[Labelled], family: str) -> list[Plot]:
+def _draw_family(plots: list[Plot], records: Sequence[Labelled], family: str) -> None:
     x = f"width of the {family}"
-    with drawing.canvas(x=x, y="rms of raw matrices") as (norms, axes):
+    with drawing.canvas(
+        plots,
+        f"Matrix norms, {family}",
+        "Raw weights, geometric mean over layers and the matrices of a block. The paper sees "
+        "almost no dependence on width, with slight growth at the narrowest.",
+        x=x,
+        y="rms of raw matrices",
+    ) as axes:
         drawing.scan(axes, _over_width(records, raw_rms, _BLOCKS), log_y=True)
-    with drawing.canvas(x=x, y="rms of activations") as (activations, axes):
+    with drawing.canvas(
+        plots,
+        f"Activations, {family}",
+        "Geometric mean over layers. The paper sees constant logits, query times key and dt; "
+        "embedding and block outputs may grow together, because the residual stream is "
+        "normalized.",
+        x=x,
+        y="rms of activations",
+    ) as axes:
         drawing.scan(axes, _over_width(records, activation, _ACTIVATIONS), log_y=True)
-    with drawing.canvas(x=x, y="scalar multipliers, with exponents") as (scalars, axes):
+    with drawing.canvas(
+        plots,
+        f"Multipliers, {family}",
+        "Learned scalars, each seed a point. Dotted: muP's 1/width for head and dt, 1/width^2 "
+        "for query times key. The paper sees them fall only slightly slower.",
+        x=x,
+        y="scalar multipliers, with exponents",
+    ) as axes:
         arms = _over_width(records, scalar, _SCALARS)
         drawing.power_laws(axes, _points(arms))
         for name, points in arms.items():
             _guide(axes, points, MUP[name])
-    with drawing.canvas(x=x, y="alignment of input and weight, with exponents") as (aligned, axes):
+    with drawing.canvas(
+        plots,
+        f"Alignment, {family}",
+        "|W x| / (width |W| |x|) on held-out text: constant in muP, 1/sqrt(width) for weights "
+        "that are random to their input (dotted). The paper infers that it falls slowly.",
+        x=x,
+        y="alignment of input and weight, with exponents",
+    ) as axes:
         arms = _over_width(records, alignment, _SCALARS)
         drawing.power_laws(axes, _points(arms))
         _guide(axes, next(iter(arms.values()), {}), -0.5)
-    return [
-        Plot(
-            f"Matrix norms, {family}",
-            "Raw weights, geometric mean over layers and the matrices of a block. The paper sees "
-            "almost no dependence on width, with slight growth at the narrowest.",
-            norms,
-        ),
-        Plot(
-            f"Activations, {family}",
-            "Geometric mean over layers. The paper sees constant logits, query times key and dt; "
-            "embedding and block outputs may grow together, because the residual stream is "
-            "normalized.",
-            activations,
-        ),
-        Plot(
-            f"Multipliers, {family}",
-            "Learned scalars, each seed a point. Dotted: muP's 1/width for head and dt, 1/width^2 "
-            "for query times key. The paper sees them fall only slightly slower.",
-            scalars,
-        ),
-        Plot(
-            f"Alignment, {family}",
-            "|W x| / (width |W| |x|) on held-out text: constant in muP, 1/sqrt(width) for weights "
-            "that are random to their input (dotted). The paper infers that it falls slowly.",
-            aligned,
-        ),
-    ]
 
 
 def _over_width(
     records: Sequence[Labelled], quantity: Callable[[Record, str], Number], names: Iterable[str]
 ) -> dict[str, dict[float, list[float]]]:
     """Return a quantity by name and width, of each seed; names that no run has are left out."""
-    arms = {n: table.sweep(records, "width", lambda r, n=n: quantity(r, n)) for n in names}
+    arms = {n: readings.sweep(records, "width", lambda r, n=n: quantity(r, n)) for n in names}
     return {name: points for name, points in arms.items() if points}
 
 
@@ -351,7 +353,7 @@ def _points(arms: Mapping[str, Mapping[float, Sequence[float]]]) -> dict[str, li
 
 def _guide(axes: Axes, points: Mapping[float, Sequence[float]], exponent: float) -> None:
     """Draw a power law of a given exponent through the narrowest models."""
-    start = table.geometric_mean(points.get(min(points, default=0.0), ()))
+    start = readings.geometric_mean(points.get(min(points, default=0.0), ()))
     if start is not None:
         ends = [min(points), max(points)]
         line = [start * (x / ends[0]) ** exponent for x in ends]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learnable_multipliers.experiments import plot as drawing
-from learnable_multipliers.experiments import table, width_mup
-from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.plot import Curve, Plot
+from learnable_multipliers.experiments import drawing, readings, width_mup
+from learnable_multipliers.experiments.claim import Claim
+from learnable_multipliers.experiments.drawing import Plot
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Preset, Run
 
@@ -41,31 +41,27 @@ def runs(preset: Preset) -> list[Run]:
     return width_mup.runs(preset)
 
 
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim rests on this figure alone."""
-    return {}
-
-
 def plot(records: Sequence[Labelled]) -> list[Plot]:
     """Draw the norm of each output over steps, for each family and width."""
-    drawn = []
+    plots: list[Plot] = []
     for family in ("llama", "hybrid"):
-        of_family = table.select(records, family=family)
+        of_family = readings.select(records, family=family)
         for name, (title, caption) in _OUTPUTS.items() if of_family else ():
             arms = {
                 f"width {width:g}": [
-                    _curve(one.record, name) for one in table.select(of_family, width=width)
+                    _curve(one.record, name) for one in readings.select(of_family, width=width)
                 ]
-                for width in table.distinct(of_family, "width")
+                for width in readings.distinct(of_family, "width")
             }
-            with drawing.canvas(x="step", y=f"rms of the {title}") as (figure, axes):
+            heading = f"{title[0].upper()}{title[1:]}, {family}"
+            y = f"rms of the {title}"
+            with drawing.canvas(plots, heading, caption, x="step", y=y) as axes:
                 drawing.curves(axes, arms)
                 drawing.log_limits(axes, "y")
-            drawn.append(Plot(f"{title[0].upper()}{title[1:]}, {family}", caption, figure))
-    return drawn
+    return plots
 
 
 def _curve(record: Record, name: str) -> Curve:
-    return table.over_steps(
-        record.signals, lambda signals: table.activation(record, name, signals=signals)
+    return readings.over_steps(
+        record.signals, lambda signals: readings.activation(record, name, signals=signals)
     )

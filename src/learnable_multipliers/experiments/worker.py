@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from learnable_multipliers.experiments.benchmarks import requests_of, scores
 from learnable_multipliers.experiments.record import Record, summarize
 from learnable_multipliers.experiments.run import Run
+from learnable_multipliers.experiments.scores import requests_of, scores
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.trainer.run_folder import commit
 from learnable_multipliers.pretrain.trainer.spikes import DivergenceError
@@ -36,12 +36,12 @@ class Job:
     """A run to train, with its data and device filled in."""
 
     experiment: str
-    """The first one that asked for it; its file gets the record."""
+    """The first one with this run; its file gets the record."""
     run: Run
     ledger: dict[str, str]
     """Claim -> hash of its definition."""
     requests: Path | None = None
-    """Requests of benchmarks that the trained model is asked."""
+    """Benchmark requests for the trained model."""
 
     @property
     def compiled(self) -> tuple[object, ...]:
@@ -110,8 +110,8 @@ def train(job: Job, folder: Path) -> Record:
     try:
         with closing(Trainer(config)) as trainer:
             outcome = _outcome(trainer)
-            asked = requests_of(job.requests) if job.requests is not None else None
-            scored = scores(trainer, asked) if asked and outcome == "finished" else {}
+            requests = requests_of(job.requests) if job.requests is not None else None
+            scored = scores(trainer, requests) if requests and outcome == "finished" else {}
         return summarize(
             folder,
             job.run.config,

@@ -11,6 +11,7 @@ from learnable_multipliers.optim._group_checks import SMALLEST_EPS
 from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.roles import check_role
 
+OptimizerKind = Literal["adamw", "muon"]
 Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
 _LARGEST = 1e15
@@ -23,7 +24,7 @@ _ONLY: dict[Variant, str] = {"adamc": "adamw", "normuon": "muon", "muown": "muon
 class OptimizerConfig:
     """How weights and multipliers are trained."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: OptimizerKind = "adamw"
     """Optimizer of the hidden matrices. All other parameters and the multipliers use AdamW."""
     variant: Variant = "none"
     """Rival optimizer variant, for comparison (docs/rivals.md): cautious, hyperball, sphere (AdamW

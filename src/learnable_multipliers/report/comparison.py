@@ -28,14 +28,14 @@ def both_evaluated(run: Run, baseline: Run) -> list[tuple[float, float, float]]:
         return []
     theirs = dict(zip(*baseline.series("eval", "loss"), strict=True))
     own = zip(*run.series("eval", "loss"), strict=True)
-    found = [(tokens, loss, theirs.get(tokens, math.nan)) for tokens, loss in own]
-    return [(tokens, loss, base) for tokens, loss, base in found if math.isfinite(loss - base)]
+    points = [(tokens, loss, theirs.get(tokens, math.nan)) for tokens, loss in own]
+    return [(tokens, loss, base) for tokens, loss, base in points if math.isfinite(loss - base)]
 
 
 def read_other_data(run: Run, other: Run) -> bool:
     """Return whether two runs are known to have read different data; older ones do not say."""
-    found = {each.environment.get("data") for each in (run, other)} - {None}
-    return len(found) > 1
+    fingerprints = {each.environment.get("data") for each in (run, other)} - {None}
+    return len(fingerprints) > 1
 
 
 def final_losses(runs: Sequence[Run]) -> list[float]:
@@ -62,8 +62,8 @@ def rms_ratios(run: Run) -> list[float]:
 
 def positive(record: Record, key: str) -> dict[str, float]:
     """Return parameter name -> rms, measured or predicted, where a log axis can show it."""
-    found = {name: number(value) for name, value in record.get(key, {}).items()}
-    return {name: value for name, value in found.items() if 0 < value < math.inf}
+    values = {name: number(value) for name, value in record.get(key, {}).items()}
+    return {name: value for name, value in values.items() if 0 < value < math.inf}
 
 
 def role_of(record: Record, name: str) -> str:
@@ -75,7 +75,7 @@ def role_of(record: Record, name: str) -> str:
 
 def multiplier_quantiles(record: Record) -> list[tuple[str, str, list[float]]]:
     """Return (role, "row" | "col" | "scalar", quantiles) of all multipliers of a record."""
-    found: list[tuple[str, str, list[float]]] = []
+    rows: list[tuple[str, str, list[float]]] = []
     for name, axes in record.get("multipliers", {}).items():
         for axis, quantiles in axes.items():
             values = [number(value) for value in quantiles]
@@ -85,8 +85,8 @@ def multiplier_quantiles(record: Record) -> list[tuple[str, str, list[float]]]:
                     f"got {len(values)} of {axis!r}"
                 )
             if all(map(math.isfinite, values)):
-                found.append((role_of(record, name), axis, values))
-    return found
+                rows.append((role_of(record, name), axis, values))
+    return rows
 
 
 def pool_quantiles(matrices: Sequence[Sequence[float]]) -> list[float]:
@@ -98,9 +98,9 @@ def pool_quantiles(matrices: Sequence[Sequence[float]]) -> list[float]:
 def drifting(run: Run) -> list[str]:
     """Return the symmetries of a run in words, those it has drifted along most first."""
     last = run.last("health")
-    found = [key for key in last if key.startswith("drift/") and key != "drift/largest"]
-    found.sort(key=lambda key: -number(last[key]))
-    return [key.removeprefix("drift/") for key in found]
+    symmetries = [key for key in last if key.startswith("drift/") and key != "drift/largest"]
+    symmetries.sort(key=lambda key: -number(last[key]))
+    return [key.removeprefix("drift/") for key in symmetries]
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -18,8 +18,8 @@ import jinja2
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers._formats import count, duration
 from learnable_multipliers.report import comparison, plots, style
-from learnable_multipliers.report.benchmarks import benchmark_rows
 from learnable_multipliers.report.records import Run, number
+from learnable_multipliers.report.scores import benchmark_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

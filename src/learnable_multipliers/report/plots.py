@@ -343,8 +343,8 @@ def _fit(axes: Axes, margin: float = 0.06, also: Sequence[float] = ()) -> None:
 
 def _of_role(record: Record, role: str, key: str) -> float:
     """Return an rms of a role: the geometric mean over its matrices, nan where there is none."""
-    found = [rms for name, rms in positive(record, key).items() if role_of(record, name) == role]
-    return geometric_mean(found) if found else math.nan
+    sizes = [rms for name, rms in positive(record, key).items() if role_of(record, name) == role]
+    return geometric_mean(sizes) if sizes else math.nan
 
 
 def _rank(role: str) -> tuple[int, str]:
@@ -360,6 +360,6 @@ def _look(role: str) -> tuple[str, str]:
 
 def _series(run: Run, key: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the steps at which a number was recorded, and the number."""
-    found = zip(*run.series("health", key, by="step"), strict=True)
-    pairs = [(step, value) for step, value in found if math.isfinite(value)]
+    points = zip(*run.series("health", key, by="step"), strict=True)
+    pairs = [(step, value) for step, value in points if math.isfinite(value)]
     return few_points([step for step, _ in pairs], [value for _, value in pairs])

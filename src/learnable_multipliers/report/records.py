@@ -71,8 +71,8 @@ class Run:
     def setting(self, key: str, default: Any = None) -> Any:
         """Return `key` of the config: the top level first, then the optimizer, then any section."""
         sections = [self.config, self.config.get("optimizer"), *self.config.values()]
-        found = (part[key] for part in sections if isinstance(part, Mapping) and key in part)
-        return next(found, default)
+        values = (part[key] for part in sections if isinstance(part, Mapping) and key in part)
+        return next(values, default)
 
     def of(self, kind: str) -> tuple[Record, ...]:
         """Return the records of one kind, by step."""
@@ -151,6 +151,6 @@ def _record(line: bytes, where: str) -> Record:
 
 def _by_step(by_kind: dict[str, dict[Any, Record]]) -> dict[str, tuple[Record, ...]]:
     return {
-        kind: tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
-        for kind, found in by_kind.items()
+        kind: tuple(by_key[key] for key in sorted(by_key, key=lambda key: key[0]))
+        for kind, by_key in by_kind.items()
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from learnable_multipliers.pretrain.distributed import Axes
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.scaling.cluster import (
     Cluster,
     bytes_sent,
@@ -101,7 +101,7 @@ def forecast(
     weights: Sequence[Weight],
     axes: Axes,
     *,
-    optimizer: Literal["adamw", "muon"],
+    optimizer: OptimizerKind,
     batch: Batch,
     cluster: Cluster,
     config: ModelConfig | None,

@@ -31,7 +31,7 @@ def requests(ask, data, sets, place):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Let the catalogue hold one experiment, which scores the first of its runs."""
+    """A catalogue of one experiment, which scores the first of its runs."""
     first, *others = small_experiment.runs("cpu")
     monkeypatch.setattr(catalogue, "MODULES", {"small": "small_experiment"})
     monkeypatch.setattr(catalogue, "BEYOND", {})
@@ -60,27 +60,29 @@ def test_a_run_has_the_scores_of_its_last_checkpoint(ask, data, sets, requests, 
     assert record.loss == train(replace(jobs[0], requests=None), tmp_path / "run").loss
 
 
-def test_requests_that_do_not_fit_are_refused_before_a_run(ask, data, sets, requests, small, place):
+def test_requests_that_do_not_fit_are_rejected_before_a_run(
+    ask, data, sets, requests, small, place
+):
     words = ("experiment", "small", "--data", data, "--requests")
     other = ("--eval-data", sets, "--tasks", "piqa", "--requests-only", "piqa.jsonl")
     assert ask("evaluate", data, *other)[0] == 0
-    code, _, told = ask(*words, "piqa.jsonl")
+    code, _, complaints = ask(*words, "piqa.jsonl")
     assert code == 1
-    assert "piqa.jsonl holds no requests of lambada, blimp: make it with lrm evaluate" in told
+    assert "piqa.jsonl holds no requests of lambada, blimp: make it with lrm evaluate" in complaints
     lines = requests.read_text().splitlines(keepends=True)
     at = lines[0].index('"tokenizer":"') + len('"tokenizer":"')
     lines[0] = lines[0][:at] + "0" * 64 + lines[0][at + 64 :]
     Path("other.jsonl").write_text("".join(lines))
-    code, _, told = ask(*words, "other.jsonl")
+    code, _, complaints = ask(*words, "other.jsonl")
     assert code == 1
-    assert "other.jsonl was made with another tokenizer than that of" in told
-    code, _, told = ask(*words, "none.jsonl")
+    assert "other.jsonl was made with another tokenizer than that of" in complaints
+    code, _, complaints = ask(*words, "none.jsonl")
     assert code == 1
-    assert "there is no file of requests none.jsonl" in told
+    assert "there is no file of requests none.jsonl" in complaints
     assert not list(Path("experiments").glob("*.jsonl"))
 
 
-def test_requests_other_than_those_of_earlier_records_are_refused(
+def test_requests_other_than_those_of_earlier_records_are_rejected(
     ask, data, sets, requests, small, monkeypatch, place
 ):
     words = ("experiment", "small", "--data", data, "--jobs", "1", "--requests")
@@ -100,26 +102,28 @@ def test_requests_other_than_those_of_earlier_records_are_refused(
         "few.jsonl",
     )
     assert ask("evaluate", data, *fewer)[0] == 0
-    code, _, told = ask(*words, "few.jsonl")
+    code, _, complaints = ask(*words, "few.jsonl")
     assert code == 1
-    assert "few.jsonl asks other questions of blimp, lambada, piqa than earlier records" in told
+    assert (
+        "few.jsonl asks other questions of blimp, lambada, piqa than earlier records" in complaints
+    )
     records = read_records(Path("experiments"))
     assert more.key not in records
     assert len(records) == 1 + len(others)
 
 
-def test_requests_are_refused_where_nothing_is_scored(ask, data, requests, place):
-    code, _, told = ask("experiment", "projector", "--data", data, "--requests", requests)
+def test_requests_are_rejected_where_nothing_is_scored(ask, data, requests, place):
+    code, _, complaints = ask("experiment", "projector", "--data", data, "--requests", requests)
     assert code == 1
-    assert "none of these experiments scores its runs on benchmarks" in told
-    assert "headline" in told
+    assert "none of these experiments scores its runs on benchmarks" in complaints
+    assert "headline" in complaints
 
 
 def test_the_headline_is_not_trained_without_requests(ask, data, place):
-    code, _, told = ask("experiment", "headline", "--preset", "gpu", "--data", data)
+    code, _, complaints = ask("experiment", "headline", "--preset", "gpu", "--data", data)
     assert code == 1
-    assert "are scored on benchmarks when they are trained, and at no other time" in told
-    assert f"lrm evaluate {data} --eval-data FOLDER --tasks lambada" in told
+    assert "are scored on benchmarks when they are trained, and at no other time" in complaints
+    assert f"lrm evaluate {data} --eval-data FOLDER --tasks lambada" in complaints
 
 
 def test_requests_made_from_data_are_those_of_a_run_on_them(ask, data, sets, requests, place):

@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from torch import nn
 
 import learnable_multipliers as lrm
-from learnable_multipliers.report.analysis import diagnosis, random_walk, save, symmetry_map
+from learnable_multipliers.report.figures import diagnosis, random_walk, save, symmetry_map
 from learnable_multipliers.report.style import COLOURS
 from runs import small_run, trained
 

@@ -1,10 +1,4 @@
-"""The headline: multipliers against a tuned baseline and the optimizers of other papers.
-
-The protocol is written down in docs/headline.md. Here it is as a program: every stage follows from
-the records of the stages before it, so the same command goes on until the comparison is complete.
-All tuning is at half the length, with one seed and by one rule (`search`); what is reported are
-runs of other seeds at full length, on text that tuning did not see.
-"""
+"""The stages of the headline, each from the records of those before it."""
 
 from __future__ import annotations
 
@@ -14,9 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from statistics import fmean
 
-from learnable_multipliers.experiments import headline_plots, headline_report, table
-from learnable_multipliers.experiments.claim import BySeed, Claim
-from learnable_multipliers.experiments.headline_arms import (
+from learnable_multipliers.experiments import readings
+from learnable_multipliers.experiments.headline.arms import (
     KINDS,
     LONGER,
     PLAIN,
@@ -28,7 +21,6 @@ from learnable_multipliers.experiments.headline_arms import (
     VARIED,
     VECTOR,
     Arm,
-    Kind,
     Settings,
     baseline_axes,
     combinable,
@@ -37,46 +29,35 @@ from learnable_multipliers.experiments.headline_arms import (
     num_trials,
     shape,
 )
-from learnable_multipliers.experiments.headline_gains import is_kept
-from learnable_multipliers.experiments.plot import Plot, Table
+from learnable_multipliers.experiments.headline.gains import is_kept
+from learnable_multipliers.experiments.headline.search import Point, Search, best
+from learnable_multipliers.experiments.headline.variations import VARIATIONS, varied
 from learnable_multipliers.experiments.presets import Family, with_optimizer
-from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.experiments.record import Record
 from learnable_multipliers.experiments.run import Preset, Run
-from learnable_multipliers.experiments.search import Point, Search, best
-from learnable_multipliers.experiments.variations import VARIATIONS, varied
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
-TITLE = "Against a tuned baseline and other papers"
-FIGURE = "not in the paper"
-CLAIMS: tuple[Claim, ...] = ()
-BENCHMARKS = ("lambada", "blimp", "arc_easy", "sciq", "piqa", "openbookqa", "winogrande")
-"""Those that small models can answer; reported runs are scored on them."""
-GPU_JOBS = 1
-"""Runs at a time: more gain nothing at this size, and times are compared."""
 VARIATION_SEEDS = (6, 7, 8)
 """Neither that of the tuning nor those of the report."""
-REPEATED: tuple[Family, Kind] = ("llama", "adamw")
+REPEATED: tuple[Family, OptimizerKind] = ("llama", "adamw")
 """The baseline whose two best trials are repeated: others start from it, and its seeds scatter."""
 REPEAT_SEEDS = (9, 10)
 _FOLLOWED = (PLAIN.name, VECTOR.name, VARIED.name)
 """Arms whose full-length runs are evaluated on the way and scored on benchmarks."""
 _EVALUATIONS = 12
-_Name = tuple[Family, Kind, str]
+_Name = tuple[Family, OptimizerKind, str]
 """Of an arm."""
 
 
-def runs(preset: Preset) -> list[Run]:
-    """Return nothing: even the first runs depend on records, of those that came before."""
-    return []
-
-
 def follow_up(
-    preset: Preset, records: Mapping[str, Record], failed: Container[str] = ()
+    preset: Preset, records: Mapping[str, Record], failed: Container[str] | None = ()
 ) -> list[Run]:
     """Return all runs up to where the records end, and those that come next.
 
     Args:
-        failed: Keys of runs that will have no record: their loss counts as infinite.
+        failed: Keys of runs that will have no record, None for all that have none: their loss
+            counts as infinite.
     """
     return [] if preset == "paper" else list(_Program(preset, records, failed).stages())
 
@@ -84,11 +65,13 @@ def follow_up(
 class _Program:
     """The stages of the protocol, each complete before the next."""
 
-    def __init__(self, preset: Preset, records: Mapping[str, Record], failed: Container[str]):
+    def __init__(
+        self, preset: Preset, records: Mapping[str, Record], failed: Container[str] | None
+    ):
         self._preset: Preset = preset
         self._records, self._failed = records, failed
         self._scale = SCALES[preset]
-        self._baselines: dict[tuple[Family, Kind], Settings] = {}
+        self._baselines: dict[tuple[Family, OptimizerKind], Settings] = {}
         """Settings that all arms of a model and an optimizer start from."""
         self._tuned: dict[_Name, Settings] = {}
         """Best settings of the arms whose tuning has ended."""
@@ -110,7 +93,7 @@ class _Program:
                 return
 
     def _in_order(self) -> Iterator[Iterator[Run]]:
-        """Yield the stages: each reads what those before it have found."""
+        """Yield the stages: each reads the results of those before it."""
         yield chain.from_iterable(self._baseline("llama", kind) for kind in KINDS)
         for kind in KINDS:
             yield self._compared("llama", kind, (SCALAR, VECTOR), self._scale.seeds)
@@ -129,15 +112,15 @@ class _Program:
 
     def _is_over(self, run: Run) -> bool:
         """Return whether a run has a record, or will have none."""
-        return run.key in self._records or run.key in self._failed
+        return self._failed is None or run.key in self._records or run.key in self._failed
 
     def _loss(self, run: Run) -> float:
         """Return the loss of a run; infinite if it failed."""
-        return table.loss(self._records[run.key]) if run.key in self._records else math.inf
+        return readings.loss(self._records[run.key]) if run.key in self._records else math.inf
 
     # -- stages --------------------------------------------------------------------------------
 
-    def _baseline(self, family: Family, kind: Kind) -> Iterator[Run]:
+    def _baseline(self, family: Family, kind: OptimizerKind) -> Iterator[Run]:
         """(a) Tune plain runs, with settings that the arms take over.
 
         What is tuned with the Llama alone the hybrid has from there.
@@ -155,7 +138,7 @@ class _Program:
                 yield from self._repeated(family, kind)
             self._baselines[family, kind] = self._tuned[name]
 
-    def _repeated(self, family: Family, kind: Kind) -> Iterator[Run]:
+    def _repeated(self, family: Family, kind: OptimizerKind) -> Iterator[Run]:
         """(a) Run a search's two best trials with more seeds, and take the better mean."""
         name: _Name = family, kind, PLAIN.name
         first = self._tuned[name], self._losses[name]
@@ -171,7 +154,7 @@ class _Program:
         self._tuned[name], self._losses[name] = pair[means.index(min(means))]
 
     def _compared(
-        self, family: Family, kind: Kind, arms: Sequence[Arm], seeds: Sequence[int]
+        self, family: Family, kind: OptimizerKind, arms: Sequence[Arm], seeds: Sequence[int]
     ) -> Iterator[Run]:
         """(b, c) Tune arms, then train them and the baseline with the seeds of the report.
 
@@ -194,12 +177,12 @@ class _Program:
         reference = {seed: self._variation(VECTOR, seed) for seed in VARIATION_SEEDS}
         yield from reference.values()
         gains: dict[str, list[float]] = {name: [] for name in VARIATIONS}
-        for name, found in gains.items():
+        for name, differences in gains.items():
             for seed, vector in reference.items():
                 run = self._variation(replace(VECTOR, name=name, variations=(name,)), seed)
                 yield run
-                found.append(self._gain(vector, run))
-                if not found[-1] > 0:
+                differences.append(self._gain(vector, run))
+                if not differences[-1] > 0:
                     break
         seeds = len(VARIATION_SEEDS)
         better = [name for name in gains if is_kept(gains[name], seeds)]
@@ -220,7 +203,7 @@ class _Program:
             self._losses["llama", kind, VARIED.name] = self._losses["llama", kind, VECTOR.name]
             yield from self._finals("llama", kind, (arm,), self._scale.seeds)
 
-    def _variation(self, arm: Arm, seed: int, kind: Kind = "muon") -> Run:
+    def _variation(self, arm: Arm, seed: int, kind: OptimizerKind = "muon") -> Run:
         values = self._tuned["llama", kind, VECTOR.name]
         return self._run("variation", "llama", kind, arm, values, seed, 0.5)
 
@@ -230,17 +213,17 @@ class _Program:
             return math.nan
         return self._loss(vector) - self._loss(run)
 
-    def _others(self, kind: Kind) -> Iterator[Run]:
+    def _others(self, kind: OptimizerKind) -> Iterator[Run]:
         """(d) The symmetry-aware placement and the rivals."""
         yield from self._tune("llama", kind, (SYMMETRY_AWARE, *RIVALS[kind]))
         if not self._missing:
             arms = (SYMMETRY_AWARE, *RIVALS[kind])
             yield from self._finals("llama", kind, arms, self._scale.secondary_seeds)
 
-    def _combined(self, kind: Kind) -> Iterator[Run]:
+    def _combined(self, kind: OptimizerKind) -> Iterator[Run]:
         """(d) Vector multipliers on top of the best rival that has none of its own.
 
-        Both start from what their own tuning has found.
+        Both start from the settings of their own tuning.
         """
         rival = self._best("llama", kind, combinable(kind))
         if not self._is_trainable("llama", kind, rival):
@@ -253,7 +236,7 @@ class _Program:
         if not self._missing:
             yield from self._finals("llama", kind, (arm,), self._scale.secondary_seeds)
 
-    def _shorter(self, kind: Kind) -> Iterator[Run]:
+    def _shorter(self, kind: OptimizerKind) -> Iterator[Run]:
         """The best multiplier arm at 0.8x and 0.9x: where does it reach plain's final loss?"""
         arm = self._best("llama", kind, (SCALAR, VECTOR))
         for part in SHORTER:
@@ -270,7 +253,7 @@ class _Program:
 
     # -- parts of stages -----------------------------------------------------------------------
 
-    def _tune(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Iterator[Run]:
+    def _tune(self, family: Family, kind: OptimizerKind, arms: Sequence[Arm]) -> Iterator[Run]:
         """Tune arms from the baseline, each for itself."""
         start = self._baselines[family, kind]
         for arm in arms:
@@ -278,11 +261,11 @@ class _Program:
             yield from self._search(family, kind, arm, search, start)
 
     def _search(
-        self, family: Family, kind: Kind, arm: Arm, search: Search, given: Settings
+        self, family: Family, kind: OptimizerKind, arm: Arm, search: Search, given: Settings
     ) -> Iterator[Run]:
         """Yield the trials of an arm; its best settings are known once there is no next one.
 
-        A trial that failed is as bad as one that diverged, and the search goes on.
+        A trial that failed is as bad as one that diverged, and the search continues.
         """
         losses: dict[Point, float] = {}
         while (point := search.next(losses)) is not None:
@@ -303,7 +286,7 @@ class _Program:
     def _finals(
         self,
         family: Family,
-        kind: Kind,
+        kind: OptimizerKind,
         arms: Sequence[Arm],
         seeds: Sequence[int],
         part: float = 1.0,
@@ -320,7 +303,7 @@ class _Program:
         self,
         stage: str,
         family: Family,
-        kind: Kind,
+        kind: OptimizerKind,
         arm: Arm,
         values: Settings,
         seed: int,
@@ -345,25 +328,10 @@ class _Program:
             scored=followed,
         )
 
-    def _is_trainable(self, family: Family, kind: Kind, arm: Arm) -> bool:
+    def _is_trainable(self, family: Family, kind: OptimizerKind, arm: Arm) -> bool:
         """Return whether a trial of an arm has ended with a finite loss."""
         return math.isfinite(self._losses[family, kind, arm.name])
 
-    def _best(self, family: Family, kind: Kind, arms: Sequence[Arm]) -> Arm:
+    def _best(self, family: Family, kind: OptimizerKind, arms: Sequence[Arm]) -> Arm:
         """Return the arm that tuning left with the lowest loss: no run of the report decides."""
         return min(arms, key=lambda arm: self._losses[family, kind, arm.name])
-
-
-def analyse(records: Sequence[Labelled]) -> dict[str, BySeed]:
-    """Return nothing: no claim of the paper rests on it."""
-    return {}
-
-
-def tables(records: Sequence[Labelled]) -> list[Table]:
-    """Return the comparison, benchmarks, lengths and sizes, variations, tuning and commands."""
-    return headline_report.tables(records)
-
-
-def plot(records: Sequence[Labelled]) -> list[Plot]:
-    """Draw loss over time, and gains on the way and of all arms."""
-    return headline_plots.plots(records)

@@ -81,10 +81,10 @@ def varied(config: TrainConfig, names: Iterable[str]) -> TrainConfig:
     schedule: Fields = {}
     by_role: dict[str, Fields] = {}
     for name in names:
-        found = VARIATIONS[name]
-        optimizer = {**found.optimizer(config.optimizer), **optimizer}
-        schedule = {**found.schedule, **schedule}
-        for role, fields in found.rules.items():
+        variation = VARIATIONS[name]
+        optimizer = {**variation.optimizer(config.optimizer), **optimizer}
+        schedule = {**variation.schedule, **schedule}
+        for role, fields in variation.rules.items():
             by_role[role] = {**fields, **by_role.get(role, {})}
     rules = tuple(
         " ".join([f". only={role}", *(f"{key}={value}" for key, value in fields.items())])

@@ -1,6 +1,6 @@
 """Coordinate descent on a grid: which settings to try next, given the losses so far.
 
-The next trial is a function of the trials before it, so a search that was stopped goes on where it
+The next trial is a function of the trials before it, so a search that was stopped resumes where it
 was, and every arm of a comparison is tuned by the same rule.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 Point = tuple[int, ...]
 """A place on the grid: steps from the start along each axis."""
 MIN_GAIN = 5e-4
-"""Nats by which a trial must be better to be gone on from: about what runs of Muon differ by when
+"""Nats by which a trial must be better to be continued from: about what runs of Muon differ by when
 they are repeated. Without it a search follows noise along one axis until its trials are used up."""
 
 
@@ -67,12 +67,12 @@ class Search:
 def best(losses: Mapping[Point, float]) -> Point:
     """Return the best point of trials in their order, each better than the one before it."""
     points = iter(losses)
-    found = next(points)
+    best_point = next(points)
     for point in points:
         # A diverged run is infinite or NaN.
-        if math.isfinite(losses[point]) and not losses[found] - MIN_GAIN <= losses[point]:
-            found = point
-    return found
+        if math.isfinite(losses[point]) and not losses[best_point] - MIN_GAIN <= losses[point]:
+            best_point = point
+    return best_point
 
 
 def neighbours(point: Point) -> list[Point]:

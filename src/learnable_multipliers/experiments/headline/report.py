@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS
 from learnable_multipliers.experiments.command import command_of
-from learnable_multipliers.experiments.headline_arms import (
+from learnable_multipliers.experiments.drawing import Table
+from learnable_multipliers.experiments.headline.arms import (
     COMBINATION,
     KINDS,
     LONGER,
@@ -22,7 +23,7 @@ from learnable_multipliers.experiments.headline_arms import (
     VECTOR,
     expected,
 )
-from learnable_multipliers.experiments.headline_gains import (
+from learnable_multipliers.experiments.headline.gains import (
     arms_of,
     finals,
     format_bounded,
@@ -37,11 +38,10 @@ from learnable_multipliers.experiments.headline_gains import (
     texts,
     verdict,
 )
-from learnable_multipliers.experiments.headline_verdicts import sentences
-from learnable_multipliers.experiments.plot import Table
+from learnable_multipliers.experiments.headline.search import MIN_GAIN, best
+from learnable_multipliers.experiments.headline.verdicts import sentences
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import in_words
-from learnable_multipliers.experiments.search import MIN_GAIN, best
 from learnable_multipliers.pretrain.config import RuntimeConfig
 
 _FEWEST = SCALES["gpu"].rival_trials
@@ -54,7 +54,7 @@ def tables(records: Sequence[Labelled]) -> list[Table]:
     """Return the comparison, benchmarks, other lengths and sizes, variations, tuning, commands."""
     if not records:
         return []
-    found = [
+    candidates = [
         _comparison(records),
         _benchmarks(
             records,
@@ -77,7 +77,7 @@ def tables(records: Sequence[Labelled]) -> list[Table]:
         _repeats(records),
         _commands(records),
     ]
-    return [each for each in found if each.rows]
+    return [each for each in candidates if each.rows]
 
 
 def _comparison(records: Sequence[Labelled]) -> Table:
@@ -87,15 +87,15 @@ def _comparison(records: Sequence[Labelled]) -> Table:
     reads = [loss_on(first), *(loss_on(name, "bits_per_byte") for name in others)]
     rows = []
     for labels in arms_of(runs, _expected_arms(runs)):
-        arm = table.by_seed(table.select(runs, **labels))
+        arm = readings.by_seed(readings.select(runs, **labels))
         row = [*named(labels), str(len(arm))]
         row.append(format_interval(reads[0](record) for record in arm.values()))
         for index, read in enumerate(reads):
-            found = list(gains(runs, read, labels).values())
+            values = list(gains(runs, read, labels).values())
             plain = labels["arm"] == PLAIN.name
-            row.append("" if plain else format_interval(found))
+            row.append("" if plain else format_interval(values))
             if index == 0:
-                row.append("" if plain and arm else verdict(found))
+                row.append("" if plain and arm else verdict(values))
                 over = gains(runs, read, labels, VECTOR.name).values()
                 ours = labels["arm"] in (PLAIN.name, VECTOR.name)
                 row.append("" if ours else format_interval(over))
@@ -135,14 +135,14 @@ def _benchmarks(records: Sequence[Labelled], metric: str, unit: float, caption: 
     tasks = list(dict.fromkeys(tasks))
     rows = []
     for labels in arms_of(runs):
-        arm = table.by_seed(table.select(runs, **labels))
-        plain = table.by_seed(table.select(runs, **{**labels, "arm": PLAIN.name}))
+        arm = readings.by_seed(readings.select(runs, **labels))
+        plain = readings.by_seed(readings.select(runs, **{**labels, "arm": PLAIN.name}))
         if labels["arm"] == PLAIN.name:
             read = [partial(_score, task=task, metric=metric, unit=abs(unit)) for task in tasks]
-            cells = [table.paired(each, plain) for each in read]
+            cells = [readings.paired(each, plain) for each in read]
         else:
             read = [partial(_higher, task=task, metric=metric, unit=unit) for task in tasks]
-            cells = [table.paired(each, arm, plain) for each in read]
+            cells = [readings.paired(each, arm, plain) for each in read]
         complete = set(arm).intersection(*cells)
         mean = {seed: fmean(cell[seed] for cell in cells) for seed in sorted(complete)}
         row = [format_interval(cell.values()) for cell in (mean, *cells)]
@@ -168,25 +168,27 @@ def _higher(ours: Record, theirs: Record, task: str, metric: str, unit: float) -
 
 def _longer(records: Sequence[Labelled]) -> Table:
     """Return the gains at other lengths and sizes at which there are plain runs too."""
-    runs = table.select(records, stage="final")
+    runs = readings.select(records, stage="final")
     read = reported_loss(runs)
     rows = []
     reported = ((LONGER, size) for size in (1, 2))
     for length, size in sorted(
         {*((o.labels["length"], o.labels["size"]) for o in runs), *reported}
     ):
-        chosen = table.select(runs, length=length, size=size)
+        chosen = readings.select(runs, length=length, size=size)
         is_planned = length == LONGER
-        if (length, size) == (1.0, 1) or not (is_planned or table.select(chosen, arm=PLAIN.name)):
+        if (length, size) == (1.0, 1) or not (
+            is_planned or readings.select(chosen, arm=PLAIN.name)
+        ):
             continue
         where = (f"{float(length):g}x", f"{float(size):g}x")
         for labels in arms_of(chosen, _expected_pairs(chosen) if is_planned else ()):
-            losses = [read(one.record) for one in table.select(chosen, **labels)]
-            found = list(gains(chosen, read, labels).values())
+            losses = [read(one.record) for one in readings.select(chosen, **labels)]
+            values = list(gains(chosen, read, labels).values())
             plain = labels["arm"] == PLAIN.name
             gain = (
-                "" if plain else format_interval(found),
-                "" if plain and losses else verdict(found),
+                "" if plain else format_interval(values),
+                "" if plain and losses else verdict(values),
             )
             row = (*where, str(len(losses)), format_interval(losses), *gain)
             rows.append((*named(labels), *row))
@@ -207,16 +209,16 @@ def _expected_pairs(runs: Sequence[Labelled]) -> list[tuple[str, str, str]]:
 
 def _shorter(records: Sequence[Labelled]) -> Table:
     """Return where arms that were run at several lengths reach plain's final loss."""
-    runs = table.select(records, stage="final", size=1)
+    runs = readings.select(records, stage="final", size=1)
     rows, there = [], set()
     for labels in arms_of(runs):
-        found = needed(runs, labels)
-        if found is None:
+        reach = needed(runs, labels)
+        if reach is None:
             continue
         there.add(labels["optimizer"])
-        losses = ", ".join(f"{x:g}x {loss:.4f}" for x, loss in found.losses.items())
-        needs = format_bounded(found.tokens), format_bounded(found.time)
-        rows.append((*named(labels), str(len(found.tokens)), losses, *needs))
+        losses = ", ".join(f"{x:g}x {loss:.4f}" for x, loss in reach.losses.items())
+        needs = format_bounded(reach.tokens), format_bounded(reach.time)
+        rows.append((*named(labels), str(len(reach.tokens)), losses, *needs))
     for kind in KINDS:
         if kind not in there:
             arm = {"family": "llama", "optimizer": kind, "arm": _EITHER}
@@ -233,14 +235,14 @@ def _shorter(records: Sequence[Labelled]) -> Table:
 
 def _variations(records: Sequence[Labelled]) -> Table:
     """Return what each change of the multipliers' training gains over vector as it was tuned."""
-    tried = table.select(records, stage="variation")
+    tried = readings.select(records, stage="variation")
     rows = []
     for labels in arms_of(tried):
         if labels["arm"] != VECTOR.name:
-            found = list(gains(tried, table.loss, labels, VECTOR.name).values())
+            values = list(gains(tried, readings.loss, labels, VECTOR.name).values())
             seeds = 1 if labels["arm"] == VARIED.name else MIN_SEEDS
-            says = _outcome(found, seeds)
-            rows.append((*named(labels)[1:], str(len(found)), format_interval(found), says))
+            says = _outcome(values, seeds)
+            rows.append((*named(labels)[1:], str(len(values)), format_interval(values), says))
     caption = (
         "Vector multipliers with one change, at half the length, on validation text, other seeds. "
         'A change that is worse with one seed is not tried with the next; "vector, varied" has all '
@@ -251,25 +253,25 @@ def _variations(records: Sequence[Labelled]) -> Table:
     return Table("Variations", caption, header, rows)
 
 
-def _outcome(found: Sequence[float], num_seeds: int) -> str:
+def _outcome(values: Sequence[float], num_seeds: int) -> str:
     """Return what becomes of a variation with these gains; nothing before its last seed."""
-    if is_kept(found, num_seeds):
+    if is_kept(values, num_seeds):
         return "kept"
-    return "worse with a seed" if found and not found[-1] > 0 else ""
+    return "worse with a seed" if values and not values[-1] > 0 else ""
 
 
 def _tuning(records: Sequence[Labelled]) -> Table:
-    trials = table.select(records, stage="tuning")
+    trials = readings.select(records, stage="tuning")
     planned = expected()
     rows = []
     for labels in arms_of(trials):
-        tried = table.select(trials, **labels)
-        winner = tried[best({(i,): table.loss(one.record) for i, one in enumerate(tried)})[0]]
+        tried = readings.select(trials, **labels)
+        winner = tried[best({(i,): readings.loss(one.record) for i, one in enumerate(tried)})[0]]
         key = key_of(labels)
         axes = planned[key if key in planned else (*key[:2], COMBINATION.name)]
         missed = ", ".join(name for name in axes if not _bracketed(name, winner, tried))
-        losses = [table.loss(one.record) for one in tried]
-        least = (f"{table.loss(winner.record):.4f}", f"{min(losses[:_FEWEST]):.4f}")
+        losses = [readings.loss(one.record) for one in tried]
+        least = (f"{readings.loss(winner.record):.4f}", f"{min(losses[:_FEWEST]):.4f}")
         rows.append((*named(labels), str(len(tried)), *least, _settings(winner, axes), missed))
     caption = (
         "At half the length, one seed, on validation text. A setting is bracketed if a higher and "
@@ -286,15 +288,15 @@ def _settings(one: Labelled, names: Iterable[str]) -> str:
 
 def _repeats(records: Sequence[Labelled]) -> Table:
     """Return the trials of a baseline that were run with more seeds."""
-    repeats = table.select(records, stage="repeat")
+    repeats = readings.select(records, stage="repeat")
     by_settings: dict[str, list[Labelled]] = {}
-    for one in (*table.select(records, stage="tuning", arm=PLAIN.name), *repeats):
+    for one in (*readings.select(records, stage="tuning", arm=PLAIN.name), *repeats):
         others = {k: v for k, v in one.labels.items() if k not in ("stage", "seed")}
         by_settings.setdefault(in_words(others), []).append(one)
     rows = []
     for runs in by_settings.values():
         if runs[-1].labels["stage"] == "repeat":
-            losses = [table.loss(one.record) for one in runs]
+            losses = [readings.loss(one.record) for one in runs]
             seeds = ", ".join(
                 f"{one.labels['seed']:g}: {loss:.4f}"
                 for one, loss in zip(runs, losses, strict=True)
@@ -314,7 +316,7 @@ def _commands(records: Sequence[Labelled]) -> Table:
     runs = finals(records)
     rows = []
     for labels in arms_of(runs):
-        arm = table.by_seed(table.select(runs, **labels))
+        arm = readings.by_seed(readings.select(runs, **labels))
         first, last = min(arm), max(arm)
         out = Path("runs", re.sub(r"\W+", "-", "-".join(key_of(labels))))
         config = replace(arm[first].train_config, out=out, runtime=RuntimeConfig())

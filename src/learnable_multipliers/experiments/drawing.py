@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from learnable_multipliers import _formats
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
+from learnable_multipliers.experiments.readings import Curve
 from learnable_multipliers.report import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Curve = Mapping[float, float]
-"""x -> y of one seed: step -> loss."""
 BAND = 0.18
 """Opacity of the spread between seeds."""
 
@@ -77,11 +76,14 @@ class Table:
 
 
 @contextmanager
-def canvas(*, x: str, y: str, height: float = 270.0) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure and its axes to draw on, and add the legend; both labels carry the unit."""
+def canvas(
+    plots: list[Plot], title: str, caption: str, *, x: str, y: str, height: float = 270.0
+) -> Iterator[Axes]:
+    """Yield axes to draw on, then add the legend and append the plot; labels carry the unit."""
     with style.plot(y, height) as (figure, axes):
         axes.set_xlabel(x)
-        yield figure, axes
+        yield axes
+    plots.append(Plot(title, caption, figure))
 
 
 def curves(
@@ -147,11 +149,11 @@ def categories(axes: Axes, arms: Mapping[str, Mapping[str, Sequence[float]]]) ->
     Args:
         arms: Name in the legend -> setting -> the value of each seed.
     """
-    names = list(dict.fromkeys(name for found in arms.values() for name in found))
-    for index, (arm, found) in enumerate(arms.items()):
+    names = list(dict.fromkeys(name for settings in arms.values() for name in settings))
+    for index, (arm, settings) in enumerate(arms.items()):
         colour, _ = style.run_look(index)
         shift = 0.16 * (index - (len(arms) - 1) / 2)
-        at = {names.index(name) + shift: values for name, values in found.items()}
+        at = {names.index(name) + shift: values for name, values in settings.items()}
         _marks(axes, at, colour, label=arm, linestyle="", markersize=6)
     room = 56 // max(1, len(names))
     lines = (textwrap.wrap(name, max(6, room), break_long_words=False) for name in names)
@@ -170,15 +172,15 @@ def power_laws(axes: Axes, arms: Mapping[str, Sequence[tuple[float, float]]]) ->
         if not points:
             continue
         axes.plot(*zip(*points, strict=True), "o", markersize=5, color=colour, alpha=0.6)
-        found = table.exponents([(x,) for x, _ in points], [y for _, y in points])
-        if found is None:
+        exponents = readings.exponents([(x,) for x, _ in points], [y for _, y in points])
+        if exponents is None:
             axes.lines[-1].set_label(name)
             continue
         # The line goes through the mean of the logarithms.
         middle = [geometric_mean(values) for values in zip(*points, strict=True)]
         ends = [min(x for x, _ in points), max(x for x, _ in points)]
-        fitted = [middle[1] * (x / middle[0]) ** found[0] for x in ends]
-        axes.plot(ends, fitted, color=colour, linestyle=line, label=f"{name}: {found[0]:+.2f}")
+        fitted = [middle[1] * (x / middle[0]) ** exponents[0] for x in ends]
+        axes.plot(ends, fitted, color=colour, linestyle=line, label=f"{name}: {exponents[0]:+.2f}")
     log_limits(axes, "xy")
     _tick_at(axes, {x for points in arms.values() for x, _ in points})
 
@@ -194,6 +196,12 @@ def log_limits(axes: Axes, which: Literal["x", "y", "xy"]) -> None:
         if axis in which and 0 < low <= high < math.inf:
             margin = max(1.05, (high / low) ** 0.06)
             style.log_axis(axes, axis, low / margin, high * margin)
+
+
+def show_zero(axes: Axes) -> None:
+    """Extend the y axis a little beyond zero, on the side where nothing is drawn."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.1 * high), max(high, -0.1 * low))
 
 
 def level(axes: Axes, y: float, text: str) -> None:

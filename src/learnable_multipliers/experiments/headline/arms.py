@@ -1,6 +1,6 @@
 """What the headline compares: models, arms, the settings that tuning moves, and how much of it.
 
-The order in which they are tuned and run is in `headline`, the protocol in docs/headline.md.
+The order in which they are tuned and run is in `program`, the protocol in docs/headline.md.
 """
 
 from __future__ import annotations
@@ -8,38 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from learnable_multipliers.experiments.headline.search import Axis
 from learnable_multipliers.experiments.presets import Family, base, with_optimizer
 from learnable_multipliers.experiments.run import Preset
-from learnable_multipliers.experiments.search import Axis
 from learnable_multipliers.pretrain.config import CheckpointConfig, TrainConfig
+from learnable_multipliers.pretrain.optimizer_config import OptimizerKind
 from learnable_multipliers.pretrain.recipes import RECIPES
 
-Kind = Literal["adamw", "muon"]
 Settings = Mapping[str, float]
 """What tuning chooses: fields of the optimizer, `warmup` as a part of the run, `decay_factor` over
 its last fifth, `one_minus_beta2`, and `adamw_lr`, the learning rate of what is not a hidden
 matrix."""
-KINDS: tuple[Kind, ...] = ("muon", "adamw")
+KINDS: tuple[OptimizerKind, ...] = ("muon", "adamw")
 """In the order of the runs: seeds of Muon scatter less."""
 FINE = 2**0.5
 _STD = 0.02
 """Matrices start with it, and stay there on a sphere."""
 
-_START: dict[tuple[Family, Kind], dict[str, float]] = {
+_START: dict[tuple[Family, OptimizerKind], dict[str, float]] = {
     ("llama", "adamw"): {"lr": 8e-3, "weight_decay": 0.1},
     ("llama", "muon"): {"lr": 5.66e-3, "weight_decay": 0.1, "adamw_lr_scale": 2.0},
     ("hybrid", "adamw"): {"lr": 4e-3, "weight_decay": 0.1},
     ("hybrid", "muon"): {"lr": 8e-3, "weight_decay": 0.1, "adamw_lr_scale": 1.0},
 }
 """Best of results/baseline-search.jsonl, 27 runs of 110M tokens."""
-_RATIO: dict[Kind, float] = {"adamw": 2.0, "muon": 4.0}
+_RATIO: dict[OptimizerKind, float] = {"adamw": 2.0, "muon": 4.0}
 """Learning rate of multipliers over that of matrices that their tuning starts from."""
-_ANGLE: dict[Kind, float] = {"adamw": 0.01, "muon": 0.005}
+_ANGLE: dict[OptimizerKind, float] = {"adamw": 0.01, "muon": 0.005}
 """Norm of a step over that of the matrix, where rivals on a sphere start: about that of the tuned
 baselines in equilibrium."""
-_UPDATE: dict[Kind, float] = {"adamw": 0.25, "muon": 0.2}
+_UPDATE: dict[OptimizerKind, float] = {"adamw": 0.25, "muon": 0.2}
 """RMS of an update."""
 
 
@@ -90,25 +90,25 @@ class Arm:
 
     name: str
     fixed: Mapping[str, Any]
-    axes: Callable[[Kind, Settings], tuple[Axis, ...]]
+    axes: Callable[[OptimizerKind, Settings], tuple[Axis, ...]]
     variations: tuple[str, ...] = ()
     """Names of `VARIATIONS`."""
 
 
-def _decay_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _decay_axes(kind: OptimizerKind, plain: Settings) -> tuple[Axis, ...]:
     return Axis("lr", plain["lr"], FINE), Axis("weight_decay", plain["weight_decay"], 2.0)
 
 
-def _multiplier_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _multiplier_axes(kind: OptimizerKind, plain: Settings) -> tuple[Axis, ...]:
     ratio = plain.get("multiplier_lr_scale", _RATIO[kind])
     return (Axis("multiplier_lr_scale", ratio, 2.0), *_decay_axes(kind, plain))
 
 
-def _hyperball_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _hyperball_axes(kind: OptimizerKind, plain: Settings) -> tuple[Axis, ...]:
     return Axis("lr", _ANGLE[kind], 2.0), Axis("adamw_lr", _adamw_lr(plain), 2.0)
 
 
-def _sphere_axes(kind: Kind, plain: Settings) -> tuple[Axis, ...]:
+def _sphere_axes(kind: OptimizerKind, plain: Settings) -> tuple[Axis, ...]:
     lr, gains = _ANGLE[kind] * _STD / _UPDATE[kind], plain["lr"] * _RATIO[kind]
     adamw = Axis("adamw_lr", _adamw_lr(plain), 2.0)
     return Axis("lr", lr, 2.0), Axis("multiplier_lr", gains, 2.0), adamw
@@ -128,7 +128,9 @@ COMBINATION = Arm("vector + a rival", {}, _multiplier_axes)
 """Stands in tables for the combination, before it is known of which rival."""
 
 
-def _rival(name: str, axes: Callable[[Kind, Settings], tuple[Axis, ...]] = _decay_axes) -> Arm:
+def _rival(
+    name: str, axes: Callable[[OptimizerKind, Settings], tuple[Axis, ...]] = _decay_axes
+) -> Arm:
     return Arm(name, {"placement": "none", "variant": name}, axes)
 
 
@@ -137,7 +139,7 @@ _DECOUPLED = Arm(
     {"placement": "full", "variant": "sphere", "multiplier_weight_decay": 0.0},
     _sphere_axes,
 )
-RIVALS: dict[Kind, tuple[Arm, ...]] = {
+RIVALS: dict[OptimizerKind, tuple[Arm, ...]] = {
     "adamw": (
         _DECOUPLED,
         _rival("hyperball", _hyperball_axes),
@@ -154,7 +156,7 @@ RIVALS: dict[Kind, tuple[Arm, ...]] = {
 }
 
 
-def baseline_axes(family: Family, kind: Kind) -> tuple[Axis, ...]:
+def baseline_axes(family: Family, kind: OptimizerKind) -> tuple[Axis, ...]:
     """Return what is tuned of plain runs."""
     start = _START[family, kind]
     axes = [Axis("lr", start["lr"], FINE), Axis("weight_decay", start["weight_decay"], 2.0)]
@@ -173,8 +175,8 @@ def expected() -> dict[tuple[str, ...], tuple[str, ...]]:
 
     Of the combinations one for each optimizer is run, here `COMBINATION`.
     """
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    families: dict[Family, dict[Kind, tuple[Arm, ...]]] = {
+    settings: dict[tuple[str, ...], tuple[str, ...]] = {}
+    families: dict[Family, dict[OptimizerKind, tuple[Arm, ...]]] = {
         "llama": {
             kind: (SCALAR, VECTOR, VARIED, SYMMETRY_AWARE, *RIVALS[kind], COMBINATION)
             for kind in KINDS
@@ -184,14 +186,14 @@ def expected() -> dict[tuple[str, ...], tuple[str, ...]]:
     for family, kinds in families.items():
         for kind, arms in kinds.items():
             plain = tuple(axis.name for axis in baseline_axes(family, kind))
-            found[family, kind, PLAIN.name] = plain
+            settings[family, kind, PLAIN.name] = plain
             for arm in arms:
                 axes = arm.axes(kind, _START[family, kind])
-                found[family, kind, arm.name] = tuple(axis.name for axis in axes)
-    return found
+                settings[family, kind, arm.name] = tuple(axis.name for axis in axes)
+    return settings
 
 
-def num_trials(scale: Scale, kind: Kind, arm: Arm) -> int:
+def num_trials(scale: Scale, kind: OptimizerKind, arm: Arm) -> int:
     """Return the trials of an arm: fewer for rivals that start from the baseline's rate and decay.
 
     The others start from rates that no search has found.
@@ -200,7 +202,7 @@ def num_trials(scale: Scale, kind: Kind, arm: Arm) -> int:
     return scale.rival_trials if is_near else scale.trials
 
 
-def combinable(kind: Kind) -> list[Arm]:
+def combinable(kind: OptimizerKind) -> list[Arm]:
     """Return the rivals that leave scale to decay, so that multipliers can be put on top."""
     return [arm for arm in RIVALS[kind] if arm.axes is _decay_axes and arm.name != "muown"]
 

@@ -29,23 +29,23 @@ def benchmark_rows(runs: Sequence[Run]) -> list[tuple[str, str, list[Score | Non
 
     Settings are what the name of a folder says beside the step: `last-3`, `limit-500`.
     """
-    found = [_scores(run.folder / "evaluations") for run in runs]
-    keys = sorted({key for scores in found for key in scores}, key=lambda key: (key[1], key[0]))
-    return [(task, about, [s.get((task, about)) for s in found]) for task, about in keys]
+    by_run = [_scores(run.folder / "evaluations") for run in runs]
+    keys = sorted({key for scores in by_run for key in scores}, key=lambda key: (key[1], key[0]))
+    return [(task, about, [s.get((task, about)) for s in by_run]) for task, about in keys]
 
 
 def _scores(folder: Path) -> dict[tuple[str, str], Score]:
     """Return the scores in a folder of evaluations, by task and settings; later steps win."""
-    found: dict[tuple[str, str], Score] = {}
+    latest: dict[tuple[str, str], Score] = {}
     for path in sorted(folder.glob("step-*")):
         name = _FOLDER.fullmatch(path.name)
         for file in sorted(path.glob("*.json")) if name else ():
             assert name is not None
             step, key = int(name[1]), (file.stem, name[2] or "")
             score = _score(file, step)
-            if score is not None and (key not in found or found[key].step < step):
-                found[key] = score
-    return found
+            if score is not None and (key not in latest or latest[key].step < step):
+                latest[key] = score
+    return latest
 
 
 def _score(path: Path, step: int) -> Score | None:

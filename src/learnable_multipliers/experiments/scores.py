@@ -1,4 +1,4 @@
-"""Benchmark scores of the runs that an experiment reports, asked of the model when it is trained.
+"""Benchmark scores of the runs that an experiment reports, taken when the model is trained.
 
 The requests are a file of `lrm evaluate --requests-only`. A module that reads the scores names its
 tasks in `BENCHMARKS`, and marks the runs to be scored (`Run.scored`).
@@ -33,19 +33,19 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterab
 
     They must be those that earlier records were scored on: others cannot be compared.
     """
-    found = read_requests(path)
-    if missing := [task for task in tasks if task not in found.checksums]:
+    requests = read_requests(path)
+    if missing := [task for task in tasks if task not in requests.checksums]:
         raise ValueError(
             f"{path} holds no requests of {', '.join(missing)}: make it with lrm evaluate {data} "
             f"--eval-data FOLDER --tasks {' '.join(tasks)} --requests-only {path}"
         )
-    if found.tokenizer != Manifest.load(data).tokenizer_sha256:
+    if requests.tokenizer != Manifest.load(data).tokenizer_sha256:
         raise ValueError(
             f"{path} was made with another tokenizer than that of {data}: make it with "
             f"lrm evaluate {data} --eval-data FOLDER --requests-only {path}"
         )
     before = {(task, its["items"]) for each in records for task, its in each.benchmarks.items()}
-    if others := {task for task, items in before if found.checksums.get(task, items) != items}:
+    if others := {task for task, items in before if requests.checksums.get(task, items) != items}:
         raise ValueError(
             f"{path} asks other questions of {', '.join(sorted(others))} than earlier records were "
             "scored on, and their scores would not compare: give the file that was used for those "
@@ -53,21 +53,21 @@ def check_requests(path: Path, tasks: Sequence[str], data: Path, records: Iterab
         )
 
 
-def scores(trainer: Trainer, asked: RequestSet) -> dict[str, dict[str, Any]]:
+def scores(trainer: Trainer, requests: RequestSet) -> dict[str, dict[str, Any]]:
     """Return what the model of a run scores on each task: its metrics, and which items it had.
 
     Weights and precision are those of the training.
     """
     model, device = trainer.model, trainer.device
     loaded = from_model(model, trainer.data.manifest.tokenizer_sha256)
-    evaluation.check(asked, loaded, "the run")
+    evaluation.check(requests, loaded, "the run")
     was_training = model.training
     model.eval()
     # Not compiled: most batches have a length of their own.
     with torch.compiler.set_stance("force_eager"), device.autocast():
-        found = evaluation.evaluate(
+        evaluated = evaluation.evaluate(
             loaded,
-            asked,
+            requests,
             device=device.device,
             max_length=loaded.max_length,
             batch_tokens=_BATCH_TOKENS.get(device.device.type, BATCH_TOKENS),
@@ -76,5 +76,5 @@ def scores(trainer: Trainer, asked: RequestSet) -> dict[str, dict[str, Any]]:
     return {
         name: {"items": result.items}
         | {metric: estimate.value for metric, estimate in result.metrics.items()}
-        for name, result in found.results.items()
+        for name, result in evaluated.results.items()
     }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import mean_interval
-from learnable_multipliers.experiments.headline_arms import RIVALS, VECTOR, expected
-from learnable_multipliers.experiments.headline_gains import (
-    NAMES,
+from learnable_multipliers.experiments.headline.arms import RIVALS, VECTOR, expected
+from learnable_multipliers.experiments.headline.gains import (
     finals,
     format_bounded,
     format_interval,
@@ -18,6 +17,7 @@ from learnable_multipliers.experiments.headline_gains import (
     reported_loss,
     verdict,
 )
+from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled
 
 
@@ -30,10 +30,10 @@ def sentences(records: Sequence[Labelled]) -> tuple[str, ...]:
 def _sentence(records: Sequence[Labelled], family: str, kind: str) -> str:
     runs = finals(records)
     labels = {"family": family, "optimizer": kind, "arm": VECTOR.name}
-    found = list(gains(runs, reported_loss(runs), labels).values())
-    parts = [_against_plain(found)]
-    if found:
-        needs = needed(table.select(records, stage="final", size=1), labels)
+    values = list(gains(runs, reported_loss(runs), labels).values())
+    parts = [_against_plain(values)]
+    if values:
+        needs = needed(readings.select(records, stage="final", size=1), labels)
         if needs is not None:
             tokens = format_bounded(needs.tokens)
             parts.append(f"vector needs {tokens} of plain's tokens for plain's final loss")
@@ -41,23 +41,23 @@ def _sentence(records: Sequence[Labelled], family: str, kind: str) -> str:
     return f"{NAMES[family]}, {NAMES[kind]}: {'; '.join(parts)}."
 
 
-def _against_plain(found: Sequence[float]) -> str:
+def _against_plain(values: Sequence[float]) -> str:
     """Return what the gains of vector over plain say."""
-    says = verdict(found)
-    shown = format_interval(found).replace(" ", " nats ", 1)
+    says = verdict(values)
+    shown = format_interval(values).replace(" ", " nats ", 1)
     if says == "better":
         return f"vector gains {shown} over plain"
     if says == "worse":
-        lost = format_interval(-gain for gain in found).replace(" ", " nats ", 1)
+        lost = format_interval(-gain for gain in values).replace(" ", " nats ", 1)
         return f"vector loses {lost} against plain"
     if says == "no difference seen":
-        _, _, high = mean_interval(found)
+        _, _, high = mean_interval(values)
         return (
             f"no difference between vector and plain seen, with a gain of {shown}; one of more "
             f"than {high:.4f} nats is unlikely"
         )
     if says == "too few seeds":
-        number = f"{len(found)} {'seed' if len(found) == 1 else 'seeds'}"
+        number = f"{len(values)} {'seed' if len(values) == 1 else 'seeds'}"
         return f"vector and plain have {number} in common, too few for a verdict"
     if says == "not run":
         return "no seed of both vector and plain was run"

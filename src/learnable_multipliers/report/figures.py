@@ -1,4 +1,4 @@
-"""Plots of what commands print: a random walk, a diagnosis, the symmetries of a model.
+"""Figures that commands write to a file: a random walk, a diagnosis, the symmetries of a model.
 
 From the plain data that the commands print as JSON.
 """
@@ -54,20 +54,20 @@ def random_walk(title: str, steps: Sequence[Mapping[str, float | None]]) -> Figu
 
 def diagnosis(title: str, readings: Sequence[Record]) -> Figure:
     """Draw each tensor by its rms over that of noise, and by how noisy its gradients are."""
-    found = [r for r in readings if r["log_ratio"] is not None and r["indicator"] is not None]
-    across = [math.exp(r["log_ratio"]) for r in found]
-    up = [r["indicator"] for r in found if r["indicator"] > 0]
+    shown = [r for r in readings if r["log_ratio"] is not None and r["indicator"] is not None]
+    across = [math.exp(r["log_ratio"]) for r in shown]
+    up = [r["indicator"] for r in shown if r["indicator"] > 0]
     with plot(f"noise indicator, {title}", 350) as (figure, axes):
         axes.axvline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
         axes.axhline(1.0, color=COLOURS["muted"], lw=1.2, ls="dashed")
-        for reading, x in zip(found, across, strict=True):
+        for reading, x in zip(shown, across, strict=True):
             _, colour, marker = _KINDS[reading["kind"]]
             y, fill = reading["indicator"], VERDICTS[reading["verdict"]]
             axes.plot(x, y, marker=marker, color=colour, fillstyle=fill, alpha=0.85)
         axes.set_xlabel("rms over the rms that noise gives")
         log_axis(axes, "x", min([0.5, *across]) / 1.15, max([2.0, *across]) * 1.15)
         log_axis(axes, "y", min([0.5, *up]) / 1.3, max([2.0, *up]) * 1.3)
-        present = {r["kind"] for r in found}
+        present = {r["kind"] for r in shown}
         handles = [
             Line2D([], [], ls="", color=colour, marker=marker, label=name)
             for kind, (name, colour, marker) in _KINDS.items()

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from learnable_multipliers.experiments.record import Labelled, Record
+from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 Number = float | None
+Curve = Mapping[float, float]
+"""x -> y of one run: step -> loss."""
+Value = TypeVar("Value")
 
 
 def select(records: Iterable[Labelled], **labels: str | float) -> list[Labelled]:
@@ -33,16 +37,16 @@ def finished(records: Iterable[Labelled]) -> list[Labelled]:
 
 def by_seed(records: Iterable[Labelled], **labels: str | float) -> dict[int, Record]:
     """Return the one record of each seed with these labels."""
-    found: dict[int, Record] = {}
+    seeds: dict[int, Record] = {}
     for one in select(records, **labels):
         seed = int(one.labels["seed"])
-        if seed in found:
+        if seed in seeds:
             raise ValueError(f"two records of seed {seed} with {labels}: give more labels")
-        found[seed] = one.record
-    return found
+        seeds[seed] = one.record
+    return seeds
 
 
-def paired(function: Callable[..., Number], *arms: Mapping[int, Any]) -> dict[int, float]:
+def paired(function: Callable[..., Value | None], *arms: Mapping[int, Any]) -> dict[int, Value]:
     """Return a function of one record (or number) from each arm, for every seed that all have.
 
     Seeds for which it is None are left out. A diverged run stays in, with an infinite loss.
@@ -61,12 +65,12 @@ def sweep(
     records: Iterable[Labelled], label: str, function: Callable[[Record], Number], **labels: Any
 ) -> dict[float, list[float]]:
     """Return a number of every run with these labels, by the value of another label."""
-    found: dict[float, list[float]] = {}
+    by_value: dict[float, list[float]] = {}
     for one in select(records, **labels):
         value = function(one.record)
         if label in one.labels and value is not None:
-            found.setdefault(float(one.labels[label]), []).append(value)
-    return dict(sorted(found.items()))
+            by_value.setdefault(float(one.labels[label]), []).append(value)
+    return dict(sorted(by_value.items()))
 
 
 def loss(record: Record) -> float:
@@ -87,7 +91,7 @@ def final_signals(record: Record) -> dict[str, Any]:
 def names_of(record: Record, role: str) -> list[str]:
     """Return the matrices of a role; a fused matrix has all of its blocks' roles."""
     roles: dict[str, str] = final_weights(record).get("roles", {})
-    return [name for name, found in roles.items() if role in found.split("/")]
+    return [name for name, blocks in roles.items() if role in blocks.split("/")]
 
 
 def role_rms(
@@ -129,7 +133,7 @@ def layer_scalars(record: Record, role: str) -> list[float] | None:
     return [effective / raw for effective, raw in pairs]
 
 
-def readings(record: Record, **fields: str) -> list[dict[str, Any]]:
+def diagnoses(record: Record, **fields: str) -> list[dict[str, Any]]:
     """Return the diagnoses of the tensors with these fields; a fused matrix has several roles."""
     return [
         reading
@@ -145,8 +149,8 @@ def activation(
     record: Record, name: str, group: str = "activations", signals: Mapping[str, Any] | None = None
 ) -> Number:
     """Return a signal at the end, or in one record of signals; lists by layer in geometric mean."""
-    found = (final_signals(record) if signals is None else signals).get(group, {}).get(name)
-    return geometric_mean(found if isinstance(found, list) else [found])
+    signal = (final_signals(record) if signals is None else signals).get(group, {}).get(name)
+    return geometric_mean(signal if isinstance(signal, list) else [signal])
 
 
 def over_steps(
@@ -155,6 +159,24 @@ def over_steps(
     """Return a number of each record of a series by step, where it has that number."""
     values = ((entry["step"], function(entry)) for entry in series)
     return {step: value for step, value in values if value is not None}
+
+
+def trained(record: Record, name: str) -> dict[float, float]:
+    """Return what was logged in training by step, where it is a number: loss, lr or grad_norm."""
+    points = zip(record.train.get("step", ()), record.train.get(name, ()), strict=True)
+    return {step: value for step, value in points if math.isfinite(value)}
+
+
+def held_out(record: Record) -> dict[float, float]:
+    """Return the held-out loss by tokens."""
+    schedule = Schedule.of_run(record.train_config)
+    points = zip(record.held_out.get("step", ()), record.held_out.get("loss", ()), strict=True)
+    return {schedule.tokens_before(int(step)): loss for step, loss in points}
+
+
+def difference(curve: Curve, other: Curve) -> dict[float, float]:
+    """Return a curve minus another, where both have a point."""
+    return {x: y - other[x] for x, y in curve.items() if x in other}
 
 
 def geometric_mean(values: Iterable[Number]) -> Number:
@@ -175,8 +197,10 @@ def exponents(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[
     if len(rows) != len(values) or not rows:
         return None
     design = np.column_stack([np.ones(len(rows)), np.log(np.asarray(rows, dtype=float))])
-    found, _, rank, _ = np.linalg.lstsq(design, np.log(np.asarray(values, dtype=float)), rcond=None)
-    return found[1:].tolist() if rank == design.shape[1] else None
+    coefficients, _, rank, _ = np.linalg.lstsq(
+        design, np.log(np.asarray(values, dtype=float)), rcond=None
+    )
+    return coefficients[1:].tolist() if rank == design.shape[1] else None
 
 
 def spread(values: Sequence[float]) -> Number:

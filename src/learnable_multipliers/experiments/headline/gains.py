@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from learnable_multipliers.experiments import table
+from learnable_multipliers.experiments import readings
 from learnable_multipliers.experiments.claim import MIN_SEEDS, mean_interval
-from learnable_multipliers.experiments.headline_arms import PLAIN
+from learnable_multipliers.experiments.headline.arms import PLAIN
+from learnable_multipliers.experiments.presets import NAMES
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels
 
-NAMES = {"adamw": "AdamW", "muon": "Muon", "llama": "Llama", "hybrid": "hybrid"}
 _ARM = ("family", "optimizer", "arm")
 
 
 def finals(records: Sequence[Labelled]) -> list[Labelled]:
     """Return the full-length runs of the usual size, which the comparison has."""
-    return table.select(records, stage="final", length=1.0, size=1)
+    return readings.select(records, stage="final", length=1.0, size=1)
 
 
 def texts(records: Iterable[Labelled]) -> list[str]:
@@ -31,8 +31,8 @@ def texts(records: Iterable[Labelled]) -> list[str]:
 def loss_on(text: str | None, unit: str = "loss") -> Callable[[Record], float]:
     """Return how a record's loss on a text is read; None is the text of the tuning."""
     if text is None:
-        return table.loss
-    return lambda record: record.tests[text][unit] if record.tests else table.loss(record)
+        return readings.loss
+    return lambda record: record.tests[text][unit] if record.tests else readings.loss(record)
 
 
 def reported_loss(records: Iterable[Labelled]) -> Callable[[Record], float]:
@@ -47,9 +47,9 @@ def gains(
     reference: str = PLAIN.name,
 ) -> dict[int, float]:
     """Return the loss of plain, or another reference, minus that of an arm, by seed of both."""
-    arm = table.by_seed(table.select(records, **labels))
-    other = table.by_seed(table.select(records, **{**labels, "arm": reference}))
-    return table.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
+    arm = readings.by_seed(readings.select(records, **labels))
+    other = readings.by_seed(readings.select(records, **{**labels, "arm": reference}))
+    return readings.paired(lambda ours, theirs: read(theirs) - read(ours), arm, other)
 
 
 def arms_of(
@@ -60,10 +60,10 @@ def arms_of(
     Those of a model and an optimizer stand together, in the order of their first runs.
     """
     there = (tuple(one.labels[name] for name in _ARM) for one in records)
-    found = list(dict.fromkeys((*there, *map(tuple, expected))))
-    groups = list(dict.fromkeys(values[:2] for values in found))
-    found.sort(key=lambda values: groups.index(values[:2]))
-    return [dict(zip(_ARM, values, strict=True)) for values in found]
+    arms = list(dict.fromkeys((*there, *map(tuple, expected))))
+    groups = list(dict.fromkeys(values[:2] for values in arms))
+    arms.sort(key=lambda values: groups.index(values[:2]))
+    return [dict(zip(_ARM, values, strict=True)) for values in arms]
 
 
 def key_of(labels: Mapping[str, str | float]) -> tuple[str, ...]:
@@ -130,21 +130,21 @@ def needed(runs: Sequence[Labelled], labels: Labels) -> Needed | None:
         runs: Those of the usual size, of any length.
     """
     read = reported_loss(runs)
-    plain = table.by_seed(table.select(runs, **{**labels, "arm": PLAIN.name}, length=1.0))
-    ours = [one for one in table.select(runs, **labels) if float(one.labels["length"]) <= 1]
-    lengths = {x: table.by_seed(ours, length=x) for x in table.distinct(ours, "length")}
+    plain = readings.by_seed(readings.select(runs, **{**labels, "arm": PLAIN.name}, length=1.0))
+    ours = [one for one in readings.select(runs, **labels) if float(one.labels["length"]) <= 1]
+    lengths = {x: readings.by_seed(ours, length=x) for x in readings.distinct(ours, "length")}
     # Without some, a mean moves by more than a length is worth.
     seeds = sorted(set(plain).intersection(*lengths.values()))
     if labels["arm"] == PLAIN.name or len(lengths) < 2 or not seeds:
         return None
     tokens, time = [], []
     for seed in seeds:
-        by_length = {x: read(found[seed]) for x, found in lengths.items()}
+        by_length = {x: read(arm[seed]) for x, arm in lengths.items()}
         sign, part = tokens_to_reach(by_length, read(plain[seed]))
-        speed = fmean(found[seed].tokens_per_second for found in lengths.values())
+        speed = fmean(arm[seed].tokens_per_second for arm in lengths.values())
         tokens.append((sign, part))
         time.append((sign, part * plain[seed].tokens_per_second / speed))
-    losses = {x: fmean(read(found[seed]) for seed in seeds) for x, found in lengths.items()}
+    losses = {x: fmean(read(arm[seed]) for seed in seeds) for x, arm in lengths.items()}
     return Needed(losses, tokens, time)
 
 
@@ -154,7 +154,7 @@ def tokens_to_reach(by_length: Mapping[float, float], loss: float) -> tuple[str,
     Lines are not drawn beyond their ends: it is "<" the shortest length or ">" the longest there. A
     length at which a run diverged is left out.
     """
-    points = sorted((x, found) for x, found in by_length.items() if math.isfinite(found))
+    points = sorted((x, value) for x, value in by_length.items() if math.isfinite(value))
     if not points:
         return ">", max(by_length)
     for (short, above), (long, below) in itertools.pairwise(points):
@@ -167,9 +167,9 @@ def format_bounded(values: Sequence[tuple[str, float]]) -> str:
     """Return mean and 95% interval of the numbers, then each bound with how many seeds have it."""
     parts = [format_interval((value for sign, value in values if not sign), digits=3)]
     for bound in ("<", ">"):
-        found = [value for sign, value in values if sign == bound]
-        if found:
+        bounds = [value for sign, value in values if sign == bound]
+        if bounds:
             # The weakest of them holds for all.
-            loosest = max(found) if bound == "<" else min(found)
-            parts.append(f"{bound}{loosest:.2f} ({len(found)} of {len(values)} seeds)")
+            loosest = max(bounds) if bound == "<" else min(bounds)
+            parts.append(f"{bound}{loosest:.2f} ({len(bounds)} of {len(values)} seeds)")
     return ", ".join(filter(None, parts))
