@@ -267,6 +267,34 @@ def test_methods_of_fabrics_optimizer_reach_ours(tmp_path):
             assert torch.equal(value, inner.multipliers()[name][part])
 
 
+class WithHead(nn.Module):
+    """Only the name of its head, at the top, shows that it is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["eager", "compiled"])
+def test_a_model_from_fabric_has_the_plan_and_the_state_of_the_bare_one(wrap):
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    bare = WithHead()
+    model = fabric.setup(wrap(bare))
+    assert lrm.plan(model).to_json() == lrm.plan(bare).to_json()
+    rules = [lrm.Rule(r"^head\.weight", "col")]
+    assert lrm.plan(model, rules=rules).to_json() == lrm.plan(bare, rules=rules).to_json()
+    optimizers = [lrm.AdamW.from_model(each, lr=1e-2) for each in (bare, model)]
+    bare(torch.ones(2, 8)).square().sum().backward()
+    optimizers[0].step()
+    state = optimizers[0].state_dict()
+    optimizers[1].load_state_dict(state)
+    torch.testing.assert_close(optimizers[1].state_dict()["state"], state["state"], rtol=0, atol=0)
+
+
 def test_a_group_that_finetuning_adds_without_names_raises_and_names_param_groups():
     from lightning.pytorch.callbacks import BaseFinetuning
 

@@ -254,6 +254,14 @@ def test_settings_come_from_the_training_arguments_unless_given(tmp_path):
         OptimizerFactory()(tiny(), args, optimizer=partial(torch.optim.SGD, momentum=0.9))
 
 
+@pytest.mark.parametrize("name", ["embedding_lr", "lr_groups", "loraplus_lr_ratio"])
+def test_learning_rates_of_axolotl_that_would_have_no_effect_raise(tmp_path, name):
+    args = arguments(tmp_path)
+    setattr(args, name, 1e-2)
+    with pytest.raises(ValueError, match=f"{name} would have no effect.*lr_scale"):
+        OptimizerFactory()(tiny(), args)
+
+
 def test_trainer_trains_adafactor_whose_eps_is_a_pair(tmp_path):
     args = arguments(tmp_path, max_steps=2, lr_scheduler_type="constant", adam_epsilon=1e-7)
     trainer = make_trainer(args, optimizer=torch.optim.Adafactor)

@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import nn
 
-# torch.compile, activation checkpointing and FSDP1 insert these into names.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+# torch.compile, activation checkpointing, FSDP1 and Fabric insert these into names.
+_WRAPPERS = {
+    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
+    "_forward_module",
+}
 _DERIVED = re.compile(r"FSDP|DDP|Replicate|Parametrized")
 
 

@@ -83,6 +83,7 @@ class OptimizerFactory:
             )
         if training_args is not None:
             _check_clipping(training_args)
+            _check_learning_rates(training_args)
             settings = {**_settings_of(training_args, optimizer_class), **settings}
             if "lr" not in settings:
                 raise ValueError(
@@ -103,6 +104,17 @@ class OptimizerFactory:
             return optimizer_class.from_model(model, placement, rules=rules, **settings)
         return LearnableMultipliers.from_model(
             optimizer_class, model, placement, rules=rules, **settings
+        )
+
+
+def _check_learning_rates(training_args: Any) -> None:
+    """Raise for learning rates of axolotl that it applies to optimizers of its own only."""
+    names = ("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_ratio")
+    given = [name for name in names if getattr(training_args, name, None) is not None]
+    if given:
+        raise ValueError(
+            f"{given[0]} would have no effect: learning rates of single parameters are given to "
+            'OptimizerFactory as rules, {"rules": [lrm.Rule("embed_tokens", lr_scale=0.1)]}'
         )
 
 

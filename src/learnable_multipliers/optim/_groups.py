@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._names import named_parameters, unwrap
+from learnable_multipliers._names import named_parameters, unwrap, unwrap_module
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import Plan, check_is_plan
 from learnable_multipliers._planner import plan as make_plan
@@ -169,11 +169,10 @@ def plan_for(model: nn.Module, placement: Placement | Plan, rules: Sequence[Rule
 
 def ddp_group_of(model: nn.Module) -> dict[str, Any]:
     """Return the process group of a DDP model as an entry of a parameter group; else nothing."""
-    while not isinstance(model, nn.parallel.DistributedDataParallel):
-        if not hasattr(model, "_orig_mod"):
-            return {}
-        model = model.get_submodule("_orig_mod")
-    return {"ddp_group": model.process_group}
+    model = unwrap_module(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return {"ddp_group": model.process_group}
+    return {}
 
 
 def joined_plan(plan: Plan, other: Plan) -> Plan:
