@@ -237,6 +237,15 @@ def test_what_cannot_be_done_is_said_in_one_line(ask, copied, sets, line, code, 
     assert not (copied / "evaluations").exists()
 
 
+def test_a_run_without_checkpoints_says_so(ask, data, place, sets):
+    Trainer(small_run(data, Path("run"))).close()
+    # As in a run that was stopped before its first checkpoint.
+    shutil.rmtree("run/checkpoints", ignore_errors=True)
+    code, _, complaints = ask("evaluate", "run", "--eval-data", sets)
+    assert code == 1
+    assert complaints.startswith("lrm evaluate: run holds no checkpoint yet: a run saves one when")
+
+
 def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
     built = ("--eval-data", sets, "--tasks", "piqa", "--requests-only", "r.jsonl")
     assert ask("evaluate", "run", *built)[0] == 0

@@ -24,7 +24,12 @@ from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.trainer.load import load_checkpoint, load_model, tokenizer_of
+from learnable_multipliers.pretrain.trainer.load import (
+    is_run,
+    load_checkpoint,
+    load_model,
+    tokenizer_of,
+)
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 
 Dtype = Literal["float32", "bfloat16"]
@@ -48,7 +53,7 @@ class Loaded:
 
 def check_model_folder(source: Path) -> None:
     """Raise a ValueError for a folder that is neither a run, a checkpoint nor Hugging Face's."""
-    if not _is_run(source) and not is_hugging_face(source):
+    if not is_run(source) and not is_hugging_face(source):
         raise ValueError(
             f"{source} is neither a run, nor a checkpoint, nor a Hugging Face folder, nor one of "
             "results: give what lrm train (--out) or lrm export wrote, or a folder with a "
@@ -58,11 +63,7 @@ def check_model_folder(source: Path) -> None:
 
 def is_hugging_face(source: Path) -> bool:
     """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
-    return (source / "config.json").is_file() and not _is_run(source)
-
-
-def _is_run(source: Path) -> bool:
-    return (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
+    return (source / "config.json").is_file() and not is_run(source)
 
 
 def results_folder(source: Path, loaded: list[int], **settings: int | str | None) -> Path:
