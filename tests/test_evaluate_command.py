@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from evaluation_files import write_files
-from learnable_multipliers.evaluate import requests, results, tasks
+from learnable_multipliers.evaluate import models, requests, results, tasks
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
@@ -244,6 +245,14 @@ def test_a_run_without_checkpoints_says_so(ask, data, place, sets):
     code, _, complaints = ask("evaluate", "run", "--eval-data", sets)
     assert code == 1
     assert complaints.startswith("lrm evaluate: run holds no checkpoint yet: a run saves one when")
+
+
+def test_a_hugging_face_model_with_code_is_not_run(tmp_path):
+    pytest.importorskip("transformers")
+    described = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=" contains code, which lrm does not run: load it in Py"):
+        next(models.load_models(tmp_path, device=torch.device("cpu"), dtype="float32"))
 
 
 def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._checksum import file_sha256
-from learnable_multipliers._formats import one_line
+from learnable_multipliers._hugging_face import hugging_face_errors
 from learnable_multipliers.evaluate.generation import Decoder, UncachedDecoder
 from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
@@ -33,6 +32,7 @@ from learnable_multipliers.pretrain.trainer.load import (
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 
 Dtype = Literal["float32", "bfloat16"]
+_SCORE = "learnable_multipliers.evaluate.scoring.score"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def from_model(
 
 
 def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
-    with _errors_of(folder):
+    with hugging_face_errors(folder, _SCORE):
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -213,7 +213,7 @@ class _HuggingFaceEncoder:
     """The tokenizer of a Hugging Face folder, with the special tokens that it adds."""
 
     def __init__(self, folder: Path) -> None:
-        with _errors_of(folder):
+        with hugging_face_errors(folder, _SCORE):
             from transformers import AutoTokenizer
 
             tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -245,20 +245,3 @@ def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
         named = json.loads(path.read_text(encoding="utf8")).get("eos_token_id")
         found += named if isinstance(named, list) else [named]
     return tuple(dict.fromkeys(index for index in found if type(index) is int))
-
-
-@contextmanager
-def _errors_of(folder: Path) -> Iterator[None]:
-    """Turn any error of transformers about a folder into one line."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "evaluating a Hugging Face folder needs transformers: "
-            "pip install 'learnable-multipliers[transformers]'"
-        ) from error
-    except (MemoryError, RecursionError):
-        raise
-    # Which errors are raised depends on the files and the kind of model.
-    except Exception as error:
-        raise ValueError(f"{folder} cannot be loaded: {one_line(error)}") from error
