@@ -276,7 +276,7 @@ def test_a_checkpoint_of_other_settings_is_refused(ask, data):
     assert problem(path) is None
     code, out, complaints = ask("diagnose", path)
     assert (code, out) == (1, "")
-    assert "step 12 cannot be read by this release: config.schedule has no: tok" in complaints
+    assert "cannot be read by this release: state.json.config.schedule has no: tok" in complaints
     state["config"]["schedule"]["tokens"] = 12 * 128
     state["config"]["optimizer"]["placement"] = "scalar"
     rewritten(path, "state.json", json.dumps(state).encode())

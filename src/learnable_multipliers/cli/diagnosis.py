@@ -23,16 +23,10 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     newest_checkpoint,
     read_trainer_checkpoint,
 )
-from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.trainer.load import is_run, load_checkpoint
 from learnable_multipliers.pretrain.trainer.model import build_model
 from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.run_state import (
-    check_model,
-    parse_state,
-    restore_,
-    state_of,
-)
+from learnable_multipliers.pretrain.trainer.run_state import check_model, restore_, state_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis
 from learnable_multipliers.report.diagnosis_page import write_diagnosis
@@ -136,7 +130,7 @@ def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
     """
     checkpoint, notes = load_checkpoint(source)
     state = state_of(checkpoint)
-    config: TrainConfig = parse_state(checkpoint, TrainConfig, state.config, "config")
+    config = state.config
     check_model(config.model, checkpoint)
     model = build_model(config)
     optimizer, _ = make_optimizer(model, config.optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
-from learnable_multipliers.pretrain.config import RuntimeConfig, ScheduleConfig, TrainConfig
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
@@ -33,9 +32,9 @@ class RunState:
     loss: LossReading
     """Losses since the last record."""
     spikes: SpikeState
-    config: dict[str, Any]
+    config: TrainConfig
     """Of the run."""
-    model: dict[str, Any]
+    model: ModelConfig
     """Config of the model; fixed factors that were folded into multipliers are 1."""
     data: str
     """Fingerprint of the data."""
@@ -136,26 +135,19 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Che
     )
 
 
-def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
+def check_same_settings(config: TrainConfig, before: TrainConfig, taken: int) -> None:
     """Raise a ValueError if a run would continue with other settings than it began with.
 
     The schedule may change if the steps taken so far stay the same: a run at its constant rate can
     be made longer, or start its decay right away.
     """
-    # Fields missing from older checkpoints take their defaults.
-    before = {
-        section: {**values, **before.get(section, {})}
-        if isinstance(values, dict) and isinstance(before.get(section, {}), dict)
-        else before.get(section)
-        for section, values in {**dict.fromkeys(before), **to_dict(TrainConfig())}.items()
-    }
-    now, may_change = to_dict(config), _MAY_CHANGE
+    now, then, may_change = to_dict(config), to_dict(before), _MAY_CHANGE
     if _same_steps(config, before, taken):
         may_change = may_change | {"schedule"}
     changed = [
         f"{where}: {old} -> {new}"
-        for section in sorted({*now, *before} - may_change)
-        for where, old, new in _differences(section, before.get(section), now.get(section))
+        for section in sorted(now.keys() - may_change)
+        for where, old, new in _differences(section, then[section], now[section])
         if where not in may_change
     ]
     if changed:
@@ -182,14 +174,14 @@ _MAY_CHANGE = {
 }
 
 
-def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> bool:
+def _same_steps(config: TrainConfig, before: TrainConfig, taken: int) -> bool:
     """Return whether both settings have the same steps, up to the number taken."""
-    now = config.data.batch_sequences, config.data.sequence_length
-    then = (before["data"]["batch_sequences"], before["data"]["sequence_length"])
-    schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
+    now, then = (
+        (each.data.batch_sequences, each.data.sequence_length) for each in (config, before)
+    )
     if now != then:
         return False
-    return Schedule(config.schedule, *now).begins_like(Schedule(schedule, *then), taken)
+    return Schedule(config.schedule, *now).begins_like(Schedule(before.schedule, *then), taken)
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
