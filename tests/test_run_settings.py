@@ -136,11 +136,11 @@ REFUSED = {
     "absent name": ({"rules": ("lm_haed kind=row",)}, "matches no parameter; closest names: lm_"),
     "large decay": (
         {"weight_decay_factors": {"up": 4000.0}},
-        "up_proj.weight would train with learning rate 0.004 and weight decay 400",
+        "up_proj.weight: lr times weight_decay is 1.6: .* or the factors of the rules and roles",
     ),
     "large decay by rule": (
         {"rules": ("lm_head weight_decay=300",)},
-        "lm_head.weight would train with learning rate 0.004 and weight decay 300",
+        "lm_head.weight: lr times weight_decay is 1.2: one step would",
     ),
 }
 

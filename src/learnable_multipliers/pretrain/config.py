@@ -287,7 +287,7 @@ class TrainConfig:
                 "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
         _check_at_least(0, "", self, "z_loss")
-        for section in ("data", "optimizer", "log", "checkpoint", "parallel", "runtime"):
+        for section in ("data", "log", "checkpoint", "parallel", "runtime"):
             config = getattr(self, section)
             numbers = {
                 name for name, value in vars(config).items() if isinstance(value, int | float)

@@ -82,15 +82,13 @@ def _check_decays(planned: Plan, config: OptimizerConfig) -> None:
     for entry in planned.entries:
         default = 0.0 if entry.vector else config.weight_decay
         decay = default if entry.weight_decay is None else entry.weight_decay
-        lr = config.lr * entry.lr_scale
-        if not is_hidden(entry.matrix):
-            lr *= config.rest_lr_scale
-        if lr * decay >= 1:
+        side = 1.0 if is_hidden(entry.matrix) else config.rest_lr_scale
+        try:
+            config.check_group(entry.lr_scale * side, decay)
+        except ValueError as error:
             raise ValueError(
-                f"{entry.name} would train with learning rate {lr:g} and weight decay {decay:g}: "
-                "their product must be below 1, or one step decays it to zero or flips its sign; "
-                "lower optimizer.lr, or the factors of the rules and roles"
-            )
+                f"{entry.name}: {error}, or the factors of the rules and roles"
+            ) from error
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> tuple[MultiplierOptimizer, Plan]:
