@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from learnable_multipliers._multiplier import Scale
+from learnable_multipliers._placement import Placement
+from learnable_multipliers.optim._batches import Split
 from learnable_multipliers.optim._groups import check_settings
 from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.roles import check_role
 
-Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
 _LARGEST = 1e15
 """Upper bound of the settings: products of two must fit into float32."""
@@ -61,7 +63,7 @@ class OptimizerConfig:
     """Peak learning rate of the multipliers; 0 uses lr times multiplier_lr_scale."""
     multiplier_weight_decay: float = 2e-3
     """Weight decay of multipliers (paper: 2e-3)."""
-    multiplier_scale: Literal["linear", "log"] = "linear"
+    multiplier_scale: Scale = "linear"
     """Parametrization: the multiplier itself (linear), or its logarithm (log), for which decay
     pulls towards 1."""
     multiplier_init: Literal["one", "fold"] = "fold"
@@ -69,7 +71,7 @@ class OptimizerConfig:
     them."""
     momentum: float = 0.95
     """Momentum of Muon."""
-    split: Literal["blocks", "heads"] = "blocks"
+    split: Split = "blocks"
     """Unit of Muon's orthogonalization: each projection (blocks), or each head of queries, keys and
     values (heads)."""
     adamw_lr_scale: float = 1.0
