@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from learnable_multipliers.pretrain import serialization
+from learnable_multipliers import _serialization
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.manifest import (
     FORMAT,
@@ -424,7 +424,7 @@ def test_absurd_claims_of_a_manifest_are_refused_and_nothing_is_allocated_for_th
 
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
 def test_a_file_of_plain_data_as_large_as_a_disk_is_not_read(kept, name, monkeypatch):
-    monkeypatch.setattr(serialization.read_bytes, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(_serialization.read_bytes, "__defaults__", (1 << 20,))
     file = newest(kept) / name
     os.truncate(file, (1 << 20) + 1)
     if name == "state.json":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.config import (
     DataConfig,
     LogConfig,
@@ -15,7 +16,6 @@ from learnable_multipliers.pretrain.config import (
 )
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

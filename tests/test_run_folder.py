@@ -12,9 +12,9 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers._checksum import read_verified
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer import run_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import LLAMA, assert_same, killed_after, small_run, trained

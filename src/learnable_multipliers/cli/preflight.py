@@ -16,6 +16,7 @@ from rich.text import Text
 
 from learnable_multipliers._checksum import read_verified
 from learnable_multipliers._formats import duration
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.cli.arguments import closest, read
 from learnable_multipliers.cli.train import recipe
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -24,7 +25,6 @@ from learnable_multipliers.pretrain.preflight.checks import CheckResult
 from learnable_multipliers.pretrain.preflight.doctor import run_checks, summary
 from learnable_multipliers.pretrain.preflight.resume_check import check_resume
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.serialization import from_dict
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _SHOWN = 3

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 DecayShape = Literal["exponential", "linear", "cosine"]
 MultiplierSchedule = Literal["same", "no-warmup", "no-decay"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._checksum import file_sha256
+from learnable_multipliers._serialization import parse_object, read_bytes, regular_size
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX
-from learnable_multipliers.pretrain.serialization import parse_object, read_bytes, regular_size
 
 FORMAT = 2
 """Version of manifest.json and state.json."""

@@ -18,12 +18,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from learnable_multipliers._atomic import fsync, hidden_sibling
+from learnable_multipliers._serialization import read_object
 from learnable_multipliers.pretrain import atomic_folder
 from learnable_multipliers.pretrain.checkpoint import manifest, tensor_files
 from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.distributed import SINGLE_PROCESS, World
-from learnable_multipliers.pretrain.serialization import read_object
 
 _NAME = re.compile(r"step-([0-9]{8,18})")
 

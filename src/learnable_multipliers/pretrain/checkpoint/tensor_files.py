@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learnable_multipliers._serialization import MAX_BYTES, parse_object
 from learnable_multipliers.optim._sharding import Box, dtensor_like, is_sharded, local, local_box
 from learnable_multipliers.pretrain.distributed import AXES, World
-from learnable_multipliers.pretrain.serialization import MAX_BYTES, parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"

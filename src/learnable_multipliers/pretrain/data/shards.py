@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers._checksum import add_checksum, file_sha256, verify_checksum
-from learnable_multipliers.pretrain.data.documents import first_text
-from learnable_multipliers.pretrain.serialization import (
+from learnable_multipliers._serialization import (
     from_dict,
     parse_object,
     read_bytes,
     to_dict,
 )
+from learnable_multipliers.pretrain.data.documents import first_text
 
 TRAIN, VALID = "train", "valid"
 FORMAT = "lrm-tokens-2"

@@ -22,8 +22,8 @@ from typing import Any
 
 from learnable_multipliers._atomic import fsync, replace_file
 from learnable_multipliers._checksum import decode_line, encode_line
+from learnable_multipliers._serialization import to_dict, with_floats
 from learnable_multipliers.pretrain.atomic_folder import make_folder
-from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
 FILE_NAME = "metrics.jsonl"
 NEWEST = {

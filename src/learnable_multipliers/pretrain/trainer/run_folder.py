@@ -17,6 +17,7 @@ import torch
 from learnable_multipliers._atomic import replace_file
 from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -25,7 +26,6 @@ from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog, Observer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.serialization import to_dict
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", TOKENIZER_FILE)
 """Files that describe a run, written when it begins."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 

@@ -12,10 +12,10 @@ import learnable_multipliers
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.pretrain.data.training_data import cache_folder
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
 from learnable_multipliers.symmetry._serialization import from_json_data, to_json_data
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._initialize import initialize_
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.equilibrium._monitor import Monitor
 from learnable_multipliers.optim._replicas import ReplicasDifferError
 from learnable_multipliers.optim._write_guard import WeightChangedError
@@ -30,7 +31,6 @@ from learnable_multipliers.pretrain.metrics.meters import (
 )
 from learnable_multipliers.pretrain.metrics.signals import Signals
 from learnable_multipliers.pretrain.model.parallelize import parallelize
-from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer import schedule, spikes
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import choose_device, performance_warnings
