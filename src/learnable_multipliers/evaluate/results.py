@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._atomic import write_output
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.evaluate.requests import Prompt, Request
 from learnable_multipliers.evaluate.scoring import Score
 
@@ -287,19 +288,14 @@ def _read(path: Path) -> Result:
     names = {field.name for field in fields(Result)}
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
-        values: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names
-        }
-        result = Result(**values)
+        values = {name: value for name, value in data.items() if name in names}
+        result: Result = from_dict(Result, values, "it")
         count = len(result.accuracy)
         rows = [row for name in (*_SCORES, "bytes") if (row := getattr(result, name)) is not None]
         if not count or any(len(row) != count for row in rows):
             raise ValueError("its lists have different lengths")
         if (result.bits is None) != (result.bytes is None) or len(result.groups) not in (0, count):
             raise ValueError("its lists do not belong together")
-        # Find invalid numbers now, not in the middle of a comparison.
-        for row in rows:
-            math.fsum(row)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): evaluate again") from error
     return result
