@@ -12,13 +12,13 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.dry_run import describe
 from learnable_multipliers.pretrain.trainer import memory
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.memory import (
     activation_bytes,
     estimate,
     state_bytes,
 )
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.schedule import repeated_data_warning
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run

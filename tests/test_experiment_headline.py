@@ -15,7 +15,7 @@ from learnable_multipliers.experiments.record import read_file
 from learnable_multipliers.experiments.search import MIN_GAIN
 from learnable_multipliers.experiments.variations import VARIATIONS, varied
 from learnable_multipliers.pretrain.model.hybrid import empty_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 
 
 @pytest.fixture(scope="module")

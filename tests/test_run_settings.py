@@ -10,7 +10,7 @@ from learnable_multipliers.pretrain.config import OptimizerConfig, TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS, with_falcon_h1_multipliers
 from learnable_multipliers.pretrain.rules import parse_rules
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.build import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, trained
 

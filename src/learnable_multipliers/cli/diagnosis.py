@@ -23,9 +23,8 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     newest_checkpoint,
     read_trainer_checkpoint,
 )
+from learnable_multipliers.pretrain.trainer.build import build_model, make_optimizer
 from learnable_multipliers.pretrain.trainer.load import is_run, load_checkpoint
-from learnable_multipliers.pretrain.trainer.model import build_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_state import check_model, restore_, state_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import analysis

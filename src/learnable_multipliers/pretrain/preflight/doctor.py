@@ -32,6 +32,12 @@ from learnable_multipliers.pretrain.preflight.checks import (
     skipped,
 )
 from learnable_multipliers.pretrain.preflight.resume_check import compare
+from learnable_multipliers.pretrain.trainer.build import (
+    build_model,
+    make_optimizer,
+    make_plan,
+    resolve_config,
+)
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import (
     Device,
@@ -39,9 +45,6 @@ from learnable_multipliers.pretrain.trainer.device import (
     performance_warnings,
 )
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
-from learnable_multipliers.pretrain.trainer.model import build_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
-from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule

@@ -15,7 +15,7 @@ from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.run_state import (
     check_model,

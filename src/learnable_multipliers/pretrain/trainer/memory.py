@@ -27,9 +27,8 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.loss import CHUNK_BYTES
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
+from learnable_multipliers.pretrain.trainer.build import make_plan, store_matrices_
 from learnable_multipliers.pretrain.trainer.device import Device
-from learnable_multipliers.pretrain.trainer.model import store_matrices_
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4

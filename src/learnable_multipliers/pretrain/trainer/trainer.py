@@ -32,14 +32,18 @@ from learnable_multipliers.pretrain.metrics.meters import (
 from learnable_multipliers.pretrain.metrics.signals import Signals
 from learnable_multipliers.pretrain.model.parallelize import parallelize
 from learnable_multipliers.pretrain.trainer import schedule, spikes
+from learnable_multipliers.pretrain.trainer.build import (
+    build_model,
+    check_param_dtype,
+    make_plan,
+    optimizer_for,
+    resolve_config,
+)
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import choose_device, performance_warnings
 from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
-from learnable_multipliers.pretrain.trainer.model import build_model, check_param_dtype
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
-from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
