@@ -165,7 +165,7 @@ def test_a_loss_that_was_left_out_is_told_after_a_resume(data, tmp_path):
     for step in trainer.steps():
         if step == 4:
             # Step 5 is saved before a loss is written down again.
-            trainer._losses.add(torch.tensor(torch.nan), None)
+            trainer._losses.meter.add(torch.tensor(torch.nan), None)
         if step == 5:
             break
     trainer.close()
