@@ -258,7 +258,8 @@ def test_one_process_of_a_node_reads_its_files(data, monkeypatch):
             assert World(size=size).is_first_on_node == reads
     nothing = TrainingData(data, LENGTH, 0).check(reads=False)
     monkeypatch.setattr(check, "verify_sha256", lambda *_: pytest.fail("it was read"))
-    assert nothing.has_ended()
+    nothing.start()
+    assert nothing.has_ended
 
 
 # -- the cache --------------------------------------------------------------------------------

@@ -382,7 +382,9 @@ class Trainer:
         Poll collectively, so no rank hits the collective timeout.
         """
         check, began = self._data_check, time.monotonic()
-        while self._agree_on_stop(int(not check.has_ended())):
+        while self._agree_on_stop(int(not check.has_ended)):
+            # Shards may have changed since they were verified.
+            check.start()
             check.wait(_POLL_SECONDS)
             if time.monotonic() - began > _POLL_SECONDS:
                 text = "waiting for the data check, before which no checkpoint is published"
