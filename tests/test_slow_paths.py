@@ -119,10 +119,8 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     train.Trainer(replace(config, resume=True), records.append).train()
     assert [r for r in records if r["kind"] == "warning"][1:] == []
     assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
-    run = doctor._Preflight(config)
-    run.check_device(), run.check_data(), run.check_settings()
-    assert run.check_fast_paths() == "only CUDA devices have kernels and CUDA graphs"
-    run.device = GPU
+    cpu = devices.choose_device(config.runtime)
+    assert doctor.check_fast_paths(config, cpu) == "only CUDA devices have kernels and CUDA graphs"
     with pytest.raises(CheckError, match=path.text) as found:
-        run.check_fast_paths()
+        doctor.check_fast_paths(config, GPU)
     assert (found.value.verdict, found.value.advice) == ("warning", path.advice)
