@@ -91,9 +91,9 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
             "one matrix: rows of rare tokens lower its rms"
         ]
         return _diagnose_saved(saved, unknown if made is None else [])
-    found = newest_checkpoint(source)
-    if found is not None:
-        return _diagnose_saved(read_trainer_checkpoint(found), [])
+    checkpoint = newest_checkpoint(source)
+    if checkpoint is not None:
+        return _diagnose_saved(read_trainer_checkpoint(checkpoint), [])
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         raise ValueError(
             f"{source} has a model but no optimizer state, like an export: give the folder of the "

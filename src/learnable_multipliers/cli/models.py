@@ -85,17 +85,19 @@ def symmetries(config: SymmetriesConfig) -> None:
     with Console(stderr=True).status(f"analysing {config.model}"):
         model = named_model(config.model, weights=True)
         planned = None if config.placement == "all" else _planner.plan(model, config.placement)
-        found = find_symmetries(model, planned)
+        symmetries_found = find_symmetries(model, planned)
     seconds = time.perf_counter() - start
     if config.plot is not None:
-        analysis.save(analysis.symmetry_map(config.model, found.powers()), config.plot)
+        analysis.save(analysis.symmetry_map(config.model, symmetries_found.powers()), config.plot)
     if config.json:
         asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
-        print(json.dumps(asked | found.to_dict(), indent=1))
+        print(json.dumps(asked | symmetries_found.to_dict(), indent=1))
         return
     scales = "all rows and columns" if planned is None else f"the {config.placement} placement"
-    print(f"{config.model}, {scales}: {len(found)} symmetries, found in {seconds:.1f} s\n")
-    print(found.summary())
+    print(
+        f"{config.model}, {scales}: {len(symmetries_found)} symmetries, found in {seconds:.1f} s\n"
+    )
+    print(symmetries_found.summary())
 
 
 def named_model(name: str, *, weights: bool) -> nn.Module:

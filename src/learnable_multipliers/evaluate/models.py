@@ -152,7 +152,7 @@ def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
     model = model.to(device).eval()
     # Names of the maximum length in model configs.
     names = ("max_position_embeddings", "n_positions", "n_ctx")
-    lengths = [found for name in names if (found := getattr(model.config, name, None))]
+    lengths = [value for name in names if (value := getattr(model.config, name, None))]
 
     def logits(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
@@ -176,11 +176,11 @@ class _CachedDecoder:
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Append tokens (batch, length) and return the logits after the last."""
-        found = self._model(
+        output = self._model(
             input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
-        self._cache = found.past_key_values
-        return found.logits[:, -1]
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -239,9 +239,9 @@ class _HuggingFaceEncoder:
 
 def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
     """Return the end tokens named by the tokenizer and by generation_config.json."""
-    found = [] if eos is None else [eos]
+    ids = [] if eos is None else [eos]
     path = folder / "generation_config.json"
     if path.is_file():
         named = json.loads(path.read_text(encoding="utf8")).get("eos_token_id")
-        found += named if isinstance(named, list) else [named]
-    return tuple(dict.fromkeys(index for index in found if type(index) is int))
+        ids += named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(index for index in ids if type(index) is int))

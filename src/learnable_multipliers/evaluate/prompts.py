@@ -203,24 +203,24 @@ MATH_EXAMPLES = tuple(
 
 def bbh_items(path: Path) -> list[OpenItem]:
     """Return the items of one subtask of BIG-Bench Hard, named after its file."""
-    found = []
+    items = []
     try:
         examples = field(json.loads(path.read_bytes()), "examples", list[Fields])
         for number, example in enumerate(examples, 1):
             question, target = (field(example, name, str) for name in ("input", "target"))
             try:
-                found.append(checked(_step_by_step(question, "", target, path.stem)))
+                items.append(checked(_step_by_step(question, "", target, path.stem)))
             except ValueError as error:
                 raise ValueError(f"example {number}: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     preamble, _ = _bbh_prompt(path.parent.parent / "cot-prompts" / f"{path.stem}.txt")
-    return [replace(item, preamble=f"{preamble}\n\n") for item in found]
+    return [replace(item, preamble=f"{preamble}\n\n") for item in items]
 
 
 def bbh_examples(path: Path) -> list[OpenItem]:
     """Return the examples of one subtask, with their chains of thought."""
-    found = []
+    examples = []
     for text in _bbh_prompt(path)[1]:
         # In one file the answer follows a space, in the others a new line.
         question, thinks, solution = text.partition(f"\nA: {_THINK}")
@@ -228,8 +228,8 @@ def bbh_examples(path: Path) -> list[OpenItem]:
             raise ValueError(f"{path}: an example has no step-by-step answer ({text[:40]!r})")
         question = question.removeprefix("Q: ")
         answer = concluded(solution) or ""
-        found.append(_step_by_step(question, solution.lstrip(), answer, path.stem))
-    return found
+        examples.append(_step_by_step(question, solution.lstrip(), answer, path.stem))
+    return examples
 
 
 def _step_by_step(question: str, solution: str, answer: str, group: str) -> OpenItem:

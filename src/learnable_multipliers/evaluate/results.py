@@ -70,12 +70,12 @@ def _metrics(
     normalized: Sequence[float] | None,
     flexible: Sequence[float] | None,
 ) -> dict[str, Estimate]:
-    found = {"accuracy": mean(accuracy)}
+    metrics = {"accuracy": mean(accuracy)}
     if len(set(groups)) > 1:
-        found["by group"] = mean_of_groups(accuracy, groups)
+        metrics["by group"] = mean_of_groups(accuracy, groups)
     if normalized is not None:
-        found["normalized"] = mean(normalized)
-    return found if flexible is None else found | {"flexible": mean(flexible)}
+        metrics["normalized"] = mean(normalized)
+    return metrics if flexible is None else metrics | {"flexible": mean(flexible)}
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ def difference(first: Result, second: Result) -> dict[str, Estimate]:
             f"{first.model} and {second.model} were evaluated on different items of {first.task}: "
             "evaluate both on the same files with the same --limit"
         )
-    found = _metrics(
+    metrics = _metrics(
         _minus(first.accuracy, second.accuracy),
         first.groups,
         _both(first.normalized, second.normalized),
         _both(first.flexible, second.flexible),
     )
     bits = _both(first.bits, second.bits)
-    return found if bits is None else found | {"bits per byte": ratio(bits, first.bytes or ())}
+    return metrics if bits is None else metrics | {"bits per byte": ratio(bits, first.bytes or ())}
 
 
 def _both(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:
@@ -173,11 +173,11 @@ def summarize(
     accuracy, by_length, bits, sizes, chances, groups = [], [], [], [], [], []
     pairs = zip(requests, scores, strict=True)
     for _, group in groupby(pairs, key=lambda pair: pair[0].item):
-        asked, found = zip(*group, strict=True)
+        asked, group_scores = zip(*group, strict=True)
         right = [request.right for request in asked].index(True)
-        values = [score.log_likelihood for score in found]
+        values = [score.log_likelihood for score in group_scores]
         if len(asked) == 1:
-            accuracy.append(float(found[0].greedy))
+            accuracy.append(float(group_scores[0].greedy))
         else:
             accuracy.append(tie_aware_accuracy(values, right))
             chances.append(1 / len(asked))
@@ -275,8 +275,8 @@ def read_results(folder: Path) -> dict[str, Result]:
     """Return the results in a folder by task; empty if there are none."""
     if not folder.is_dir():
         return {}
-    found = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
-    return {result.task: result for result in found}
+    results = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
+    return {result.task: result for result in results}
 
 
 def _is_result(path: Path) -> bool:

@@ -133,9 +133,9 @@ class MetricLog:
         kept, first = [], None
         with self.path.open("rb") as file:
             for line in file:
-                found = _START.match(line)
-                if found and found[2].decode() == kind:
-                    step = int(found[1])
+                start = _START.match(line)
+                if start and start[2].decode() == kind:
+                    step = int(start[1])
                     first = step if first is None else first
                     if step != first and not is_kept(step, newest, every, count):
                         continue

@@ -89,12 +89,12 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) 
         # The backward pass of the loss computes several tensors of their size in float32.
         loss = 4 * _FLOAT * tokens * sharded.model.vocab_size
     if config.runtime.recompute == "layers":
-        found = recomputed_bytes(sharded.model, tokens, device, loss, in_chunks=in_chunks)
-        rows[_ACTIVATIONS] = found
+        activation_size = recomputed_bytes(sharded.model, tokens, device, loss, in_chunks=in_chunks)
+        rows[_ACTIVATIONS] = activation_size
     else:
-        found = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
+        activation_size = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
         # Freed before most gradients are there, like the rest of the activations.
-        rows[_ACTIVATIONS] = found + (loss if in_chunks else 0)
+        rows[_ACTIVATIONS] = activation_size + (loss if in_chunks else 0)
         if loss and not in_chunks:
             rows["gradients of the logits"] = loss
     if device.device.type == "cuda":

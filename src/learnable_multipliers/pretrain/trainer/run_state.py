@@ -71,18 +71,18 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     Nothing is allocated for the model, since a small file may claim any size.
     """
-    found = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
+    stored = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
     try:
         config.check()
         # Building even meta layers takes time, and each layer has several tensors.
-        if config.num_layers > len(found):
-            raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
+        if config.num_layers > len(stored):
+            raise ValueError(f"it holds {len(stored)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
             model = HybridLM(config)
         if _param_dtype(checkpoint) == "bfloat16":
             model.store_matrices_(torch.bfloat16, torch.bfloat16)
         expected = {name: _kind(p) for name, p in model.named_parameters()}
-        odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+        odd = sorted(n for n in {*expected, *stored} if expected.get(n) != stored.get(n))
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise ValueError(f"its weights and its config disagree about {odd[0]}{more}")
@@ -95,10 +95,10 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def _param_dtype(checkpoint: Checkpoint) -> Any:
     """Return the storage dtype of the matrices, as the checkpoint states it."""
-    found: Any = checkpoint.state
+    value: Any = checkpoint.state
     for key in ("config", "runtime", "param_dtype"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -119,8 +119,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load weights and optimizer state; nothing is changed if any of it does not fit."""
     for file, expected in tensors_of(model, optimizer).items():
-        found = checkpoint.tensors.get(file, {})
-        _check_fits(f"{file}.safetensors", expected, found)
+        stored = checkpoint.tensors.get(file, {})
+        _check_fits(f"{file}.safetensors", expected, stored)
     for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}
@@ -194,13 +194,13 @@ def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     return [] if old == new else [(where, old, new)]
 
 
-def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _check_fits(file: str, expected: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
     for what, names in (
-        ("misses", expected.keys() - found.keys()),
-        ("holds, beyond this run's,", found.keys() - expected.keys()),
+        ("misses", expected.keys() - stored.keys()),
+        ("holds, beyond this run's,", stored.keys() - expected.keys()),
         (
             "has other shapes or types for",
-            {n for n in expected.keys() & found.keys() if _kind(expected[n]) != _kind(found[n])},
+            {n for n in expected.keys() & stored.keys() if _kind(expected[n]) != _kind(stored[n])},
         ),
     ):
         if names:

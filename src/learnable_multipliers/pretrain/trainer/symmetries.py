@@ -33,12 +33,12 @@ def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
         if kept.get("key") == key:
             return from_json_data(kept["symmetries"])
     # On the CPU, in float64. Of the same weights for every seed: those of a run do not matter.
-    found = find_symmetries(build(config, seed=0), plan)
-    text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(found)}))
+    symmetries = find_symmetries(build(config, seed=0), plan)
+    text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(symmetries)}))
     with suppress(OSError):
         # Atomic, with a unique temporary name: several runs may write it at the same time.
         write_output(path, text.encode())
-    return found
+    return symmetries
 
 
 def _key(config: ModelConfig, plan: Plan) -> str:
