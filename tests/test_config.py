@@ -66,7 +66,7 @@ def changed(where: str, value: object) -> dict:
         ("name", 3, r"config.name is 3, not a string"),
     ],
 )
-def test_data_that_are_no_config_are_refused(where, value, message):
+def test_data_that_are_no_config_are_rejected(where, value, message):
     with pytest.raises(ValueError, match=message):
         from_dict(TrainConfig, changed(where, value))
 
@@ -149,7 +149,7 @@ def test_what_a_file_leaves_out_is_not_guessed():
         ("runtime", {"num_threads": -1}, "runtime.num_threads must be a number of at least 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(section, changes, message):
+def test_settings_that_cannot_work_are_rejected(section, changes, message):
     config = TrainConfig()
     TrainConfig().check()
     with pytest.raises(ValueError, match=message):
@@ -167,6 +167,6 @@ def test_settings_that_cannot_work_are_refused(section, changes, message):
         ),
     ],
 )
-def test_settings_of_the_whole_that_cannot_work_are_refused(changes, message):
+def test_settings_of_the_whole_that_cannot_work_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(TrainConfig(), **changes).check()

@@ -193,7 +193,7 @@ def test_a_named_task_needs_its_files(ask, copied, sets):
     assert ask("evaluate", "run", *shared, "--num-fewshot", 0)[0] == 0
 
 
-def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
+def test_the_error_for_a_folder_without_files_names_those_it_lacks(ask, copied):
     Path("sets").mkdir()
     code, _, told = ask("evaluate", "run", "--eval-data", "sets")
     assert code == 1
@@ -255,7 +255,7 @@ def test_a_hugging_face_model_with_code_is_not_run(tmp_path):
         next(models.load_models(tmp_path, device=torch.device("cpu"), dtype="float32"))
 
 
-def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
+def test_requests_of_another_tokenizer_are_rejected(ask, copied, sets):
     built = ("--eval-data", sets, "--tasks", "piqa", "--requests-only", "r.jsonl")
     assert ask("evaluate", "run", *built)[0] == 0
     path = Path("r.jsonl")

@@ -130,7 +130,7 @@ def test_a_tied_embedding_is_sharded_too(ranks, alone, data, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_run_goes_on_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
+def test_a_run_resumes_with_another_number_of_ranks(ranks, alone, data, tmp_path, kind):
     folder, expected = alone(kind=kind, llama=True)
     config = config_of(data, tmp_path / "run", kind=kind, llama=True)
     two = Ranks(2)

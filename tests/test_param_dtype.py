@@ -79,7 +79,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path):
     assert_same(trained(replace(config, resume=True)), whole)
 
 
-def test_another_precision_of_the_parameters_is_refused_on_resume(data, tmp_path):
+def test_another_precision_of_the_parameters_is_rejected_on_resume(data, tmp_path):
     config = run(data, tmp_path / "run")
     killed_after(config, 7)
     other = replace(config, resume=True, runtime=replace(config.runtime, param_dtype="float32"))

@@ -159,7 +159,7 @@ def test_skipped_steps_are_counted_across_a_resume(data, tmp_path):
     assert counts == {1: 0, 2: 0, 4: 1, 6: 1, 8: 1, 10: 1, 12: 1}
 
 
-def test_a_loss_that_was_left_out_is_told_after_a_resume(data, tmp_path):
+def test_a_loss_that_was_left_out_is_reported_after_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
     for step in trainer.steps():
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(data, tmp_pa
         Trainer(small_run(data, tmp_path / "run", resume=True))
 
 
-def test_a_state_of_another_release_is_told(data, tmp_path):
+def test_a_state_of_another_release_is_reported(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     trained(config)
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -226,7 +226,7 @@ def test_a_state_of_another_release_is_told(data, tmp_path):
             Trainer(replace(config, resume=True))
 
 
-def test_weights_of_another_optimizer_state_are_refused(data, tmp_path):
+def test_weights_of_another_optimizer_state_are_rejected(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=8)
     killed_after(config, 6)
     path = tmp_path / "run" / "checkpoints" / "step-00000005"
@@ -240,7 +240,7 @@ def test_weights_of_another_optimizer_state_are_refused(data, tmp_path):
         trainer.train()
 
 
-def test_tensors_that_do_not_fit_are_refused_before_any_is_loaded(data, tmp_path):
+def test_tensors_that_do_not_fit_are_rejected_before_any_is_loaded(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     trained(config)
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -294,7 +294,7 @@ for step in trainer.steps():
 # -- what a run does not go on from -----------------------------------------------------------
 
 
-def test_other_settings_are_refused(data, tmp_path):
+def test_other_settings_are_rejected(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     trained(config)
     for changes, message in (
@@ -308,7 +308,7 @@ def test_other_settings_are_refused(data, tmp_path):
     assert trained(chatty).step == 3
 
 
-def test_a_run_that_no_longer_fits_goes_on_in_smaller_passes(data, tmp_path):
+def test_a_run_that_no_longer_fits_continues_in_smaller_passes(data, tmp_path):
     whole = trained(small_run(data, tmp_path / "whole", steps=6))
     config = small_run(data, tmp_path / "run", steps=6)
     config = replace(config, checkpoint=replace(config.checkpoint, every=3))
@@ -335,7 +335,7 @@ def test_a_run_is_made_longer_before_its_decay_begins(data, tmp_path):
     assert told == json.loads((tmp_path / "whole" / "config.json").read_text())["schedule"]
 
 
-def test_a_run_that_ended_at_its_constant_rate_goes_on_as_if_it_had_not(data, tmp_path):
+def test_a_run_that_ended_at_its_constant_rate_continues_as_if_it_had_not(data, tmp_path):
     def run(name, steps):
         config = small_run(data, tmp_path / name, steps=steps, name="run")
         return replace(config, schedule=replace(config.schedule, decay_tokens=0))
@@ -360,7 +360,7 @@ def test_a_decay_can_be_branched_off(data, tmp_path):
     assert_same(short, trained(going_on(branch, short.config.schedule)))
 
 
-def test_a_schedule_that_differs_in_steps_already_taken_is_refused(data, tmp_path):
+def test_a_schedule_that_differs_in_steps_already_taken_is_rejected(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=8)
     trained(config)
     for changes in (
@@ -372,7 +372,7 @@ def test_a_schedule_that_differs_in_steps_already_taken_is_refused(data, tmp_pat
             Trainer(going_on(config, replace(config.schedule, **changes)))
 
 
-def test_other_data_than_the_checkpoint_s_are_refused(data, tmp_path):
+def test_other_data_than_the_checkpoint_s_are_rejected(data, tmp_path):
     trained(small_run(data, tmp_path / "run", steps=3))
     text = tmp_path / "other.txt"
     text.write_text("something else\n" * 500)
@@ -398,7 +398,7 @@ def test_the_same_text_prepared_in_another_place_is_gone_on_with(data, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["shard", "tokenizer"])
-def test_data_with_another_checksum_are_refused(data, tmp_path, change):
+def test_data_with_another_checksum_are_rejected(data, tmp_path, change):
     trained(small_run(data, tmp_path / "run", steps=3))
     other = tmp_path / "other"
     shutil.copytree(data, other)

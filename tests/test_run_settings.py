@@ -146,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_the_model_is_refused_before_there_is_a_folder(data, tmp_path, name):
+def test_what_does_not_fit_the_model_is_rejected_before_there_is_a_folder(data, tmp_path, name):
     settings, message = REFUSED[name]
     config = with_settings(small_run(data, tmp_path / "run", model=LLAMA), **settings)
     with pytest.raises(ValueError, match=message):
