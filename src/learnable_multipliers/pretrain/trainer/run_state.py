@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnable_multipliers._formats import first_of
 from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
@@ -84,8 +85,7 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
         expected = {name: _kind(p) for name, p in model.named_parameters()}
         odd = sorted(n for n in {*expected, *stored} if expected.get(n) != stored.get(n))
         if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"its weights and its config disagree about {odd[0]}{more}")
+            raise ValueError(f"its weights and its config disagree about {first_of(odd, 1)}")
     # torch raises other errors for sizes whose product overflows.
     except (ValueError, RuntimeError, OverflowError, TypeError) as error:
         raise CheckpointError(
@@ -204,10 +204,9 @@ def _check_fits(file: str, expected: dict[str, Tensor], stored: dict[str, Tensor
         ),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(
                 f"the checkpoint does not fit this run, though its settings do: {file} {what} "
-                f"{', '.join(sorted(names)[:3])}{more}. Was it written by another release?"
+                f"{first_of(sorted(names), 3)}. Was it written by another release?"
             )
 
 
