@@ -213,7 +213,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
             follow_up=follow_up if adaptive else None,
         )
     if result.num_left:
-        again = "the same command goes on with them"
+        again = "the same command continues with them"
         _say(console, f"{len(result.records):,} runs trained, {result.num_left:,} left: {again}")
     if result.stopped_by is not None:
         sys.exit(128 + result.stopped_by)
