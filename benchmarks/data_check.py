@@ -125,7 +125,7 @@ def seconds_of_check(config: TrainConfig) -> float:
     with closing(Trainer(config)) as trainer:
         try:
             for _ in trainer.steps():
-                if trainer._data_check.has_ended() and not trainer._data_check.failed:
+                if trainer._data_check.has_ended and not trainer._data_check.failed:
                     break
         except ValueError as error:
             print(error)

@@ -35,7 +35,7 @@ from learnable_multipliers.optim._orthogonalization import (
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 
 Form = Callable[[Tensor], Tensor]
 

@@ -26,8 +26,8 @@ from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
 from learnable_multipliers.pretrain.model.hugging_face import to_config
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.presets import PRESETS
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 from learnable_multipliers.pretrain.trainer.device import choose_device
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 LENGTH = 2048

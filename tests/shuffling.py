@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.experiments.claim import Verdict
 from learnable_multipliers.experiments.ledger import judge_claims
 from learnable_multipliers.experiments.record import Labelled, Record
 from learnable_multipliers.experiments.run import Labels, Preset, Run
-from learnable_multipliers.pretrain.serialization import to_dict
 
 World = Callable[[Labels, random.Random], Mapping[str, Any]]
 # The module of an experiment, or anything with its names.

@@ -126,7 +126,7 @@ def test_contents_that_checksums_vouch_for_are_still_looked_at(tmp_path, name, c
         BOMB,
     ],
 )
-def test_manifests_that_make_no_sense_are_refused(tmp_path, manifest):
+def test_manifests_that_make_no_sense_are_rejected(tmp_path, manifest):
     (saved(tmp_path, 5) / checkpoints.manifest.MANIFEST).write_bytes(manifest)
     with pytest.raises(CheckpointError, match="step-00000005 cannot be used"):
         checkpoints.load_newest(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from learnable_multipliers.pretrain import serialization
+from learnable_multipliers import _serialization
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.manifest import (
     FORMAT,
@@ -116,7 +116,7 @@ def test_a_folder_with_nothing_in_it_is_passed_over(kept):
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", True, None])
-def test_another_format_of_the_manifest_is_refused_in_words(kept, version):
+def test_another_format_of_the_manifest_is_rejected_in_words(kept, version):
     file = newest(kept) / MANIFEST
     content = json.loads(file.read_text()) | {"format": version}
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -126,7 +126,7 @@ def test_another_format_of_the_manifest_is_refused_in_words(kept, version):
 
 
 @pytest.mark.parametrize("version", [1, 3, 2.0, None])
-def test_another_format_of_the_state_is_refused_in_words(kept, version):
+def test_another_format_of_the_state_is_rejected_in_words(kept, version):
     state = json.loads((newest(kept) / "state.json").read_text()) | {"format": version}
     rewritten(newest(kept), "state.json", json.dumps(state).encode())
     assert passed_over(kept) == (
@@ -188,7 +188,7 @@ def test_a_pickle_under_another_name_is_not_run(kept, tmp_path, name, writer):
     assert not mark.exists()
 
 
-def test_a_file_of_another_kind_is_refused_though_the_manifest_names_it(kept, tmp_path):
+def test_a_file_of_another_kind_is_rejected_though_the_manifest_names_it(kept, tmp_path):
     mark = tmp_path / "was here"
     rewritten(newest(kept), "optimizer.pt", pickle.dumps(Payload(mark)))
     assert (
@@ -307,7 +307,7 @@ HOSTILE_TENSORS = {
 
 
 @pytest.mark.parametrize("what", HOSTILE_TENSORS)
-def test_absurd_tensor_files_are_refused(kept, what):
+def test_absurd_tensor_files_are_rejected(kept, what):
     rewritten(newest(kept), "model.safetensors", HOSTILE_TENSORS[what])
     assert passed_over(kept).startswith("model.safetensors cannot be read: ")
 
@@ -359,7 +359,7 @@ def in_pieces(kept: Path, files: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("what", ODD_PIECES)
-def test_pieces_that_do_not_make_a_tensor_are_refused(kept, what):
+def test_pieces_that_do_not_make_a_tensor_are_rejected(kept, what):
     in_pieces(kept, ODD_PIECES[what])
     wrong = passed_over(kept)
     assert wrong.startswith("model-0000")
@@ -391,7 +391,7 @@ HOSTILE_JSON = {
 
 @pytest.mark.parametrize("what", HOSTILE_JSON)
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
-def test_absurd_json_is_refused(kept, name, what):
+def test_absurd_json_is_rejected(kept, name, what):
     if name == MANIFEST:
         (newest(kept) / MANIFEST).write_bytes(HOSTILE_JSON[what])
     else:
@@ -414,7 +414,7 @@ def test_absurd_json_is_refused(kept, name, what):
         None,
     ],
 )
-def test_absurd_claims_of_a_manifest_are_refused_and_nothing_is_allocated_for_them(kept, entry):
+def test_absurd_claims_of_a_manifest_are_rejected_and_nothing_is_allocated_for_them(kept, entry):
     with_files(kept, **{"model.safetensors": entry})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert passed_over(kept).startswith(("model.safetensors has", MANIFEST))
@@ -424,7 +424,7 @@ def test_absurd_claims_of_a_manifest_are_refused_and_nothing_is_allocated_for_th
 
 @pytest.mark.parametrize("name", ["state.json", MANIFEST])
 def test_a_file_of_plain_data_as_large_as_a_disk_is_not_read(kept, name, monkeypatch):
-    monkeypatch.setattr(serialization.read_bytes, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(_serialization.read_bytes, "__defaults__", (1 << 20,))
     file = newest(kept) / name
     os.truncate(file, (1 << 20) + 1)
     if name == "state.json":

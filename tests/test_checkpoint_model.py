@@ -33,7 +33,7 @@ def path(data, tmp_path) -> Path:
         ({"hidden_size": "wide"}, "hidden_size is 'wide', not a whole number"),
     ],
 )
-def test_sizes_that_the_tensors_do_not_have_are_refused(ask, path, changes, says):
+def test_sizes_that_the_tensors_do_not_have_are_rejected(ask, path, changes, says):
     state = json.loads((path / "state.json").read_text())
     model, config = state["model"] | changes, state["config"]["model"] | changes
     state |= {"model": model, "config": state["config"] | {"model": config}}
@@ -55,7 +55,7 @@ def test_weights_that_are_missing_are_named(ask, path):
     assert f"its weights and its config disagree about {norm}" in complaints
 
 
-def test_a_state_without_what_is_needed_is_told(ask, path):
+def test_a_state_without_what_is_needed_is_reported(ask, path):
     state = json.loads((path / "state.json").read_text())
     for name in ("model", "eos_token"):
         left = {key: value for key, value in state.items() if key != name}
@@ -72,7 +72,7 @@ def test_the_model_of_a_run_is_taken(ask, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.int8])
-def test_weights_of_another_type_are_refused(ask, path, dtype):
+def test_weights_of_another_type_are_rejected(ask, path, dtype):
     weights = load_file(path / "model.safetensors")
     norm = "model.final_layernorm.weight"
     rewritten(path, "model.safetensors", save(weights | {norm: weights[norm].to(dtype)}))
@@ -85,7 +85,7 @@ def test_weights_of_another_type_are_refused(ask, path, dtype):
 
 
 @pytest.mark.parametrize("file", ["model", "optimizer"])
-def test_a_resume_from_tensors_of_another_type_is_refused(data, tmp_path, file):
+def test_a_resume_from_tensors_of_another_type_is_rejected(data, tmp_path, file):
     config = small_run(data, tmp_path / "run", steps=3)
     killed_after(replace(config, checkpoint=CheckpointConfig(every=2)), 2)
     path = config.out / "checkpoints" / "step-00000002"

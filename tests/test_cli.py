@@ -297,7 +297,7 @@ def test_whole_numbers_are_read_as_people_write_them():
         ("demo --steps 3", "Unrecognized options: --steps, 3"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused_with_a_hint(ask, line, says):
+def test_a_command_line_that_makes_no_sense_is_rejected_with_a_hint(ask, line, says):
     code, out, complaints = ask(*line.split())
     assert (code, out) == (2, "")
     assert says in in_one_line(complaints)

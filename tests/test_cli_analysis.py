@@ -19,7 +19,7 @@ from runs import HYBRID, damage, rewritten, small_run
 # -- symmetries -------------------------------------------------------------------------------
 
 
-def test_symmetries_of_a_preset_are_told_in_words(ask):
+def test_symmetries_of_a_preset_are_reported_in_words(ask):
     code, text, complaints = ask("symmetries", "tiny", "--placement", "scalar")
     assert (code, complaints) == (0, "")
     model = build(PRESETS["tiny"])
@@ -178,7 +178,7 @@ def test_diagnose_reads_from_a_run_what_its_trainer_would(ask, data, optimizer):
     assert {name: predicted[name] for name in followed} == followed
 
 
-def test_the_summary_of_a_diagnosis_tells_the_share_of_the_trapped(data, ask):
+def test_the_summary_of_a_diagnosis_gives_the_share_of_the_trapped(data, ask):
     _, found = trained(data, weight_decay=40.0)
     counts = found.verdicts()["matrix"]
     total = sum(counts.values())
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(ask, data):
     assert re.search("^lrm diagnose: .*step-00000012 cannot be used: optimizer.saf", complaints)
 
 
-def test_what_is_no_run_is_told_what_diagnose_reads(ask):
+def test_the_error_for_no_run_names_what_diagnose_reads(ask):
     Path("empty").mkdir()
     for source in ("nowhere", "empty"):
         assert ask("diagnose", source) == (
@@ -267,7 +267,7 @@ def test_for_an_exported_model_its_run_is_asked_for(ask, data):
     assert ask("diagnose", "exported") == (1, "", expected)
 
 
-def test_a_checkpoint_of_other_settings_is_refused(ask, data):
+def test_a_checkpoint_of_other_settings_is_rejected(ask, data):
     trained(data)
     path = Path("run/checkpoints/step-00000012")
     state = json.loads((path / "state.json").read_text())
@@ -276,7 +276,7 @@ def test_a_checkpoint_of_other_settings_is_refused(ask, data):
     assert problem(path) is None
     code, out, complaints = ask("diagnose", path)
     assert (code, out) == (1, "")
-    assert "step 12 cannot be read by this release: config.schedule has no: tok" in complaints
+    assert "cannot be read by this release: state.json.config.schedule has no: tok" in complaints
     state["config"]["schedule"]["tokens"] = 12 * 128
     state["config"]["optimizer"]["placement"] = "scalar"
     rewritten(path, "state.json", json.dumps(state).encode())

@@ -127,7 +127,7 @@ from torch._dynamo.utils import counters
 
 keys = "fxgraph_cache_hit", "fxgraph_cache_miss"
 found = {key: counters["inductor"][key] for key in keys}
-found |= {"graphs": counters["stats"]["unique_graphs"], "loss": trainer._losses.read().mean}
+found |= {"graphs": counters["stats"]["unique_graphs"], "loss": trainer._losses.meter.read().mean}
 print(json.dumps(found | {"folder": os.environ["TORCHINDUCTOR_CACHE_DIR"]}))
 """
 

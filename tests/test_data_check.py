@@ -111,7 +111,7 @@ def test_tokens_changed_before_a_run_end_it_before_its_first_checkpoint(own, tmp
     assert checkpoints.steps(tmp_path / "run" / "checkpoints") == []
 
 
-def test_tokens_changed_while_the_run_goes_on_are_in_no_checkpoint(own, tmp_path):
+def test_tokens_changed_during_the_run_are_in_no_checkpoint(own, tmp_path):
     trainer = Trainer(run_of(own, tmp_path / "run"))
     steps = trainer.steps()
     for _ in range(7):
@@ -124,7 +124,7 @@ def test_tokens_changed_while_the_run_goes_on_are_in_no_checkpoint(own, tmp_path
     assert checkpoints.steps(tmp_path / "run" / "checkpoints") == [5]
 
 
-def test_data_removed_or_copied_again_while_the_run_goes_on_do_no_harm(own, tmp_path):
+def test_data_removed_or_copied_again_during_the_run_do_no_harm(own, tmp_path):
     trainer = Trainer(run_of(own, tmp_path / "run"))
     for step in trainer.steps():
         if step == 6:
@@ -258,7 +258,8 @@ def test_one_process_of_a_node_reads_its_files(data, monkeypatch):
             assert World(size=size).is_first_on_node == reads
     nothing = TrainingData(data, LENGTH, 0).check(reads=False)
     monkeypatch.setattr(check, "verify_sha256", lambda *_: pytest.fail("it was read"))
-    assert nothing.has_ended()
+    nothing.start()
+    assert nothing.has_ended
 
 
 # -- the cache --------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(own, tmp_path, no_wait, 
 # -- tokenizer --------------------------------------------------------------------------------
 
 
-def test_swapped_ids_in_the_tokenizer_of_the_data_are_refused(own, tmp_path):
+def test_swapped_ids_in_the_tokenizer_of_the_data_are_rejected(own, tmp_path):
     config = run_of(own, tmp_path / "run", steps=3)
     trained(config)
     swap_ids(own / "tokenizer.json")
@@ -339,7 +340,7 @@ def test_swapped_ids_in_the_tokenizer_of_the_data_are_refused(own, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["pipe", "device", "folder"])
-def test_a_tokenizer_that_is_no_regular_file_is_refused(own, tmp_path, place):
+def test_a_tokenizer_that_is_no_regular_file_is_rejected(own, tmp_path, place):
     tokenizer = own / "tokenizer.json"
     tokenizer.unlink()
     if place == "pipe":
@@ -423,13 +424,13 @@ def test_an_edited_manifest_is_one_line_that_names_it(own, name, resealed):
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "", "5", '{"format": 1e999}', '{"a":' * 10**5])
-def test_a_manifest_that_is_something_else_is_refused(own, content):
+def test_a_manifest_that_is_something_else_is_rejected(own, content):
     (own / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"own/manifest\.json cannot be used"):
         TrainingData(own, LENGTH, 0)
 
 
-def test_deep_content_under_a_checksum_of_its_own_is_refused(own):
+def test_deep_content_under_a_checksum_of_its_own_is_rejected(own):
     deep = {}
     for _ in range(900):
         deep = {"a": deep}

@@ -177,7 +177,7 @@ def test_texts_to_test_on_need_a_name_of_their_own(tmp_path, given):
 
 
 @pytest.mark.parametrize("texts", [[""], TEXTS[:2]], ids=["empty", "repeated"])
-def test_a_text_to_test_on_without_text_of_its_own_is_refused(tmp_path, texts):
+def test_a_text_to_test_on_without_text_of_its_own_is_rejected(tmp_path, texts):
     source = json_lines(tmp_path / "a.jsonl", TEXTS)
     valid = json_lines(tmp_path / "v.jsonl", TEXTS[:2])
     other = json_lines(tmp_path / "b.jsonl", texts)
@@ -567,7 +567,7 @@ def test_a_path_that_is_no_dataset_is_named_for_what_it_is(tmp_path):
     assert refused(texts / "b.txt") == wanted
 
 
-def test_existing_output_is_refused_and_replaced_only_on_demand(dataset_folder, tmp_path):
+def test_existing_output_is_rejected_and_replaced_only_on_demand(dataset_folder, tmp_path):
     before = files_of(dataset_folder)
     source = json_lines(tmp_path / "b.jsonl", ["new text"])
     config = {"sources": (source,), "out": dataset_folder, "vocab_size": 257, "valid_fraction": 0}
@@ -703,7 +703,7 @@ def test_empty_splits_are_errors_that_say_what_to_do(tmp_path):
         ({"tokenizer": Path("t.json"), "vocab_size": 300}, "a given one brings its own"),
     ],
 )
-def test_impossible_settings_are_refused_at_once(tmp_path, wrong, message):
+def test_impossible_settings_are_rejected_at_once(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         PrepareConfig(out=tmp_path / "out", **wrong)
 

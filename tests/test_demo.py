@@ -90,7 +90,7 @@ def test_both_runs_start_alike_and_see_the_same_batches(made):
     assert losses[0] == losses[1]
 
 
-def test_the_page_tells_both_losses_and_what_the_text_was(made, data):
+def test_the_page_shows_both_losses_and_what_the_text_was(made, data):
     out, _, _ = made
     text = unescape((out / "report.html").read_text())
     for name in demo.RUNS:

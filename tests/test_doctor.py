@@ -94,7 +94,7 @@ def test_a_read_only_folder_is_found(tmp_path):
     assert outcome(checks.check_folder, tmp_path / "run").verdict == "failed"
 
 
-def test_a_folder_with_a_run_is_told_unless_it_is_to_go_on(data, tmp_path):
+def test_a_folder_with_a_run_is_reported_unless_it_is_resumed(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=3)
     trained(config)
     found = checked(config)
@@ -129,7 +129,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_found(data, tmp_path, monkeypat
     assert told[0] == pytest.approx(written, rel=0.15)
 
 
-def test_little_shared_memory_is_told(monkeypatch, tmp_path):
+def test_little_shared_memory_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "_SHARED", tmp_path)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(0, 0, 1000))
     assert outcome(checks.check_shared_memory).verdict == "warning"
@@ -250,7 +250,7 @@ def test_damaged_data_are_found(data, tmp_path, file):
     assert f"{path} is damaged" in results["checksums"].text + results["data"].text
 
 
-def test_what_cannot_be_opened_or_does_not_work_is_told_and_the_rest_goes_on(data, tmp_path):
+def test_what_cannot_be_opened_or_does_not_work_is_reported_and_the_rest_continues(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     found = checked(replace(config, data=replace(config.data, path=tmp_path / "nowhere")))
     assert found["data"].verdict == "failed"
@@ -279,7 +279,7 @@ def test_a_check_that_raises_has_failed():
     assert run_check("it", missing, "").verdict == "warning"
 
 
-def test_a_model_that_cannot_be_made_is_told_once(data, tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_made_is_reported_once(data, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("cannot be made")
 

@@ -12,13 +12,13 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.dry_run import describe
 from learnable_multipliers.pretrain.trainer import memory
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.memory import (
     activation_bytes,
     estimate,
     state_bytes,
 )
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.schedule import repeated_data_warning
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
@@ -108,7 +108,7 @@ def test_counts_steps_and_rates_are_those_of_the_run(data, tmp_path):
     assert "batch 2 -> 4 sequences of 32" in text
 
 
-def test_a_run_is_warned_of_and_refused_as_when_it_starts(data, tmp_path, monkeypatch):
+def test_a_run_is_warned_of_and_rejected_as_when_it_starts(data, tmp_path, monkeypatch):
     config = small_run(data, tmp_path / "run")
     assert not re.search("Warning|Does not fit", describe(config))
     num_tokens = TrainingData.open(config.data, config.model.vocab_size, config.seed).num_tokens
@@ -162,7 +162,7 @@ def test_nothing_is_written(data, tmp_path, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
 
 
-def test_settings_that_cannot_work_are_refused_as_in_a_run(data, tmp_path):
+def test_settings_that_cannot_work_are_rejected_as_in_a_run(data, tmp_path):
     config = small_run(data, tmp_path / "run", model=replace(HYBRID, vocab_size=100))
     with pytest.raises(ValueError, match=r"vocabulary of 257, the model one of 100"):
         describe(config)

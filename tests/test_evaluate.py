@@ -283,7 +283,7 @@ def test_a_prefix_that_the_tokenizer_writes_is_not_doubled():
         ),
     ],
 )
-def test_a_tokenizer_without_the_needed_ids_is_refused(encoder, context, why):
+def test_a_tokenizer_without_the_needed_ids_is_rejected(encoder, context, why):
     with pytest.raises(ValueError, match=why):
         encode_pair(context, "c", encoder)
 

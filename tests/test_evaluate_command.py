@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from evaluation_files import write_files
-from learnable_multipliers.evaluate import requests, results, tasks
+from learnable_multipliers.evaluate import models, requests, results, tasks
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, small_run
@@ -192,7 +193,7 @@ def test_a_named_task_needs_its_files(ask, copied, sets):
     assert ask("evaluate", "run", *shared, "--num-fewshot", 0)[0] == 0
 
 
-def test_a_folder_without_any_files_is_told_what_was_looked_for(ask, copied):
+def test_the_error_for_a_folder_without_files_names_those_it_lacks(ask, copied):
     Path("sets").mkdir()
     code, _, told = ask("evaluate", "run", "--eval-data", "sets")
     assert code == 1
@@ -237,7 +238,24 @@ def test_what_cannot_be_done_is_said_in_one_line(ask, copied, sets, line, code, 
     assert not (copied / "evaluations").exists()
 
 
-def test_requests_of_another_tokenizer_are_refused(ask, copied, sets):
+def test_a_run_without_checkpoints_says_so(ask, data, place, sets):
+    Trainer(small_run(data, Path("run"))).close()
+    # As in a run that was stopped before its first checkpoint.
+    shutil.rmtree("run/checkpoints", ignore_errors=True)
+    code, _, complaints = ask("evaluate", "run", "--eval-data", sets)
+    assert code == 1
+    assert complaints.startswith("lrm evaluate: run holds no checkpoint yet: a run saves one when")
+
+
+def test_a_hugging_face_model_with_code_is_not_run(tmp_path):
+    pytest.importorskip("transformers")
+    described = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=" contains code, which lrm does not run: load it in Py"):
+        next(models.load_models(tmp_path, device=torch.device("cpu"), dtype="float32"))
+
+
+def test_requests_of_another_tokenizer_are_rejected(ask, copied, sets):
     built = ("--eval-data", sets, "--tasks", "piqa", "--requests-only", "r.jsonl")
     assert ask("evaluate", "run", *built)[0] == 0
     path = Path("r.jsonl")

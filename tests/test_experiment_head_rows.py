@@ -11,7 +11,7 @@ from learnable_multipliers._initialize import initialize_
 from learnable_multipliers.experiments import head_rows, initialization, log_scale
 from learnable_multipliers.experiments.run import Labels
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from shuffling import World, check_shuffled, made_up, verdicts
 
 

@@ -16,7 +16,7 @@ from learnable_multipliers.experiments.headline.variations import VARIATIONS, va
 from learnable_multipliers.experiments.presets import with_optimizer
 from learnable_multipliers.experiments.record import read_file
 from learnable_multipliers.pretrain.model.hybrid import empty_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 
 
 def test_stages_come_one_after_another(played):

@@ -8,7 +8,7 @@ import pytest
 from learnable_multipliers.experiments import mlp_scale
 from learnable_multipliers.experiments.presets import SEEDS
 from learnable_multipliers.pretrain.model.hybrid import empty_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from shuffling import made_up, verdicts
 
 PRESETS = ["cpu", "gpu", "paper"]

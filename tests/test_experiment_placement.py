@@ -9,7 +9,7 @@ import pytest
 from learnable_multipliers.experiments import placement
 from learnable_multipliers.experiments.run import Labels
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from shuffling import World, made_up, verdicts
 
 # Matrices whose input a norm scales, and all that carry multipliers in `full`.

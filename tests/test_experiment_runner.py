@@ -211,7 +211,7 @@ def test_a_stopped_command_says_what_is_left(ask, data, small, monkeypatch):
     fake_training(monkeypatch, lambda *_: runner.Result(num_left=2, stopped_by=signal.SIGTERM))
     code, text, _ = ask("experiment", "small", "--data", str(data))
     assert code == 128 + signal.SIGTERM
-    assert "0 runs trained, 2 left: the same command goes on with them" in text
+    assert "0 runs trained, 2 left: the same command continues with them" in text
 
 
 def test_workers_of_the_cpu_preset_have_one_thread_each(ask, data, small, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from learnable_multipliers.experiments import initialization, tuning_ablation
 from learnable_multipliers.pretrain.model.hybrid import empty_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from shuffling import made_up, verdicts
 
 TIER = 0.006

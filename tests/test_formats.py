@@ -39,3 +39,8 @@ def test_durations_have_two_units(seconds, text):
 )
 def test_sizes_are_in_binary_units(num_bytes, text):
     assert _formats.size(num_bytes) == text
+
+
+def test_of_many_names_the_first_are_shown():
+    assert _formats.first_of(["a", "b"], 2) == "a, b"
+    assert _formats.first_of(["a", "b", "c", "d", "e"], 2) == "a, b and 3 more"

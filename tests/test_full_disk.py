@@ -98,7 +98,7 @@ def no_file_beyond(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_log_that_cannot_grow_is_told_and_gone_on_with(data, tmp_path):
+def test_a_log_that_cannot_grow_is_reported_and_continued(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
     log = config.out / "metrics.jsonl"
@@ -119,7 +119,7 @@ def test_a_log_that_cannot_grow_is_told_and_gone_on_with(data, tmp_path):
     assert without_clock(whole.config.out) == without_clock(config.out)
 
 
-def test_a_resume_on_a_full_disk_is_told_and_can_be_tried_again(data, tmp_path):
+def test_a_resume_on_a_full_disk_is_reported_and_can_be_tried_again(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     trainer = Trainer(config)
     for step in trainer.steps():
@@ -213,13 +213,13 @@ def test_output_goes_through_links_keeps_permissions_and_spares_devices(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
-def test_output_to_a_loop_of_links_is_refused(tmp_path):
+def test_output_to_a_loop_of_links_is_rejected(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="loop"):
         write_output(tmp_path / "loop", b"content")
 
 
-def test_output_to_a_pipe_that_nobody_reads_is_refused(tmp_path):
+def test_output_to_a_pipe_that_nobody_reads_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="pipe"):
         write_output(tmp_path / "pipe", b"content")
@@ -265,7 +265,7 @@ def test_output_to_a_full_disk_is_one_line(monkeypatch, command):
     assert stop.value.code == "lrm: the output could not be written: No space left on device"
 
 
-def test_an_event_file_that_cannot_grow_is_told_at_once(tmp_path, monkeypatch):
+def test_an_event_file_that_cannot_grow_is_reported_at_once(tmp_path, monkeypatch):
     with suppress(OSError), closing(MetricLog(tmp_path, tensorboard=True)) as log:
         log.log(1, {"loss": 1.0})
         (events,) = (tmp_path / "tensorboard").iterdir()

@@ -178,7 +178,7 @@ def test_a_gpu_writes_what_the_cpu_writes():
     assert found == expected
 
 
-def test_rows_that_are_done_are_dropped_and_the_others_go_on():
+def test_rows_that_are_done_are_dropped_and_the_others_continue():
     torch.manual_seed(1)
     model = Recurrent().double()
     prompts, vocabulary = made_up()
@@ -312,7 +312,7 @@ def test_prompts_survive_their_file(folder, tmp_path):
             read_requests(path)
 
 
-def test_a_tokenizer_that_changes_texts_is_refused():
+def test_a_tokenizer_that_changes_texts_is_rejected():
     class Lower(Bytes):
         def encode(self, text, *, bare=False):
             return super().encode(text.lower())

@@ -213,7 +213,7 @@ def test_matrices_are_rounded_once_and_the_rest_is_float32(tmp_path, tokenizer, 
         assert torch.equal(found[key], value.to(found[key].dtype)), key
 
 
-def test_a_value_beyond_float16_is_refused_by_name(tmp_path, tokenizer):
+def test_a_value_beyond_float16_is_rejected_by_name(tmp_path, tokenizer):
     model = made(replace(MODELS["llama"], mup_gate=1e6))
     with pytest.raises(ValueError, match=r"ffn_gate\.weight has values up to .* bfloat16 or"):
         written(tmp_path, model, tokenizer, "float16")
@@ -394,12 +394,12 @@ def add_neighbour(other):
         (add_neighbour, "its token 'word' is found only with certain neighbours"),
     ],
 )
-def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tokenizer, change, why):
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_rejected(tokenizer, change, why):
     with pytest.raises(ValueError, match=why):
         vocabulary(changed(tokenizer, change), 320)
 
 
-def test_other_kinds_of_tokenizers_are_refused(tokenizer):
+def test_other_kinds_of_tokenizers_are_rejected(tokenizer):
     described = json.loads(tokenizer.tokenizer.to_str())
     for change, why in (
         ({"byte_fallback": True}, "it is no byte-level BPE"),
@@ -411,7 +411,7 @@ def test_other_kinds_of_tokenizers_are_refused(tokenizer):
             vocabulary(TextTokenizer(Tokenizer.from_str(text), tokenizer.eos_token), 320)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer):
+def test_a_tokenizer_larger_than_the_model_is_rejected(tokenizer):
     with pytest.raises(ValueError, match="has 300 tokens, and the model has rows for 299"):
         vocabulary(tokenizer, 299)
 

@@ -14,7 +14,7 @@ from learnable_multipliers._checksum import add_checksum
 from learnable_multipliers.pretrain.config import OptimizerConfig
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.trainer import symmetries as kept
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.build import make_optimizer, make_plan
 from learnable_multipliers.symmetry import Symmetries
 from learnable_multipliers.symmetry._serialization import (
     _members,

@@ -198,7 +198,7 @@ def test_what_is_exchanged_is_counted():
     assert 7 < alone[activations] / shards[activations] < 8
 
 
-def test_a_degree_that_does_not_divide_is_refused_as_in_a_run():
+def test_a_degree_that_does_not_divide_is_rejected_as_in_a_run():
     config = benchmarked("falcon-h1-0.5b")
     with pytest.raises(ValueError, match=r"parallel.tensor=3 does not divide model.num_kv_heads=2"):
         estimate(config, CPU, Axes(1, 1, 3))

@@ -52,7 +52,7 @@ def test_messages_name_only_options_that_exist(ask):
 
 
 @pytest.mark.parametrize(("saved", "resumes"), [([], False), ([100], True)])
-def test_a_diverged_run_is_told_to_resume_only_from_a_checkpoint(saved, resumes):
+def test_a_diverged_run_is_advised_to_resume_only_with_a_checkpoint(saved, resumes):
     ended = skipped_steps_message(120, 20, saved)
     assert ("--resume" in ended) == resumes
     assert ("there is no checkpoint" in ended) != resumes
@@ -61,7 +61,7 @@ def test_a_diverged_run_is_told_to_resume_only_from_a_checkpoint(saved, resumes)
 
 
 @pytest.mark.parametrize("command", ["plan", "symmetries"])
-def test_a_model_with_code_of_its_own_is_told_in_our_words(ask, command, monkeypatch):
+def test_a_model_with_code_of_its_own_is_reported_in_our_words(ask, command, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     Path("own").mkdir()

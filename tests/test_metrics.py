@@ -100,7 +100,7 @@ def test_every_line_is_valid_json_and_no_number_is_lost(tmp_path):
     assert (record["high"], record["low"]) == (math.inf, {"x": -math.inf})
 
 
-def test_what_is_not_a_metric_is_refused_and_nothing_is_written(tmp_path):
+def test_what_is_not_a_metric_is_rejected_and_nothing_is_written(tmp_path):
     with (
         closing(MetricLog(tmp_path, tensorboard=False)) as log,
         pytest.raises(TypeError, match="object"),
@@ -148,7 +148,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
-def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+def test_a_log_that_is_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
         MetricLog(tmp_path, tensorboard=False)
@@ -315,7 +315,7 @@ def test_tracker_gets_the_numbers_of_each_step_and_one_run(tmp_path, monkeypatch
     assert calls[4] == ("log", (numbers,), {"step": 1})
 
 
-def test_truncation_tells_what_it_left(tmp_path):
+def test_truncation_returns_the_last_record_left(tmp_path):
     with closing(MetricLog(tmp_path, tensorboard=False)) as log:
         assert log.truncate_after(5) is None
         for step in (0, 1, 2):
@@ -324,7 +324,7 @@ def test_truncation_tells_what_it_left(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
-def test_a_full_disk_is_told_with_the_file_and_the_way_out(tmp_path):
+def test_a_full_disk_is_reported_with_the_file_and_the_way_out(tmp_path):
     write(tmp_path, range(2))
     log = MetricLog(tmp_path, tensorboard=False)
     log._file.close()

@@ -168,7 +168,7 @@ def test_as_many_as_allowed_do_not_end_it(data, tmp_path, limit):
     assert trainer.skipped_steps == 10
 
 
-def test_a_streak_goes_on_across_a_resume(data, tmp_path):
+def test_a_streak_continues_across_a_resume(data, tmp_path):
     config = small_run(data, tmp_path / "run", steps=20, spikes=SpikeConfig(max_skipped=6))
     bad = set(range(4, 20))
     trainer = Trainer(config)
@@ -221,7 +221,7 @@ def test_a_run_that_may_goes_back_instead(data, tmp_path):
 # -- the meter --------------------------------------------------------------------------------
 
 
-def test_a_meter_goes_on_from_its_reading():
+def test_a_meter_continues_from_its_reading():
     def fed(meter, losses):
         for loss in losses:
             meter.add(torch.tensor(loss), torch.tensor(not math.isfinite(loss)))

@@ -51,7 +51,7 @@ def test_a_name_with_signs_of_glob_stands_for_itself(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".ab.0123abcd.partial"]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_any_work(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported_before_any_work(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(NotADirectoryError, match="file/x"),

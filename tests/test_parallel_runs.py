@@ -247,7 +247,7 @@ def train_with_a_bad_gradient(config):
 
         trainer.optimizer.step = step
         for _ in trainer.steps():
-            result = everything(trainer), trainer.skipped_steps, trainer._losses.read()
+            result = everything(trainer), trainer.skipped_steps, trainer._losses.meter.read()
         return result
 
     return in_float64(work)

@@ -9,8 +9,8 @@ from torch import nn
 from learnable_multipliers.pretrain.config import OptimizerConfig, RuntimeConfig
 from learnable_multipliers.pretrain.export import export
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.trainer import model as models
 from learnable_multipliers.pretrain.trainer import trainer as trainers
+from learnable_multipliers.pretrain.trainer.build import check_param_dtype
 from learnable_multipliers.pretrain.trainer.memory import state_bytes
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, trained
@@ -79,7 +79,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path):
     assert_same(trained(replace(config, resume=True)), whole)
 
 
-def test_another_precision_of_the_parameters_is_refused_on_resume(data, tmp_path):
+def test_another_precision_of_the_parameters_is_rejected_on_resume(data, tmp_path):
     config = run(data, tmp_path / "run")
     killed_after(config, 7)
     other = replace(config, resume=True, runtime=replace(config.runtime, param_dtype="float32"))
@@ -127,4 +127,4 @@ def test_what_cannot_be_is_said(data, tmp_path, changes, ranks, message):
     config = replace(config, runtime=replace(config.runtime, **changes))
     device = trainers.choose_device(config.runtime)
     with pytest.raises(ValueError, match=message):
-        models.check_param_dtype(config, device, ranks)
+        check_param_dtype(config, device, ranks)

@@ -418,7 +418,7 @@ def test_plan_of_another_format_version_raises(version):
 def test_plan_of_another_placement_name_raises():
     content = json.loads(lrm.plan(HandWritten(), "full").to_json())
     content["placement"] = "other"
-    with pytest.raises(ValueError, match="unknown placement 'other'"):
+    with pytest.raises(ValueError, match="placement is 'other', not one of full"):
         lrm.Plan.from_json(json.dumps(content))
 
 

@@ -255,5 +255,5 @@ def test_skipped_steps_are_named_where_there_are_any(skipped, told):
             assert " ".join(f"loss 38.607  {told}".split()) in " ".join(row.split())
 
 
-def test_a_terminal_is_never_told_what_to_do_by_a_sample():
+def test_a_sample_never_controls_the_terminal():
     assert printable("a\x1b[2Jb\x07\tc\n\u00e9") == "a\ufffd[2Jb\ufffd\tc\n\u00e9"

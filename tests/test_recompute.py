@@ -15,9 +15,9 @@ from learnable_multipliers.pretrain.metrics.log import read_metrics
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.preflight.doctor import ShortRun
 from learnable_multipliers.pretrain.trainer import memory
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 from learnable_multipliers.pretrain.trainer.device import choose_device
 from learnable_multipliers.pretrain.trainer.memory import check_fits, estimate
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from ranks import AXES

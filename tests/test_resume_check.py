@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_same(ask, data):
     assert not Path("runs/verify-resume").exists()
 
 
-def test_a_run_that_is_not_the_same_is_told_and_kept(ask, data, monkeypatch):
+def test_a_run_that_is_not_the_same_is_reported_and_kept(ask, data, monkeypatch):
     """The resumed run reads other samples than it should."""
 
     def trained_here(config, until, killed=False):
@@ -94,7 +94,7 @@ def test_clocks_and_folders_are_left_out_and_counters_are_not():
     assert (counters.compared, counters.differences) == (2, ("samples: 4 and 5",))
 
 
-def test_a_record_more_or_less_is_told(data, tmp_path):
+def test_a_record_more_or_less_is_reported(data, tmp_path):
     folder = trained(small_run(data, tmp_path / "one", steps=3)).config.out
     (tmp_path / "other").mkdir()
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -346,7 +346,7 @@ def test_the_ball_keeps_hidden_matrices_alone_at_their_norms(data, tmp_path):
         ({"variant": "cautious", "adamw_lr_scale": 1e4}, "decay a weight to zero"),
     ],
 )
-def test_what_a_rival_cannot_train_is_refused_in_words(data, tmp_path, settings, says):
+def test_what_a_rival_cannot_train_is_rejected_in_words(data, tmp_path, settings, says):
     with pytest.raises(ValueError, match=says):
         Trainer(configured(data, tmp_path / "run", **settings))
 

@@ -12,15 +12,15 @@ import torch
 
 import learnable_multipliers as lrm
 from learnable_multipliers._checksum import read_verified
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.serialization import from_dict
 from learnable_multipliers.pretrain.trainer import run_folder
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import LLAMA, assert_same, killed_after, small_run, trained
 
 
-def test_the_folder_tells_what_made_it(data, tmp_path):
+def test_the_folder_names_what_made_it(data, tmp_path):
     trainer = trained(small_run(data, tmp_path / "run", steps=3))
     written = read_verified(tmp_path / "run" / "config.json")
     assert from_dict(TrainConfig, written) == trainer.config
@@ -34,7 +34,7 @@ def test_the_folder_tells_what_made_it(data, tmp_path):
     assert plan == trainer.plan
 
 
-def test_a_run_that_goes_on_tells_what_it_goes_on_with(data, tmp_path):
+def test_a_resumed_run_records_its_new_settings(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     killed_after(config, 6)
     before = (tmp_path / "run" / "config.json").read_bytes()

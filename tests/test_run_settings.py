@@ -10,7 +10,7 @@ from learnable_multipliers.pretrain.config import OptimizerConfig, TrainConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, build
 from learnable_multipliers.pretrain.model.presets import PRESETS, with_falcon_h1_multipliers
 from learnable_multipliers.pretrain.rules import parse_rules
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
+from learnable_multipliers.pretrain.trainer.build import make_optimizer, make_plan
 from learnable_multipliers.pretrain.trainer.trainer import Trainer
 from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, trained
 
@@ -136,17 +136,17 @@ REFUSED = {
     "absent name": ({"rules": ("lm_haed kind=row",)}, "matches no parameter; closest names: lm_"),
     "large decay": (
         {"weight_decay_factors": {"up": 4000.0}},
-        "up_proj.weight would train with learning rate 0.004 and weight decay 400",
+        "up_proj.weight: lr times weight_decay is 1.6: .* or the factors of the rules and roles",
     ),
     "large decay by rule": (
         {"rules": ("lm_head weight_decay=300",)},
-        "lm_head.weight would train with learning rate 0.004 and weight decay 300",
+        "lm_head.weight: lr times weight_decay is 1.2: one step would",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_the_model_is_refused_before_there_is_a_folder(data, tmp_path, name):
+def test_what_does_not_fit_the_model_is_rejected_before_there_is_a_folder(data, tmp_path, name):
     settings, message = REFUSED[name]
     config = with_settings(small_run(data, tmp_path / "run", model=LLAMA), **settings)
     with pytest.raises(ValueError, match=message):

@@ -180,7 +180,7 @@ def test_the_command_reads_a_hugging_face_folder(ask):
         ("20m --mfu 0", "mfu must be a positive number, got 0"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(ask, arguments, says):
+def test_layouts_that_cannot_be_are_rejected(ask, arguments, says):
     code, out, complaints = ask("scaling", *arguments.split())
     assert (code, out) == (1, "")
     assert says in complaints

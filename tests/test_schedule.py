@@ -238,7 +238,7 @@ def test_schedules_begin_alike_up_to_where_they_part():
         ({"rampup_increment_sequences": 0}, "rampup_increment_sequences"),
     ],
 )
-def test_impossible_settings_are_refused(change, message):
+def test_impossible_settings_are_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
 
@@ -264,7 +264,7 @@ def test_parts_longer_than_the_run_come_with_options_that_work(change, options):
     ScheduleConfig(**(tiny | {f"{name}_tokens": number for name, number in found.items()}))
 
 
-def test_a_run_that_repeats_its_data_often_is_told():
+def test_a_run_that_repeats_its_data_often_is_reported():
     config = ScheduleConfig(tokens=1_024_000, warmup_tokens=0, decay_tokens=0)
     assert repeated_data_warning(config, 34_758) == (
         "the run reads its 34.8k tokens of data 29.5 times, but repeating text more than about "
@@ -275,18 +275,18 @@ def test_a_run_that_repeats_its_data_often_is_told():
 
 
 @pytest.mark.parametrize("full", [1, 2, 7])
-def test_ramp_that_does_not_divide_is_refused(full):
+def test_ramp_that_does_not_divide_is_rejected(full):
     with pytest.raises(ValueError, match="cannot ramp"):
         Schedule(RAMP, full, 50)
 
 
 @pytest.mark.parametrize(("full", "length"), [(0, 5), (5, 0)])
-def test_empty_batch_is_refused(full, length):
+def test_empty_batch_is_rejected(full, length):
     with pytest.raises(ValueError, match="at least 1"):
         Schedule(SMALL, full, length)
 
 
-def test_a_ramp_of_too_many_stages_is_refused():
+def test_a_ramp_of_too_many_stages_is_rejected():
     config = replace(RAMP, rampup_increment_sequences=1)
     with pytest.raises(ValueError, match="ramps up in 999,998 stages, and 10,000 are the most"):
         Schedule(config, 1_000_000, 50)

@@ -20,7 +20,7 @@ from learnable_multipliers.pretrain.metrics.signals import (
 from learnable_multipliers.pretrain.model import hugging_face
 from learnable_multipliers.pretrain.model.hybrid import build
 from learnable_multipliers.pretrain.model.trace import trace
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
+from learnable_multipliers.pretrain.trainer.build import make_optimizer
 from learnable_multipliers.pretrain.trainer.run_state import tensors_of
 from runs import HYBRID, LLAMA, assert_same, killed_after, small_run, trained
 

@@ -65,7 +65,7 @@ def one_line(ask, arguments):
          "--data.micro-batch-sequences 1", "ramps up in 999,999 stages"),
     ],
 )  # fmt: skip
-def test_a_run_that_no_machine_can_hold_is_refused_before_there_is_a_folder(
+def test_a_run_that_no_machine_can_hold_is_rejected_before_there_is_a_folder(
     ask, data, setting, says
 ):
     words = ["train", "tiny", "--data.path", str(data), *setting.split()]
@@ -85,7 +85,7 @@ def test_a_run_that_no_machine_can_hold_is_refused_before_there_is_a_folder(
         ("train tiny --runtime.num-threads 1e6 --dry-run", "num_threads must be at most"),
     ],
 )
-def test_sizes_of_other_commands_are_refused_in_one_line(ask, line, says):
+def test_sizes_of_other_commands_are_rejected_in_one_line(ask, line, says):
     assert says in one_line(ask, line.split())
 
 
@@ -104,7 +104,7 @@ def test_sizes_of_other_commands_are_refused_in_one_line(ask, line, says):
         ("train tiny --spikes.window 1e9", "spikes.window must be at most 10,000"),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_the_command_line(ask, line, says):
+def test_numbers_out_of_range_are_rejected_by_the_command_line(ask, line, says):
     code, out, complaints = ask(*line.split())
     assert (code, out) == (2, "")
     assert says in " ".join(complaints.replace("\u2502", " ").split())
@@ -196,7 +196,7 @@ def test_a_run_of_half_a_billion_steps_starts_at_once(tmp_path, data):
         trainer.close()
 
 
-def test_a_run_larger_than_the_machine_is_refused(tmp_path, data, monkeypatch):
+def test_a_run_larger_than_the_machine_is_rejected(tmp_path, data, monkeypatch):
     config = small_run(data, tmp_path / "run")
     device = choose_device(RuntimeConfig(device="cpu"))
     needed = memory.estimate(replace(config, model=replace(HYBRID, vocab_size=257)), device).peak
@@ -209,7 +209,7 @@ def test_a_run_larger_than_the_machine_is_refused(tmp_path, data, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [1 << 63, 10**30])
-def test_numbers_beyond_64_bits_are_refused_in_configs(value):
+def test_numbers_beyond_64_bits_are_rejected_in_configs(value):
     with pytest.raises(ValueError, match="64 bits|2\\^63"):
         replace(TrainConfig(), log=LogConfig(evaluate_every=value)).check()
 
@@ -227,7 +227,7 @@ def test_numbers_beyond_64_bits_are_refused_in_configs(value):
         ({"hidden_size": "64"}, "cannot be loaded"),
     ],
 )
-def test_absurd_sizes_of_a_hugging_face_folder_are_refused(ask, tmp_path, command, changes, says):
+def test_absurd_sizes_of_a_hugging_face_folder_are_rejected(ask, tmp_path, command, changes, says):
     pytest.importorskip("transformers")
     small = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     small |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
@@ -241,7 +241,7 @@ def test_absurd_sizes_of_a_hugging_face_folder_are_refused(ask, tmp_path, comman
     assert complaints.count("\n") <= 1
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_made(ask, tmp_path):
+def test_weights_that_do_not_fit_are_rejected_before_they_are_made(ask, tmp_path):
     pytest.importorskip("transformers")
     small = dict.fromkeys(("intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
     folder = tmp_path / "hf"
@@ -291,7 +291,7 @@ def test_a_document_too_long_for_memory_is_named(tmp_path, monkeypatch, name):
         assert len(list(Corpus([str(source)]))) == 1
 
 
-def test_a_text_that_cannot_be_cut_is_refused_before_memory_runs_out(monkeypatch):
+def test_a_text_that_cannot_be_cut_is_rejected_before_memory_runs_out(monkeypatch):
     monkeypatch.setattr(encoding, "_LONGEST_TEXT", 700_000)
     encoder = encoding.DocumentEncoder(train_tokenizer(["some text"], 257))
     assert len(encoder("a" * 600_000)) == 600_001

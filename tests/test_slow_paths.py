@@ -37,7 +37,7 @@ def told(config, device=GPU):
 
 
 @pytest.mark.parametrize("causes", MODELS)
-def test_what_is_told_is_what_the_model_meets(causes, monkeypatch, data, tmp_path):
+def test_reported_sizes_are_those_the_model_meets(causes, monkeypatch, data, tmp_path):
     """The doors to the kernels say what is in the way, as tensors come to them in a pass."""
     met = set()
     for door in (ssd, mamba, attention):
@@ -99,7 +99,7 @@ def test_batches_of_a_ramp_are_named():
     assert "batches of 192, 320, 448 sequences" in text
 
 
-def test_a_wish_that_ranks_cannot_be_granted_is_told(data, tmp_path):
+def test_a_wish_that_ranks_cannot_be_granted_is_reported(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     config = replace(config, runtime=replace(config.runtime, cuda_graph="on"))
     (text,) = told(config, replace(GPU, captured=False))
@@ -119,10 +119,8 @@ def test_a_run_a_dry_run_and_a_check_up_tell_it(data, tmp_path, monkeypatch):
     train.Trainer(replace(config, resume=True), records.append).train()
     assert [r for r in records if r["kind"] == "warning"][1:] == []
     assert "Slower than it could be:\n  it is slow; make it fast\n\n" in dry_run.describe(config)
-    run = doctor._Preflight(config)
-    run.check_device(), run.check_data(), run.check_settings()
-    assert run.check_fast_paths() == "only CUDA devices have kernels and CUDA graphs"
-    run.device = GPU
+    cpu = devices.choose_device(config.runtime)
+    assert doctor.check_fast_paths(config, cpu) == "only CUDA devices have kernels and CUDA graphs"
     with pytest.raises(CheckError, match=path.text) as found:
-        run.check_fast_paths()
+        doctor.check_fast_paths(config, GPU)
     assert (found.value.verdict, found.value.advice) == ("warning", path.advice)

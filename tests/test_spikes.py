@@ -137,13 +137,13 @@ def test_checkpoints_of_a_stopped_run_do_not_displace_the_others(kept, expected)
         ({"min_rise": math.nan}, "spikes.min_rise must be a positive number, got nan"),
     ],
 )
-def test_impossible_rules_are_refused(changes, message):
+def test_impossible_rules_are_rejected(changes, message):
     with pytest.raises(ValueError, match=message):
         SpikeConfig(**changes)
 
 
 @pytest.mark.parametrize("section", ["log", "checkpoint"])
-def test_going_back_without_anything_to_go_back_to_is_refused(section):
+def test_going_back_without_anything_to_go_back_to_is_rejected(section):
     config = TrainConfig()
     changes = {section: replace(getattr(config, section), every=0)}
     replace(config, **changes).check()
@@ -259,7 +259,7 @@ def test_a_run_that_was_stopped_goes_back_to_where_another_would(data, tmp_path,
     assert without_clock(tmp_path / "whole") == without_clock(tmp_path / "part")
 
 
-def test_when_the_budget_is_spent_a_run_goes_on(data, tmp_path, poisoned):
+def test_when_the_budget_is_spent_a_run_continues(data, tmp_path, poisoned):
     # The data between are taken once: 28 sequences are passed over with the first spike.
     poisoned.update(range(27 * BATCH, 29 * BATCH))
     trainer, told = observed(watched(data, tmp_path / "run"))
@@ -270,7 +270,7 @@ def test_when_the_budget_is_spent_a_run_goes_on(data, tmp_path, poisoned):
     assert len(told) == 3
 
 
-def test_without_a_budget_a_spike_is_told_and_changes_nothing(data, tmp_path, poisoned):
+def test_without_a_budget_a_spike_is_reported_and_changes_nothing(data, tmp_path, poisoned):
     quiet = replace(RULE, max_rollbacks=0)
     trainer, told = observed(watched(data, tmp_path / "told", spikes=quiet))
     assert len(told) == 1
@@ -281,7 +281,7 @@ def test_without_a_budget_a_spike_is_told_and_changes_nothing(data, tmp_path, po
     assert_same(trainer, other)
 
 
-def test_a_spike_before_any_checkpoint_is_told(data, tmp_path, poisoned):
+def test_a_spike_before_any_checkpoint_is_reported(data, tmp_path, poisoned):
     late = CheckpointConfig(every=20)
     trainer, told = observed(watched(data, tmp_path / "run", checkpoint=late))
     assert "there is no checkpoint from before the loss spike" in told[0]
@@ -330,7 +330,7 @@ def test_a_report_reads_on_after_a_rollback(data, tmp_path, poisoned):
     )
 
 
-def test_a_spike_is_told_in_words():
+def test_a_spike_is_reported_in_words():
     spike = SpikeState([3.0, 3.2, 3.1], [LossPoint(1010, 4.5), LossPoint(1020, 5.25)], 1000)
     assert describe_spike(spike, 0) == (
         "loss spike: 5.250 at step 1,020, high since step 1,010, 3.100 before"

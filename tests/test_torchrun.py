@@ -92,7 +92,7 @@ def ended(run):
 
 
 @pytest.mark.slow
-def test_a_run_is_stopped_and_goes_on_and_is_the_same(data, tmp_path):
+def test_a_run_is_stopped_and_continues_and_is_the_same(data, tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
     run = start(data, whole)
     code, text = ended(run)

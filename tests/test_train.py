@@ -227,20 +227,20 @@ def test_a_second_signal_ends_at_once():
 # -- bad input --------------------------------------------------------------------------------
 
 
-def test_a_vocabulary_too_small_for_the_data_is_refused(data, tmp_path):
+def test_a_vocabulary_too_small_for_the_data_is_rejected(data, tmp_path):
     model = replace(HYBRID, vocab_size=100)
     with pytest.raises(ValueError, match=r"vocabulary of 257, the model one of 100"):
         Trainer(small_run(data, tmp_path / "run", model=model))
 
 
-def test_a_sequence_longer_than_the_data_is_refused(data, tmp_path):
+def test_a_sequence_longer_than_the_data_is_rejected(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     config = replace(config, data=replace(config.data, sequence_length=10_000_000))
     with pytest.raises(ValueError, match="10000000|10,000,000"):
         Trainer(config)
 
 
-def test_impossible_devices_are_refused(data, tmp_path):
+def test_impossible_devices_are_rejected(data, tmp_path):
     config = small_run(data, tmp_path / "run")
     with pytest.raises(ValueError, match="runtime.device=warp cannot be used"):
         Trainer(replace(config, runtime=replace(config.runtime, device="warp")))
@@ -257,7 +257,7 @@ def test_impossible_devices_are_refused(data, tmp_path):
         ({"num_threads": -1}, "num_threads must not be negative"),
     ],
 )
-def test_impossible_ways_to_compute_are_refused(changes, message):
+def test_impossible_ways_to_compute_are_rejected(changes, message):
     runtime = TrainConfig().runtime
     with pytest.raises(ValueError, match=message):
         choose_device(replace(runtime, **{"device": "cpu", **changes}))

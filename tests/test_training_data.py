@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_tokens_read(folder, asked):
         assert len(text) < 0.5 * len(read) * bytes_per_token(data)
 
 
-def test_the_whole_split_has_the_bytes_its_manifest_tells(folder):
+def test_the_whole_split_has_the_bytes_its_manifest_names(folder):
     data = TrainingData(folder, LENGTH, seed=0)
     total = data.manifest.num_tokens("valid")
     first = data.decode([int(data.tokens("valid")[0])])

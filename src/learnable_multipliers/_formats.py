@@ -45,6 +45,12 @@ def aligned(table: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[st
     return lines
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return names with commas between them, or the first few: a, b and 3 more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def one_line(error: Exception) -> str:
     """Return the message of an error in one line, shortened, or the error's type."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from learnable_multipliers._multiplier import Block, Matrix
+from learnable_multipliers._multiplier import Matrix
 from learnable_multipliers._names import (
     check_type,
     class_of,
@@ -23,8 +23,9 @@ from learnable_multipliers._names import (
     named_parameters,
     unwrap,
 )
-from learnable_multipliers._placement import PLACEMENTS, Placement
+from learnable_multipliers._placement import Placement
 from learnable_multipliers._rules import VECTOR, Train
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.roles import UNKNOWN
 
 _FORMAT = 1
@@ -195,35 +196,14 @@ class Plan:
                 "with lrm.plan(model)"
             )
         try:
-            content["entries"] = tuple(_entry_from(entry) for entry in content["entries"])
-            content["folds"] = tuple((field, value) for field, value in content["folds"])
-            for words in ("assumptions", "symmetries"):
-                content[words] = tuple(content[words])
-            plan = cls(**content)
-        except (TypeError, KeyError) as error:
+            return from_dict(cls, content, "plan")
+        except ValueError as error:
             raise ValueError(f"not a plan: {error}") from error
-        if plan.placement not in PLACEMENTS:
-            raise ValueError(f"not a plan: unknown placement {plan.placement!r}")
-        return plan
 
 
 def check_is_plan(plan: Any) -> None:
     """Raise a TypeError if this is not a plan: the name of a placement, for instance."""
     check_type(plan, Plan, 'a plan, as lrm.plan(model, "full") makes one')
-
-
-def _matrix_from(content: dict[str, Any]) -> Matrix:
-    """Return a matrix from its plain data, as `dataclasses.asdict` gives it."""
-    rest = dict(content)
-    blocks = tuple(Block(**block) for block in rest.pop("blocks"))
-    return Matrix(shape=tuple(rest.pop("shape")), blocks=blocks, **rest)
-
-
-def _entry_from(content: dict[str, Any]) -> PlanEntry:
-    matrix = content.pop("matrix")
-    matrix = None if matrix is None else _matrix_from(matrix)
-    shape, aliases = tuple(content.pop("shape")), tuple(content.pop("aliases"))
-    return PlanEntry(shape=shape, aliases=aliases, matrix=matrix, **content)
 
 
 def render(plan: Plan, columns: int | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from learnable_multipliers._formats import first_of
 from learnable_multipliers._initialize import FixedMultiplier, fixed_multipliers
 from learnable_multipliers._multiplier import Block, Kind, Matrix, Scale
 from learnable_multipliers._names import class_of, unwrap
@@ -222,10 +223,9 @@ class _Planner:
                 )
             raise unmatched_error(rule, [parameter.name for parameter in parameters])
         if self.undecided:
-            shown = ", ".join(self.undecided[:5])
-            more = f" and {len(self.undecided) - 5} more" if len(self.undecided) > 5 else ""
             raise ValueError(
-                f"the symmetry-aware placement needs the role of {shown}{more}. Say what it does, "
+                f"the symmetry-aware placement needs the role of {first_of(self.undecided, 5)}. "
+                "Say what it does, "
                 'for instance Rule(r"attn\\.qkv\\.weight$", split={"query": 64, "key": 64, '
                 '"value": 64}) or Rule(r"proj\\.weight$", role="down"), or what it carries: '
                 'Rule(r"proj\\.weight$", "row+col").'

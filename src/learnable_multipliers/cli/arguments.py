@@ -47,17 +47,17 @@ def _path(word: str) -> Path:
 
 def _factors(words: Sequence[str]) -> dict[str, float]:
     """Read `head 64 gate 2`."""
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     if len(words) % 2:
         raise ValueError(f"{words[-1]!r} has no number: alternate names and numbers")
     for name, word in zip(words[::2], words[1::2], strict=True):
-        if name in found:
+        if name in factors:
             raise ValueError(f"{name!r} is given twice")
         try:
-            found[name] = float(word)
+            factors[name] = float(word)
         except ValueError:
             raise ValueError(f"{word!r}, for {name!r}, is not a number") from None
-    return found
+    return factors
 
 
 def _default_hint(label: str) -> str:
@@ -74,11 +74,11 @@ def _shown(field: tyro.constructors.StructFieldSpec) -> tyro.constructors.Struct
         return field
 
     def helptext() -> str | None:
-        found = field.helptext() if callable(field.helptext) else field.helptext
-        if found is None:
+        docstring = field.helptext() if callable(field.helptext) else field.helptext
+        if docstring is None:
             return None
         # tyro keeps the line breaks of an indented docstring, and wraps each line separately.
-        text = " ".join(found.split())
+        text = " ".join(docstring.split())
         # The option is shown as `--no-...`, and its docstring is about what it switches off.
         return f"Turn off: {text[0].lower()}{text[1:]}" if field.default is True else text
 

@@ -20,12 +20,12 @@ from typing import Any
 from rich.console import Console
 
 from learnable_multipliers._atomic import write_output
+from learnable_multipliers._placement import Placement
 from learnable_multipliers.cli.arguments import command
 from learnable_multipliers.pretrain.atomic_folder import new_folder, remove
 from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.metrics.progress import Display
-from learnable_multipliers.pretrain.optimizer_config import Placement
 from learnable_multipliers.pretrain.recipes import RECIPES
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.run_folder import FILES

@@ -23,16 +23,9 @@ from learnable_multipliers.integrations.trainer_checkpoint import (
     newest_checkpoint,
     read_trainer_checkpoint,
 )
-from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.trainer.build import build_model, make_optimizer
 from learnable_multipliers.pretrain.trainer.load import is_run, load_checkpoint
-from learnable_multipliers.pretrain.trainer.model import build_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer
-from learnable_multipliers.pretrain.trainer.run_state import (
-    check_model,
-    parse_state,
-    restore_,
-    state_of,
-)
+from learnable_multipliers.pretrain.trainer.run_state import check_model, restore_, state_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.report import figures
 from learnable_multipliers.report.diagnosis_page import write_diagnosis
@@ -98,9 +91,9 @@ def _diagnose(source: Path, model: str | None) -> tuple[str, int, Diagnosis, lis
             "one matrix: rows of rare tokens lower its rms"
         ]
         return _diagnose_saved(saved, unknown if made is None else [])
-    found = newest_checkpoint(source)
-    if found is not None:
-        return _diagnose_saved(read_trainer_checkpoint(found), [])
+    checkpoint = newest_checkpoint(source)
+    if checkpoint is not None:
+        return _diagnose_saved(read_trainer_checkpoint(checkpoint), [])
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         raise ValueError(
             f"{source} has a model but no optimizer state, like an export: give the folder of the "
@@ -136,7 +129,7 @@ def _diagnose_run(source: Path) -> tuple[str, int, Diagnosis, list[str]]:
     """
     checkpoint, notes = load_checkpoint(source)
     state = state_of(checkpoint)
-    config: TrainConfig = parse_state(checkpoint, TrainConfig, state.config, "config")
+    config = state.config
     check_model(config.model, checkpoint)
     model = build_model(config)
     optimizer, _ = make_optimizer(model, config.optimizer)

@@ -132,14 +132,14 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
             raise ValueError(f"{source} holds no results of {', '.join(wanted)}")
         return {name: earlier[name] for name in names}
     asked = _build(config, source) if config.requests is None else _read(config)
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     steps: list[int] = []
     device = choose_device(RuntimeConfig(device=config.device)).device
     for loaded in models.load_models(source, last=config.last, device=device, dtype=config.dtype):
         for note in loaded.notes:
             print(f"lrm evaluate: {note}", file=sys.stderr)
         steps += [] if loaded.step is None else [loaded.step]
-        found.append(_score(config, asked, loaded, source, str(device)))
+        evaluations.append(_score(config, asked, loaded, source, str(device)))
     folder = config.out or models.results_folder(
         source,
         steps,
@@ -150,12 +150,13 @@ def _results_of(config: EvaluateConfig, source: Path) -> dict[str, Result]:
         dtype=None if config.dtype == "float32" else config.dtype,
     )
     averages = {
-        name: results.averaged([each.results[name] for each in found]) for name in asked.checksums
+        name: results.averaged([each.results[name] for each in evaluations])
+        for name in asked.checksums
     }
     for name, result in averages.items():
         results.write_result(folder, result)
-        if name in found[0].answers:
-            answers = [answer for each in found for answer in each.answers[name]]
+        if name in evaluations[0].answers:
+            answers = [answer for each in evaluations for answer in each.answers[name]]
             results.write_answers(folder, name, answers)
     print(f"Results: {folder}", file=sys.stderr)
     return averages
@@ -206,8 +207,8 @@ def _chosen(config: EvaluateConfig, folder: Path) -> tuple[list[Task], dict[str,
 
 
 def _missing(tasks: list[Task], config: EvaluateConfig, folder: Path) -> dict[str, str]:
-    found = {task.name: task.missing_file(folder, config.num_fewshot) for task in tasks}
-    return {name: file for name, file in found.items() if file is not None}
+    files = {task.name: task.missing_file(folder, config.num_fewshot) for task in tasks}
+    return {name: file for name, file in files.items() if file is not None}
 
 
 def _with_files(missing: dict[str, str]) -> str:
@@ -217,17 +218,17 @@ def _with_files(missing: dict[str, str]) -> str:
 def _read(config: EvaluateConfig) -> requests.RequestSet:
     """Return the requests of a file for the chosen tasks."""
     assert config.requests is not None
-    found = requests.read_requests(config.requests)
-    named(tuple(found.checksums))
-    names = [task.name for task in named(config.tasks or tuple(found.checksums))]
-    missing = [name for name in names if name not in found.checksums]
+    request_set = requests.read_requests(config.requests)
+    named(tuple(request_set.checksums))
+    names = [task.name for task in named(config.tasks or tuple(request_set.checksums))]
+    missing = [name for name in names if name not in request_set.checksums]
     if missing:
         raise ValueError(f"{config.requests} holds no requests of {', '.join(missing)}")
     return replace(
-        found,
-        checksums={name: found.checksums[name] for name in names},
-        requests=tuple(r for r in found.requests if r.task in names),
-        prompts=tuple(p for p in found.prompts if p.task in names),
+        request_set,
+        checksums={name: request_set.checksums[name] for name in names},
+        requests=tuple(r for r in request_set.requests if r.task in names),
+        prompts=tuple(p for p in request_set.prompts if p.task in names),
     )
 
 
@@ -271,18 +272,18 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def _print(found: dict[str, Result]) -> None:
-    first = next(iter(found.values()))
+def _print(by_task: dict[str, Result]) -> None:
+    first = next(iter(by_task.values()))
     steps = f", steps {', '.join(f'{step:,}' for step in first.steps)}" if first.steps else ""
-    shown = _shown(found[name].metrics for name in found)
+    shown = _shown(by_task[name].metrics for name in by_task)
     table = _table("task", "form", "shots", "items", *shown, "chance")
-    for name, result in found.items():
+    for name, result in by_task.items():
         cells = [_cell(result.metrics.get(metric)) for metric in shown]
         chance = "-" if result.chance is None else f"{result.chance:.3f}"
         counts = f"{result.shots}", f"{len(result.accuracy):,}"
         table.add_row(name, TASKS[name].form, *counts, *cells, chance)
     _show(f"{first.model}{steps}", table)
-    notes = [f"{name}: {TASKS[name].note}" for name in found if TASKS[name].note]
+    notes = [f"{name}: {TASKS[name].note}" for name in by_task if TASKS[name].note]
     if len(first.steps) > 1:
         notes.append(
             "+- is the standard error over items of each item's mean over the checkpoints; it does "
@@ -296,19 +297,19 @@ def _print_difference(first: dict[str, Result], second: dict[str, Result]) -> No
     shared = [name for name in first if name in second]
     if not shared:
         raise ValueError("the two models have no task in common")
-    found = {name: results.difference(first[name], second[name]) for name in shared}
-    shown = _shown(found.values())
+    differences = {name: results.difference(first[name], second[name]) for name in shared}
+    shown = _shown(differences.values())
     table = _table("task", "items", *shown)
-    for name, metrics in found.items():
+    for name, metrics in differences.items():
         cells = [_cell(metrics.get(metric), "+") for metric in shown]
         table.add_row(name, f"{len(first[name].accuracy):,}", *cells)
     one, two = first[shared[0]].model, second[shared[0]].model
     _show(f"{one} minus {two}, paired by item", table)
 
 
-def _shown(found: Iterable[dict[str, Estimate]]) -> list[str]:
+def _shown(every: Iterable[dict[str, Estimate]]) -> list[str]:
     """Return the metrics that any of the tasks has."""
-    names = {name for metrics in found for name in metrics}
+    names = {name for metrics in every for name in metrics}
     return [name for name in _METRICS if name in names]
 
 

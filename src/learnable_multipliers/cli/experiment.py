@@ -103,11 +103,11 @@ def _list(config: ExperimentConfig) -> None:
     records = read_records(config.out)
     rows = [("experiment", "figure", "claims", "records of runs", "")]
     for name in catalogue.every():
-        found = catalogue.load(name)
+        module = catalogue.load(name)
         keys = {run.key for run in catalogue.runs_of(name, config.preset, records)}
-        claims = ", ".join(claim.id for claim in found.CLAIMS) or "-"
+        claims = ", ".join(claim.id for claim in module.CLAIMS) or "-"
         done = f"{len(keys & records.keys())} of {len(keys)}"
-        rows.append((name, found.FIGURE, claims, done, found.TITLE))
+        rows.append((name, module.FIGURE, claims, done, module.TITLE))
     print("\n".join(aligned(rows, left=range(len(rows[0])))))
     print(f"\nRecords in {config.out}; others with --out.")
 
@@ -195,8 +195,8 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
     num_workers = config.jobs or runner.default_jobs(config.preset, names)
     adaptive = [name for name in names if catalogue.is_adaptive(name)]
 
-    def follow_up(found: Sequence[Record], failed: Container[str]) -> list[Job]:
-        known = records | {record.key: record for record in found}
+    def follow_up(new: Sequence[Record], failed: Container[str]) -> list[Job]:
+        known = records | {record.key: record for record in new}
         return runner.missing(
             adaptive, config.preset, data, known, requests=config.requests, failed=failed
         )
@@ -213,7 +213,7 @@ def _train(config: ExperimentConfig, names: Sequence[str], records: dict[str, Re
             follow_up=follow_up if adaptive else None,
         )
     if result.num_left:
-        again = "the same command goes on with them"
+        again = "the same command continues with them"
         _say(console, f"{len(result.records):,} runs trained, {result.num_left:,} left: {again}")
     if result.stopped_by is not None:
         sys.exit(128 + result.stopped_by)
@@ -231,12 +231,12 @@ def _report_outdated(
 ) -> None:
     """Say which records do not judge their claims."""
     for name in names:
-        found = [
+        used = [
             records[run.key]
             for run in catalogue.runs_of(name, config.preset, records)
             if run.key in records
         ]
-        old = [changed for record in found if (changed := runner.outdated(record, name))]
+        old = [changed for record in used if (changed := runner.outdated(record, name))]
         if old:
             claims = ", ".join(dict.fromkeys(claim for changed in old for claim in changed))
             _say(
@@ -250,9 +250,9 @@ def _print_commands(names: Sequence[str]) -> None:
     """Print how each run of the paper is trained; nothing on this machine could."""
     print("# DATA is the folder that lrm data prepare wrote.")
     for name in names:
-        found = catalogue.load(name)
-        print(f"\n# {name}: {found.TITLE} ({found.FIGURE})")
-        for run in found.runs("paper"):
+        module = catalogue.load(name)
+        print(f"\n# {name}: {module.TITLE} ({module.FIGURE})")
+        for run in module.runs("paper"):
             folder = re.sub(r"[^\w.=+-]+", "-", run.in_words)
             print(command_of(replace(run.config, out=Path("runs") / name / folder), _RANKS))
 

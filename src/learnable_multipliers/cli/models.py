@@ -16,7 +16,8 @@ from rich.console import Console
 from torch import nn
 
 from learnable_multipliers import _planner
-from learnable_multipliers._formats import one_line, size
+from learnable_multipliers._formats import size
+from learnable_multipliers._hugging_face import hugging_face_errors
 from learnable_multipliers._placement import Placement
 from learnable_multipliers._plan import render
 from learnable_multipliers.cli.arguments import closest, command, terminal_columns
@@ -84,17 +85,19 @@ def symmetries(config: SymmetriesConfig) -> None:
     with Console(stderr=True).status(f"analysing {config.model}"):
         model = named_model(config.model, weights=True)
         planned = None if config.placement == "all" else _planner.plan(model, config.placement)
-        found = find_symmetries(model, planned)
+        symmetries_found = find_symmetries(model, planned)
     seconds = time.perf_counter() - start
     if config.plot is not None:
-        figures.save(figures.symmetry_map(config.model, found.powers()), config.plot)
+        figures.save(figures.symmetry_map(config.model, symmetries_found.powers()), config.plot)
     if config.json:
         asked = {"model": config.model, "placement": config.placement, "seconds": seconds}
-        print(json.dumps(asked | found.to_dict(), indent=1))
+        print(json.dumps(asked | symmetries_found.to_dict(), indent=1))
         return
     scales = "all rows and columns" if planned is None else f"the {config.placement} placement"
-    print(f"{config.model}, {scales}: {len(found)} symmetries, found in {seconds:.1f} s\n")
-    print(found.summary())
+    print(
+        f"{config.model}, {scales}: {len(symmetries_found)} symmetries, found in {seconds:.1f} s\n"
+    )
+    print(symmetries_found.summary())
 
 
 def named_model(name: str, *, weights: bool) -> nn.Module:
@@ -111,15 +114,10 @@ def named_model(name: str, *, weights: bool) -> nn.Module:
             f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a config.json"
             + (f"; did you mean {near}?" if near else "")
         )
-    try:
+    with _errors_of(folder / "config.json"):
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "reading a Hugging Face folder needs transformers: "
-            "pip install 'learnable-multipliers[transformers]'"
-        ) from error
-    with _errors_of(folder / "config.json"):
+
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     _check_layers(folder, getattr(config, "num_hidden_layers", 0))
@@ -133,29 +131,17 @@ def named_model(name: str, *, weights: bool) -> nn.Module:
 
 @contextmanager
 def _errors_of(file: Path) -> Iterator[None]:
-    """Turn any error of transformers about a config into one line.
+    """Turn errors of transformers about a config into one line, without its warnings."""
+    with hugging_face_errors(file, "learnable_multipliers.plan or find_symmetries"):
+        from transformers.utils import logging
 
-    Code that comes with a model is never run, without prompting for it.
-    """
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    # The error says what its warnings say.
-    logging.set_verbosity_error()
-    try:
-        yield
-    except (MemoryError, RecursionError):
-        raise
-    # Which errors are raised depends on the file and the kind of model.
-    except Exception as error:
-        if b'"auto_map"' in file.read_bytes():
-            raise ValueError(
-                f"{file.parent} contains code, which lrm does not run: load it "
-                "in Python and give it to learnable_multipliers.plan or find_symmetries"
-            ) from error
-        raise ValueError(f"{file} cannot be loaded: {one_line(error)}") from error
-    finally:
-        logging.set_verbosity(before)
+        before = logging.get_verbosity()
+        # The error says what its warnings say.
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(before)
 
 
 def _check_layers(folder: Path, count: object) -> None:

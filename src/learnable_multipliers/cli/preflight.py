@@ -16,6 +16,7 @@ from rich.text import Text
 
 from learnable_multipliers._checksum import read_verified
 from learnable_multipliers._formats import duration
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.cli.arguments import closest, read
 from learnable_multipliers.cli.train import recipe
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -24,7 +25,6 @@ from learnable_multipliers.pretrain.preflight.checks import CheckResult
 from learnable_multipliers.pretrain.preflight.doctor import run_checks, summary
 from learnable_multipliers.pretrain.preflight.resume_check import check_resume
 from learnable_multipliers.pretrain.recipes import RECIPES
-from learnable_multipliers.pretrain.serialization import from_dict
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _SHOWN = 3
@@ -116,16 +116,16 @@ def verify_resume(arguments: Sequence[str]) -> None:
         raise ValueError(f"{config.out} exists: remove it, or choose another folder (--out)")
     try:
         with Console(stderr=True).status("getting ready") as status:
-            found = check_resume(training, config.steps, status.update)
+            comparisons = check_resume(training, config.steps, status.update)
     except BaseException:
         shutil.rmtree(config.out, ignore_errors=True)
         raise
     print(f"{'':10}{'compared':>10}{'differ':>10}")
-    for one in found:
+    for one in comparisons:
         print(f"{one.what:10}{one.compared:>10,}{len(one.differences):>10,}")
         for difference in one.differences[:_SHOWN]:
             print(f"  {difference}")
-    if any(one.differences for one in found):
+    if any(one.differences for one in comparisons):
         sys.exit(
             f"lrm verify-resume: the resumed run differs from the one without a stop; both are in "
             f"{config.out}. On a GPU, kernels that add in no fixed order do this: compare "

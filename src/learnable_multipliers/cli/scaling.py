@@ -69,7 +69,7 @@ def scaling(config: ScalingConfig) -> None:
         network_bandwidth=config.network * _GIGA / 8,
         mfu=config.mfu,
     )
-    found = [
+    forecasts = [
         forecast(
             weights,
             axes_of(ranks, config.shard, config.tensor),
@@ -84,9 +84,9 @@ def scaling(config: ScalingConfig) -> None:
         f"{config.model}, {config.optimizer}, multipliers: {config.placement}, "
         f"{count(config.batch_tokens)} tokens per step\n"
     )
-    if len(found) == 1:
-        print(_messages(found[0]) + "\n")
-    print(_times(found))
+    if len(forecasts) == 1:
+        print(_messages(forecasts[0]) + "\n")
+    print(_times(forecasts))
 
 
 def axes_of(ranks: int, shard: int, tensor: int) -> Axes:
@@ -113,7 +113,7 @@ def _check(config: ScalingConfig) -> None:
             raise ValueError(f"{name} must be a positive number, got {getattr(config, name):g}")
 
 
-def _messages(found: Forecast) -> str:
+def _messages(forecasted: Forecast) -> str:
     """Return what one rank sends in a step."""
     lines = [("of a step, per rank", "kind", "over", "number", "sent, MB", "messages", "ms")]
     lines += [
@@ -126,19 +126,19 @@ def _messages(found: Forecast) -> str:
             f"{row.messages:,}",
             f"{1e3 * row.seconds:,.2f}",
         )
-        for row in found.rows
+        for row in forecasted.rows
     ]
     return "\n".join(aligned(lines, left=range(3)))
 
 
-def _times(found: Sequence[Forecast]) -> str:
+def _times(forecasts: Sequence[Forecast]) -> str:
     """Return a line of milliseconds for each number of ranks."""
     names = ("compute", "exposed", "tensor", "sums", "exchange", "newton_schulz", "step")
     heads = ("compute", "FSDP2", "TP", "sums", "exchange", "NS", "step")
     lines: list[Sequence[str]] = [
         ("ms, data x shard x tensor", *heads, "exchange/step", "overlap saves")
     ]
-    for one in found:
+    for one in forecasts:
         times = [f"{1e3 * getattr(one, name):,.2f}" for name in names]
         shares = [f"{value / one.step:.1%}" for value in (one.exchange, one.hideable)]
         lines.append((" x ".join(map(str, one.axes)), *times, *shares))

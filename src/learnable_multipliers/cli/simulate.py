@@ -110,7 +110,7 @@ def simulate(config: SimulateConfig) -> None:
         settings["coefficients"] = config.coefficients or "quintic"
     walk = random_walk(config.optimizer, shape=config.shape, **settings)
     shown = rows(config, simulated, walk, config.rows)
-    found = {
+    theory = {
         "relaxation_steps": _finite(relaxation_steps(config.lr, config.weight_decay)),
         "equilibrium": _finite(walk.equilibrium(config.lr, config.weight_decay)),
     }
@@ -121,7 +121,7 @@ def simulate(config: SimulateConfig) -> None:
     if config.json:
         asked = {"optimizer": config.optimizer, "lr": config.lr}
         asked |= {"weight_decay": config.weight_decay}
-        print(json.dumps(asked | found | {"steps": shown}, indent=1))
+        print(json.dumps(asked | theory | {"steps": shown}, indent=1))
         return
     table = [_COLUMNS]
     for row in shown:
@@ -129,12 +129,12 @@ def simulate(config: SimulateConfig) -> None:
         table.append((f"{step:,}", *("-" if x is None else f"{x:.4g}" for x in others)))
     print("\n".join(aligned(table)))
     at = f"at lr {config.lr:g} and weight decay {config.weight_decay:g}"
-    if found["equilibrium"] is None or found["relaxation_steps"] is None:
+    if theory["equilibrium"] is None or theory["relaxation_steps"] is None:
         print(f"\nNo equilibrium {at}: nothing pulls the weight back")
         return
     print(
-        f"\nEquilibrium: rms {found['equilibrium']:.4g} {at}, approached by a factor e in rms^2 "
-        f"every {found['relaxation_steps']:,.0f} steps"
+        f"\nEquilibrium: rms {theory['equilibrium']:.4g} {at}, approached by a factor e in rms^2 "
+        f"every {theory['relaxation_steps']:,.0f} steps"
     )
 
 

@@ -7,14 +7,14 @@ import re
 
 def marked_number(text: str) -> str | None:
     """Return the number after the first ####, as in GSM8K; lm-eval's strict-match."""
-    found = re.search(r"#### (-?[\d.,]+)", text)
-    return None if found is None else _plain(found[1])
+    match = re.search(r"#### (-?[\d.,]+)", text)
+    return None if match is None else _plain(match[1])
 
 
 def last_number(text: str) -> str | None:
     """Return the last number; lm-eval's flexible-extract, which also matches a row of dots."""
-    found = re.findall(r"-?(?:[$\d.,]{2,}|\d+)", text)
-    return _plain(found[-1]) if found else None
+    numbers = re.findall(r"-?(?:[$\d.,]{2,}|\d+)", text)
+    return _plain(numbers[-1]) if numbers else None
 
 
 def _plain(number: str) -> str:
@@ -23,14 +23,14 @@ def _plain(number: str) -> str:
 
 def letter(text: str) -> str | None:
     """Return the letter after the first "answer is", with or without parentheses."""
-    found = re.search(r"answer is \(?([A-J])", text)
-    return None if found is None else found[1]
+    match = re.search(r"answer is \(?([A-J])", text)
+    return None if match is None else match[1]
 
 
 def concluded(text: str) -> str | None:
     """Return the rest of the line after the first "the answer is ", without a final period."""
-    found = re.search(r"the answer is (.+)", text)
-    return None if found is None else found[1].strip().removesuffix(".")
+    match = re.search(r"the answer is (.+)", text)
+    return None if match is None else match[1].strip().removesuffix(".")
 
 
 def boxed(text: str) -> str | None:

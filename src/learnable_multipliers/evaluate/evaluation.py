@@ -64,7 +64,7 @@ def evaluate(
     progress: Progress = lambda name, count: nullcontext(lambda done: None),
 ) -> Evaluation:
     """Return the results of one model; `max_length` is its maximum length in tokens."""
-    found = Evaluation({})
+    evaluation = Evaluation({})
     steps = () if loaded.step is None else (loaded.step,)
     for name, items in asked.checksums.items():
         about = {"items": items, "model": source, "steps": steps, "shots": asked.shots.get(name, 0)}
@@ -74,7 +74,7 @@ def evaluate(
             chosen = [request for request in asked.requests if request.task == name]
             with progress(name, len(chosen)) as advance:
                 scores = scoring.score(loaded.model, chosen, **settings, progress=advance)
-            found.results[name] = results.summarize(
+            evaluation.results[name] = results.summarize(
                 chosen, scores, normalized=task.normalized, **about
             )
             continue
@@ -86,9 +86,9 @@ def evaluate(
         answers = [
             read_answer(p, text, loaded.step) for p, text in zip(prompts, texts, strict=True)
         ]
-        found.results[name] = results.summarize_generated(prompts, answers, **about)
-        found.answers[name] = answers
-    return found
+        evaluation.results[name] = results.summarize_generated(prompts, answers, **about)
+        evaluation.answers[name] = answers
+    return evaluation
 
 
 def read_answer(prompt: Prompt, text: str, step: int | None = None) -> Answer:

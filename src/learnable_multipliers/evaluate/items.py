@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-Fields = Mapping[str, Any]
+from learnable_multipliers._serialization import from_dict
+
+Fields = dict[str, Any]
 Kind = TypeVar("Kind")
-_WORDS: dict[type, str] = {str: "a string", int: "a whole number", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def with_examples(
     by_group: dict[str, list[AnyItem]] = {}
     for example in examples:
         by_group.setdefault(example.group, []).append(example)
-    found = []
+    prefixed = []
     for item in items:
         shown = by_group.get(item.group, [])[:count]
         about = f" about {item.group}" if item.group else ""
@@ -119,8 +120,8 @@ def with_examples(
                 "be other items"
             )
         prefix = item.preamble + "".join(f"{example.as_example}\n\n" for example in shown)
-        found.append(item.with_prefix(prefix))
-    return found
+        prefixed.append(item.with_prefix(prefix))
+    return prefixed
 
 
 def evenly(items: Sequence[Kind], most: int) -> list[Kind]:
@@ -184,20 +185,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise ValueError(f"{path}, line {number}: not UTF-8 ({error.reason})") from error
 
 
-def field(fields: Fields, name: str, kind: type[Kind], of: type = str) -> Kind:
-    """Return a field of a line; a list must hold only `of`. Raise a ValueError otherwise."""
+def field(fields: Fields, name: str, kind: type[Kind]) -> Kind:
+    """Return a field of a line; raise a ValueError if it is missing or not a `kind`."""
     if name not in fields:
         near = ", ".join(sorted(map(str, fields))) or "nothing"
         raise ValueError(f"no field {name!r} (there is {near})")
-    value = fields[name]
-    # Not isinstance: a bool is an int.
-    fits = type(value) is kind
-    if kind is list:
-        fits = fits and all(type(each) is of for each in value)
-    if not fits:
-        wanted = _WORDS.get(kind) or f"a list of {'strings' if of is str else 'objects'}"
-        raise ValueError(f"{name} is {repr(value)[:40]}, not {wanted}")
-    return value
+    return from_dict(kind, fields[name], name)
 
 
 def checked(item: AnyItem) -> AnyItem:

@@ -55,10 +55,10 @@ def _number(text: str) -> Fraction | None:
         text = text.replace(",", "")
     if _DECIMAL.fullmatch(text):
         return Fraction(text)
-    found = _RATIO.fullmatch(text)
-    if found is None:
+    match = _RATIO.fullmatch(text)
+    if match is None:
         return None
-    sign, top, bottom = (group for group in found.groups() if group is not None)
+    sign, top, bottom = (group for group in match.groups() if group is not None)
     if not int(bottom):
         return None
     return Fraction(int(top), int(bottom)) * (-1 if sign else 1)

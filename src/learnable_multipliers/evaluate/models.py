@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learnable_multipliers._checksum import file_sha256
-from learnable_multipliers._formats import one_line
+from learnable_multipliers._hugging_face import hugging_face_errors
 from learnable_multipliers.evaluate.generation import Decoder, UncachedDecoder
 from learnable_multipliers.evaluate.requests import Encoder
 from learnable_multipliers.evaluate.scoring import Model
@@ -24,10 +23,16 @@ from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
 from learnable_multipliers.pretrain.data.shards import Manifest, is_dataset, verify_sha256
 from learnable_multipliers.pretrain.data.tokenizer import TextTokenizer, load_tokenizer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.trainer.load import load_checkpoint, load_model, tokenizer_of
+from learnable_multipliers.pretrain.trainer.load import (
+    is_run,
+    load_checkpoint,
+    load_model,
+    tokenizer_of,
+)
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 
 Dtype = Literal["float32", "bfloat16"]
+_SCORE = "learnable_multipliers.evaluate.scoring.score"
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Loaded:
 
 def check_model_folder(source: Path) -> None:
     """Raise a ValueError for a folder that is neither a run, a checkpoint nor Hugging Face's."""
-    if not _is_run(source) and not is_hugging_face(source):
+    if not is_run(source) and not is_hugging_face(source):
         raise ValueError(
             f"{source} is neither a run, nor a checkpoint, nor a Hugging Face folder, nor one of "
             "results: give what lrm train (--out) or lrm export wrote, or a folder with a "
@@ -58,11 +63,7 @@ def check_model_folder(source: Path) -> None:
 
 def is_hugging_face(source: Path) -> bool:
     """Return whether a folder is Hugging Face's; a run has a config.json too, and checkpoints."""
-    return (source / "config.json").is_file() and not _is_run(source)
-
-
-def _is_run(source: Path) -> bool:
-    return (source / MANIFEST).is_file() or checkpoint_folder(source).is_dir()
+    return (source / "config.json").is_file() and not is_run(source)
 
 
 def results_folder(source: Path, loaded: list[int], **settings: int | str | None) -> Path:
@@ -142,7 +143,7 @@ def from_model(
 
 
 def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
-    with _errors_of(folder):
+    with hugging_face_errors(folder, _SCORE):
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -151,7 +152,7 @@ def _hugging_face(folder: Path, device: torch.device, dtype: Dtype) -> Loaded:
     model = model.to(device).eval()
     # Names of the maximum length in model configs.
     names = ("max_position_embeddings", "n_positions", "n_ctx")
-    lengths = [found for name in names if (found := getattr(model.config, name, None))]
+    lengths = [value for name in names if (value := getattr(model.config, name, None))]
 
     def logits(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
@@ -175,11 +176,11 @@ class _CachedDecoder:
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Append tokens (batch, length) and return the logits after the last."""
-        found = self._model(
+        output = self._model(
             input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
-        self._cache = found.past_key_values
-        return found.logits[:, -1]
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
@@ -212,7 +213,7 @@ class _HuggingFaceEncoder:
     """The tokenizer of a Hugging Face folder, with the special tokens that it adds."""
 
     def __init__(self, folder: Path) -> None:
-        with _errors_of(folder):
+        with hugging_face_errors(folder, _SCORE):
             from transformers import AutoTokenizer
 
             tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -238,26 +239,9 @@ class _HuggingFaceEncoder:
 
 def _end_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
     """Return the end tokens named by the tokenizer and by generation_config.json."""
-    found = [] if eos is None else [eos]
+    ids = [] if eos is None else [eos]
     path = folder / "generation_config.json"
     if path.is_file():
         named = json.loads(path.read_text(encoding="utf8")).get("eos_token_id")
-        found += named if isinstance(named, list) else [named]
-    return tuple(dict.fromkeys(index for index in found if type(index) is int))
-
-
-@contextmanager
-def _errors_of(folder: Path) -> Iterator[None]:
-    """Turn any error of transformers about a folder into one line."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "evaluating a Hugging Face folder needs transformers: "
-            "pip install 'learnable-multipliers[transformers]'"
-        ) from error
-    except (MemoryError, RecursionError):
-        raise
-    # Which errors are raised depends on the files and the kind of model.
-    except Exception as error:
-        raise ValueError(f"{folder} cannot be loaded: {one_line(error)}") from error
+        ids += named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(index for index in ids if type(index) is int))

@@ -29,33 +29,33 @@ def _question(text: str) -> str:
 def hellaswag(line: Fields) -> Item:
     """Return an item of HellaSwag."""
     context = f"{field(line, 'activity_label', str)}: {field(line, 'ctx', str)}"
-    return cloze(context, field(line, "endings", list), field(line, "label", int))
+    return cloze(context, field(line, "endings", list[str]), field(line, "label", int))
 
 
 def answered(line: Fields) -> Item:
     """Return an item of ARC or SciQ."""
     context = _question(field(line, "question", str))
-    return cloze(context, field(line, "choices", list), field(line, "label", int))
+    return cloze(context, field(line, "choices", list[str]), field(line, "label", int))
 
 
 def mmlu_cloze(line: Fields) -> Item:
     """Return an item of MMLU whose answers are scored as texts."""
     context = _question(field(line, "question", str).strip())
     group = field(line, "subject", str)
-    return cloze(context, field(line, "choices", list), field(line, "label", int), group)
+    return cloze(context, field(line, "choices", list[str]), field(line, "label", int), group)
 
 
 def mmlu_pro_cloze(line: Fields) -> Item:
     """Return an item of MMLU-Pro whose answers are scored as texts."""
     context = _question(field(line, "question", str).strip())
-    group = field(line, "category", str)
-    return cloze(context, field(line, "options", list), field(line, "answer_index", int), group)
+    options, group = field(line, "options", list[str]), field(line, "category", str)
+    return cloze(context, options, field(line, "answer_index", int), group)
 
 
 def openbookqa(line: Fields) -> Item:
     """Return an item of OpenBookQA."""
     context = field(line, "question", str)
-    return cloze(context, field(line, "choices", list), field(line, "label", int))
+    return cloze(context, field(line, "choices", list[str]), field(line, "label", int))
 
 
 def piqa(line: Fields) -> Item:
@@ -101,7 +101,7 @@ def _lettered(options: list[str]) -> str:
 
 def mmlu(line: Fields) -> Item:
     """Return an item of MMLU whose letters are scored."""
-    options, subject = field(line, "choices", list), field(line, "subject", str)
+    options, subject = field(line, "choices", list[str]), field(line, "subject", str)
     context = f"{field(line, 'question', str).strip()}\n{_lettered(options)}\nAnswer:"
     about = subject.replace("_", " ")
     preamble = f"The following are multiple choice questions (with answers) about {about}.\n\n"
@@ -111,8 +111,8 @@ def mmlu(line: Fields) -> Item:
 
 def arc_dev(line: Fields) -> Item:
     """Return an item of ARC in the form in which it was published."""
-    inner = field(line, "question", dict)
-    choices = field(inner, "choices", list, of=dict)
+    inner = field(line, "question", Fields)
+    choices = field(inner, "choices", list[Fields])
     labels = [field(choice, "label", str) for choice in choices]
     right = field(line, "answerKey", str)
     if right not in labels:
@@ -135,7 +135,7 @@ def gsm8k(line: Fields) -> OpenItem:
 
 def mmlu_pro(line: Fields) -> OpenItem:
     """Return an item of MMLU-Pro; as an example it includes the reasoning of its file."""
-    options, category = field(line, "options", list), field(line, "category", str)
+    options, category = field(line, "options", list[str]), field(line, "category", str)
     right = field(line, "answer_index", int)
     if not 0 <= right < len(options):
         raise ValueError(f"the right answer is choice {right}, counted from 0, of {len(options)}")
@@ -203,24 +203,24 @@ MATH_EXAMPLES = tuple(
 
 def bbh_items(path: Path) -> list[OpenItem]:
     """Return the items of one subtask of BIG-Bench Hard, named after its file."""
-    found = []
+    items = []
     try:
-        examples = field(json.loads(path.read_bytes()), "examples", list, of=dict)
+        examples = field(json.loads(path.read_bytes()), "examples", list[Fields])
         for number, example in enumerate(examples, 1):
             question, target = (field(example, name, str) for name in ("input", "target"))
             try:
-                found.append(checked(_step_by_step(question, "", target, path.stem)))
+                items.append(checked(_step_by_step(question, "", target, path.stem)))
             except ValueError as error:
                 raise ValueError(f"example {number}: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     preamble, _ = _bbh_prompt(path.parent.parent / "cot-prompts" / f"{path.stem}.txt")
-    return [replace(item, preamble=f"{preamble}\n\n") for item in found]
+    return [replace(item, preamble=f"{preamble}\n\n") for item in items]
 
 
 def bbh_examples(path: Path) -> list[OpenItem]:
     """Return the examples of one subtask, with their chains of thought."""
-    found = []
+    examples = []
     for text in _bbh_prompt(path)[1]:
         # In one file the answer follows a space, in the others a new line.
         question, thinks, solution = text.partition(f"\nA: {_THINK}")
@@ -228,8 +228,8 @@ def bbh_examples(path: Path) -> list[OpenItem]:
             raise ValueError(f"{path}: an example has no step-by-step answer ({text[:40]!r})")
         question = question.removeprefix("Q: ")
         answer = concluded(solution) or ""
-        found.append(_step_by_step(question, solution.lstrip(), answer, path.stem))
-    return found
+        examples.append(_step_by_step(question, solution.lstrip(), answer, path.stem))
+    return examples
 
 
 def _step_by_step(question: str, solution: str, answer: str, group: str) -> OpenItem:

@@ -120,12 +120,12 @@ def build(task: str, items: Sequence[Item], encoder: Encoder) -> list[Request]:
 
 def build_prompts(task: str, items: Sequence[OpenItem], encoder: Encoder) -> list[Prompt]:
     """Return the requests of a generation task."""
-    found = []
+    prompts = []
     for index, item in enumerate(items):
         ids = tuple(encoder.encode(item.prompt))
         if not ids:
             raise ValueError(f"the tokenizer gives no token to the prompt {item.prompt[:40]!r}")
-        found.append(
+        prompts.append(
             Prompt(
                 task,
                 index,
@@ -137,7 +137,7 @@ def build_prompts(task: str, items: Sequence[OpenItem], encoder: Encoder) -> lis
                 item.num_choices,
             )
         )
-    return found
+    return prompts
 
 
 def build_set(
@@ -211,18 +211,21 @@ def _not_empty(
 # -- the file ----------------------------------------------------------------------------------
 
 
-def write_requests(path: Path, found: RequestSet) -> None:
+def write_requests(path: Path, request_set: RequestSet) -> None:
     """Write requests as JSON lines, after a header line."""
-    counts = Counter(request.task for request in (*found.requests, *found.prompts))
+    counts = Counter(request.task for request in (*request_set.requests, *request_set.prompts))
     header = {
         "format": FORMAT,
-        "tokenizer": found.tokenizer,
-        "tasks": {n: [counts[n], found.shots[n], items] for n, items in found.checksums.items()},
+        "tokenizer": request_set.tokenizer,
+        "tasks": {
+            n: [counts[n], request_set.shots[n], items]
+            for n, items in request_set.checksums.items()
+        },
         # One character for each byte, since a token may be part of a character.
-        "pieces": [piece.decode("latin-1") for piece in found.vocabulary.token_bytes],
-        "end_ids": found.vocabulary.end_ids,
+        "pieces": [piece.decode("latin-1") for piece in request_set.vocabulary.token_bytes],
+        "end_ids": request_set.vocabulary.end_ids,
     }
-    lines = [header, *map(vars, (*found.requests, *found.prompts))]
+    lines = [header, *map(vars, (*request_set.requests, *request_set.prompts))]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     write_output(path, text.encode())
 
@@ -233,9 +236,9 @@ def read_requests(path: Path) -> RequestSet:
         raise ValueError(f"there is no file of requests {path}: write one with --requests-only")
     lines = path.read_bytes().splitlines()
     header = _on_line(path, 1, _header, lines[0] if lines else b"")
-    found = [_on_line(path, number, _request, line) for number, line in enumerate(lines[1:], 2)]
+    requests = [_on_line(path, number, _request, line) for number, line in enumerate(lines[1:], 2)]
     expected = {name: count for name, (count, _, _) in header["tasks"].items()}
-    counts = Counter(request.task for request in found)
+    counts = Counter(request.task for request in requests)
     if counts != expected:
         raise ValueError(
             f"{path} is incomplete: it holds {counts.total():,} requests, and should hold "
@@ -245,11 +248,11 @@ def read_requests(path: Path) -> RequestSet:
     shots = {name: count for name, (_, count, _) in header["tasks"].items()}
     pieces = tuple(text.encode("latin-1") for text in header["pieces"])
     return RequestSet(
-        tuple(request for request in found if isinstance(request, Request)),
+        tuple(request for request in requests if isinstance(request, Request)),
         header["tokenizer"],
         checksums,
         shots,
-        tuple(request for request in found if isinstance(request, Prompt)),
+        tuple(request for request in requests if isinstance(request, Prompt)),
         Vocabulary(pieces, tuple(header["end_ids"])),
     )
 
@@ -292,8 +295,8 @@ def _all_of(values: Any, fits: Callable[[Any], bool]) -> bool:
 def _request(data: Any) -> Request | Prompt:
     is_prompt = isinstance(data, dict) and "prompt" in data
     for name in ("prompt",) if is_prompt else ("context", "continuation"):
-        found = data[name] if isinstance(data, dict) and name in data else None
-        if not found or not _all_of(found, _is_count):
+        ids = data[name] if isinstance(data, dict) and name in data else None
+        if not ids or not _all_of(ids, _is_count):
             raise ValueError(f"{name} is not a list of token ids")
     positive = ("max_new_tokens",) if is_prompt else ("bytes", "characters")
     for name in (*positive, "item", "num_choices" if is_prompt else "choice"):

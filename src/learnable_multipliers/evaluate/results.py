@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._atomic import write_output
+from learnable_multipliers._serialization import from_dict
 from learnable_multipliers.evaluate.requests import Prompt, Request
 from learnable_multipliers.evaluate.scoring import Score
 
@@ -69,12 +70,12 @@ def _metrics(
     normalized: Sequence[float] | None,
     flexible: Sequence[float] | None,
 ) -> dict[str, Estimate]:
-    found = {"accuracy": mean(accuracy)}
+    metrics = {"accuracy": mean(accuracy)}
     if len(set(groups)) > 1:
-        found["by group"] = mean_of_groups(accuracy, groups)
+        metrics["by group"] = mean_of_groups(accuracy, groups)
     if normalized is not None:
-        found["normalized"] = mean(normalized)
-    return found if flexible is None else found | {"flexible": mean(flexible)}
+        metrics["normalized"] = mean(normalized)
+    return metrics if flexible is None else metrics | {"flexible": mean(flexible)}
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ def difference(first: Result, second: Result) -> dict[str, Estimate]:
             f"{first.model} and {second.model} were evaluated on different items of {first.task}: "
             "evaluate both on the same files with the same --limit"
         )
-    found = _metrics(
+    metrics = _metrics(
         _minus(first.accuracy, second.accuracy),
         first.groups,
         _both(first.normalized, second.normalized),
         _both(first.flexible, second.flexible),
     )
     bits = _both(first.bits, second.bits)
-    return found if bits is None else found | {"bits per byte": ratio(bits, first.bytes or ())}
+    return metrics if bits is None else metrics | {"bits per byte": ratio(bits, first.bytes or ())}
 
 
 def _both(first: Sequence[float] | None, second: Sequence[float] | None) -> Sequence[float] | None:
@@ -172,11 +173,11 @@ def summarize(
     accuracy, by_length, bits, sizes, chances, groups = [], [], [], [], [], []
     pairs = zip(requests, scores, strict=True)
     for _, group in groupby(pairs, key=lambda pair: pair[0].item):
-        asked, found = zip(*group, strict=True)
+        asked, group_scores = zip(*group, strict=True)
         right = [request.right for request in asked].index(True)
-        values = [score.log_likelihood for score in found]
+        values = [score.log_likelihood for score in group_scores]
         if len(asked) == 1:
-            accuracy.append(float(found[0].greedy))
+            accuracy.append(float(group_scores[0].greedy))
         else:
             accuracy.append(tie_aware_accuracy(values, right))
             chances.append(1 / len(asked))
@@ -274,8 +275,8 @@ def read_results(folder: Path) -> dict[str, Result]:
     """Return the results in a folder by task; empty if there are none."""
     if not folder.is_dir():
         return {}
-    found = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
-    return {result.task: result for result in found}
+    results = [_read(path) for path in sorted(folder.glob("*.json")) if _is_result(path)]
+    return {result.task: result for result in results}
 
 
 def _is_result(path: Path) -> bool:
@@ -287,19 +288,14 @@ def _read(path: Path) -> Result:
     names = {field.name for field in fields(Result)}
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
-        values: dict[str, Any] = {
-            n: tuple(v) if isinstance(v, list) else v for n, v in data.items() if n in names
-        }
-        result = Result(**values)
+        values = {name: value for name, value in data.items() if name in names}
+        result: Result = from_dict(Result, values, "it")
         count = len(result.accuracy)
         rows = [row for name in (*_SCORES, "bytes") if (row := getattr(result, name)) is not None]
         if not count or any(len(row) != count for row in rows):
             raise ValueError("its lists have different lengths")
         if (result.bits is None) != (result.bytes is None) or len(result.groups) not in (0, count):
             raise ValueError("its lists do not belong together")
-        # Find invalid numbers now, not in the middle of a comparison.
-        for row in rows:
-            math.fsum(row)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): evaluate again") from error
     return result

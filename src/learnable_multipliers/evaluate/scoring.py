@@ -67,9 +67,9 @@ def score(
                 f"the model returned logits of shape {tuple(logits.shape)} for tokens of shape "
                 f"{tuple(rows.shape)}: expected (batch, length, vocabulary)"
             )
-        found = _scores_of(logits, batch, requests)
-        scores |= found
-        progress(len(found))
+        batch_scores = _scores_of(logits, batch, requests)
+        scores |= batch_scores
+        progress(len(batch_scores))
     return [scores[index] for index in range(len(requests))]
 
 
@@ -82,7 +82,7 @@ def num_truncated(requests: Sequence[Request], max_length: int | None) -> int:
 
 def _sequences(requests: Sequence[Request], max_length: int | None) -> list[_Sequence]:
     """Return the inputs of the model, longest first; equal ones are read once."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    owners: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
         if max_length is not None and len(request.continuation) > max_length:
             raise ValueError(
@@ -92,10 +92,10 @@ def _sequences(requests: Sequence[Request], max_length: int | None) -> list[_Seq
             )
         # The last token is predicted and not read.
         tokens = (*request.context, *request.continuation)[:-1]
-        found.setdefault(tokens if max_length is None else tokens[-max_length:], []).append(index)
+        owners.setdefault(tokens if max_length is None else tokens[-max_length:], []).append(index)
     # Also by content: the batches do not depend on the order of the requests.
-    ordered = sorted(found, key=lambda tokens: (-len(tokens), tokens))
-    return [_Sequence(tokens, found[tokens]) for tokens in ordered]
+    ordered = sorted(owners, key=lambda tokens: (-len(tokens), tokens))
+    return [_Sequence(tokens, owners[tokens]) for tokens in ordered]
 
 
 def _batches(sequences: Sequence[_Sequence], batch_tokens: int) -> Iterator[Sequence[_Sequence]]:
@@ -126,13 +126,13 @@ def _scores_of(
     log_probabilities = wanted.log_softmax(-1).gather(1, at[2, :, None])[:, 0]
     greedy = wanted.argmax(-1) == at[2]
     read = torch.stack((log_probabilities.double(), greedy.double())).cpu().tolist()
-    found: dict[int, tuple[float, bool]] = {}
+    sums: dict[int, tuple[float, bool]] = {}
     for index, value, is_greedy in zip(owners, *read, strict=True):
         if value != value:
             raise ValueError(
                 f"{requests[index].task}, item {requests[index].item}: the model's logits are not "
                 "finite; has the run diverged?"
             )
-        total, all_greedy = found.get(index, (0.0, True))
-        found[index] = total + value, all_greedy and bool(is_greedy)
-    return {index: Score(*values) for index, values in found.items()}
+        total, all_greedy = sums.get(index, (0.0, True))
+        sums[index] = total + value, all_greedy and bool(is_greedy)
+    return {index: Score(*values) for index, values in sums.items()}

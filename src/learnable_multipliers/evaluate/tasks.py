@@ -102,16 +102,16 @@ class Task:
                 f"{self.name} takes no examples: the evaluation sets have none for it apart "
                 f"from its questions (tasks with examples: {able})"
             )
-        found = _read_all(folder, self.file, self.read)
+        items = _read_all(folder, self.file, self.read)
         if self.labels is not None:
-            found = _labelled(found, folder / self.labels)
-        found = evenly(found, limit) if limit else found
+            items = _labelled(items, folder / self.labels)
+        items = evenly(items, limit) if limit else items
         if self.generation is not None:
             most = max_new_tokens or self.generation.max_new_tokens
-            found = [replace(i, stops=self.generation.stops, max_new_tokens=most) for i in found]
+            items = [replace(i, stops=self.generation.stops, max_new_tokens=most) for i in items]
         examples = self.examples(folder) if count and self.examples else []
         try:
-            return with_examples(found, examples, count)
+            return with_examples(items, examples, count)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
 
@@ -138,13 +138,13 @@ def _labelled(items: list[Item], path: Path) -> list[Item]:
     labels = read_lines(path)
     if len(labels) != len(items):
         raise ValueError(f"{path} has {len(labels)} labels for {len(items)} items")
-    found = []
+    labelled = []
     for number, (item, label) in enumerate(zip(items, labels, strict=True), 1):
         try:
-            found.append(checked(replace(item, right=int(label))))
+            labelled.append(checked(replace(item, right=int(label))))
         except ValueError as error:
             raise ValueError(f"{path}, label {number} ({label[:20]!r}): {error}") from error
-    return found
+    return labelled
 
 
 def _lines(parse: Callable[[Fields], Any]) -> Callable[[Path], Any]:

@@ -34,13 +34,13 @@ def token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
         )
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    found = [b""] * (max(vocabulary.values()) + 1)
+    pieces = [b""] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
         if index not in added:
-            found[index] = text_of(token)
+            pieces[index] = text_of(token)
     for index, token in added.items():
-        found[index] = b"" if token.special else token.content.encode()
-    return tuple(found)
+        pieces[index] = b"" if token.special else token.content.encode()
+    return tuple(pieces)
 
 
 def _marked(token: str) -> bytes:

@@ -19,17 +19,17 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from learnable_multipliers._checksum import decode_line, encode_line
-from learnable_multipliers.equilibrium import TensorReading
-from learnable_multipliers.experiments.run import Labels, Run, key_of
-from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.metrics.log import read_metrics
-from learnable_multipliers.pretrain.serialization import (
+from learnable_multipliers._serialization import (
     NOT_FINITE,
     from_dict,
     read_bytes,
     to_dict,
     with_floats,
 )
+from learnable_multipliers.equilibrium import TensorReading
+from learnable_multipliers.experiments.run import Labels, Run, key_of
+from learnable_multipliers.pretrain.config import TrainConfig
+from learnable_multipliers.pretrain.metrics.log import read_metrics
 
 CURVE_POINTS = 64
 """Most points of a curve."""

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.config import CheckpointConfig, RuntimeConfig, TrainConfig
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 Preset = Literal["cpu", "gpu", "paper"]
 """The size of an experiment: seconds on a laptop, minutes on one GPU, or the paper's own."""

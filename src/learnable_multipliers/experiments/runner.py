@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.experiments import catalogue
 from learnable_multipliers.experiments.pool import Workers
 from learnable_multipliers.experiments.record import Record, append
@@ -25,7 +26,6 @@ from learnable_multipliers.experiments.worker import Failure, Job
 from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.cores import num_cores
 from learnable_multipliers.pretrain.data.training_data import TrainingData
-from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 
 GPU_JOBS = 3

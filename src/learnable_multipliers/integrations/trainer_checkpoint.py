@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from learnable_multipliers.integrations._missing import missing_extra
+from learnable_multipliers._formats import one_line
+from learnable_multipliers._hugging_face import hugging_face_errors
 from learnable_multipliers.integrations.saved_run import SavedRun, rebuild_optimizer
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -109,7 +110,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} cannot be read as tensors and plain values, and code in it is never run: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"{one_line(error)}"
         ) from error
 
 
@@ -121,29 +122,28 @@ def _base_lr(folder: Path) -> float:
 
 
 def _model(folder: Path) -> nn.Module:
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise missing_extra("transformers") from error
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # The head that was trained, where this version of transformers has it.
-    names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return cast(Any, kind).from_pretrained(
-            folder, dtype="auto", use_safetensors=True, local_files_only=True
-        )
-    except OSError as error:
+    if not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"{folder} has no weights that can be read: needed are safetensors, which Trainer "
-            f"writes ({' '.join(str(error).split())[:200]})"
-        ) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+            "writes"
+        )
+    with hugging_face_errors(folder, "learnable_multipliers.diagnose, with its optimizer"):
+        import transformers
+        from transformers.utils import logging
+
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # The head that was trained, where this version of transformers has it.
+        names = getattr(config, "architectures", None) or [""]
+        kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            return cast(Any, kind).from_pretrained(
+                folder, dtype="auto", use_safetensors=True, local_files_only=True
+            )
+        finally:
+            if shown:
+                logging.enable_progress_bar()
 
 
 def _grouped(

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from learnable_multipliers._formats import first_of
 from learnable_multipliers._names import named_parameters, unwrap
 from learnable_multipliers.equilibrium import SETTLED
 from learnable_multipliers.equilibrium._readings import rms
@@ -373,10 +374,7 @@ def table(runs: Sequence[Run], recipe: Recipe, tolerance: float = 0.15) -> str:
         if row.relaxations < SETTLED
     ]
     if early:
-        more = f" and {len(early) - 4} more" if len(early) > 4 else ""
-        text.append(
-            f"not yet in equilibrium, 2 wd sum(lr) < {SETTLED:g}: {', '.join(early[:4])}{more}"
-        )
+        text.append(f"not yet in equilibrium, 2 wd sum(lr) < {SETTLED:g}: {first_of(early, 4)}")
     losses = ", ".join(f"{run.loss:.3f} ({run.width})" for run in runs)
     return "\n".join([*(line.rstrip() for line in text), f"loss (width): {losses}"])
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 
 DecayShape = Literal["exponential", "linear", "cosine"]
 MultiplierSchedule = Literal["same", "no-warmup", "no-decay"]
@@ -287,7 +287,7 @@ class TrainConfig:
                 "log.every and checkpoint.every, or spikes.max_rollbacks=0"
             )
         _check_at_least(0, "", self, "z_loss")
-        for section in ("data", "optimizer", "log", "checkpoint", "parallel", "runtime"):
+        for section in ("data", "log", "checkpoint", "parallel", "runtime"):
             config = getattr(self, section)
             numbers = {
                 name for name, value in vars(config).items() if isinstance(value, int | float)

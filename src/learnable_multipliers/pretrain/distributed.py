@@ -93,19 +93,19 @@ class World:
 
     def all_reduce_max(self, number: int) -> int:
         """Return the maximum over all ranks."""
-        found = torch.tensor(number)
+        largest = torch.tensor(number)
         if self.size > 1:
             with self.collective():
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
-        return int(found)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        return int(largest)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return plain data of every rank, ordered by rank."""
-        found = [value] * self.size
+        gathered = [value] * self.size
         if self.size > 1:
             with self.collective():
-                dist.all_gather_object(found, value, group=self.control)
-        return found
+                dist.all_gather_object(gathered, value, group=self.control)
+        return gathered
 
     def broadcast(self, value: Any) -> Any:
         """Return the plain data of the first rank."""

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from learnable_multipliers.optim._group_checks import SMALLEST_EPS
+from learnable_multipliers._multiplier import Scale
+from learnable_multipliers._placement import Placement
+from learnable_multipliers.optim._batches import Split
+from learnable_multipliers.optim._group_checks import check_group_settings
 from learnable_multipliers.pretrain.rules import parse_rules
 from learnable_multipliers.roles import check_role
 
 OptimizerKind = Literal["adamw", "muon"]
-Placement = Literal["none", "full", "symmetry-aware", "scalar"]
 Variant = Literal["none", "cautious", "adamc", "hyperball", "sphere", "normuon", "muown"]
 _LARGEST = 1e15
 """Upper bound of the settings: products of two must fit into float32."""
@@ -62,7 +64,7 @@ class OptimizerConfig:
     """Peak learning rate of the multipliers; 0 uses lr times multiplier_lr_scale."""
     multiplier_weight_decay: float = 2e-3
     """Weight decay of multipliers (paper: 2e-3)."""
-    multiplier_scale: Literal["linear", "log"] = "linear"
+    multiplier_scale: Scale = "linear"
     """Parametrization: the multiplier itself (linear), or its logarithm (log), for which decay
     pulls towards 1."""
     multiplier_init: Literal["one", "fold"] = "fold"
@@ -70,7 +72,7 @@ class OptimizerConfig:
     them."""
     momentum: float = 0.95
     """Momentum of Muon."""
-    split: Literal["blocks", "heads"] = "blocks"
+    split: Split = "blocks"
     """Unit of Muon's orthogonalization: each projection (blocks), or each head of queries, keys and
     values (heads)."""
     adamw_lr_scale: float = 1.0
@@ -90,23 +92,19 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Raise a ValueError for settings that cannot work."""
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and value > _LARGEST:
-                raise ValueError(
-                    f"optimizer.{name} must be a number up to {_LARGEST:g}, got {value:g}"
-                )
         if not 0 < self.lr < math.inf:
             raise ValueError(f"optimizer.lr must be a positive number, got {self.lr:g}")
-        for name, value in zip(("beta1", "beta2"), self.betas, strict=True):
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.betas: {name} must lie in [0, 1), got {value:g}")
-        if not self.eps >= SMALLEST_EPS:
-            raise ValueError(
-                f"optimizer.eps must be at least {SMALLEST_EPS:.2g}, got {self.eps:g}: below, "
-                "it is 0 in float32, and a weight without gradients becomes 0 / 0, which is NaN"
-            )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"optimizer.momentum must lie in [0, 1), got {self.momentum:g}")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value <= _LARGEST:
+                raise ValueError(
+                    f"optimizer.{name} must be a number from 0 to {_LARGEST:g}, got {value:g}"
+                )
+        try:
+            self.check_group(max(1.0, self.rest_lr_scale), self.weight_decay)
+        except ValueError as error:
+            raise ValueError(f"optimizer.{error}") from error
         self._check_variant()
         if self.split != "blocks" and (self.kind, self.variant) != ("muon", "none"):
             raise ValueError(
@@ -119,24 +117,11 @@ class OptimizerConfig:
                 "AdamW trains everything at one rate; set optimizer.kind=muon, or factors by role "
                 "with optimizer.lr_factors"
             )
-        decay = self.lr * max(1.0, self.rest_lr_scale) * self.weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer.lr times optimizer.weight_decay is {decay:g}: one step would decay "
-                "a weight to zero or flip its sign; lower one of them"
-            )
         if self.multiplier_lr and self.multiplier_lr_scale != 1:
             raise ValueError(
                 f"optimizer.multiplier_lr is {self.multiplier_lr:g} and "
                 f"optimizer.multiplier_lr_scale {self.multiplier_lr_scale:g}: set the "
                 "absolute or the relative learning rate of the multipliers, not both"
-            )
-        rate = "multiplier_lr" if self.multiplier_lr else "lr times multiplier_lr_scale"
-        decay = self.lr * self.multiplier_ratio * self.multiplier_weight_decay
-        if decay >= 1:
-            raise ValueError(
-                f"optimizer: {rate} times multiplier_weight_decay is {decay:g}: one step would "
-                "decay a multiplier to zero or flip its sign; lower one of them"
             )
         try:
             parse_rules(self.rules)
@@ -146,6 +131,17 @@ class OptimizerConfig:
         _check_factors("weight_decay_factors", self.weight_decay_factors, 0.0)
         for name in ("lr_factors", "norm_scale"):
             _check_factors(name, getattr(self, name), 1 / _LARGEST)
+
+    def check_group(self, raw_lr_scale: float, weight_decay: float) -> None:
+        """Raise a ValueError for settings of a parameter group with which no weight can train."""
+        settings = {
+            "lr": self.lr,
+            "raw_lr_scale": raw_lr_scale,
+            "weight_decay": weight_decay,
+            "multiplier_lr_scale": self.multiplier_ratio,
+            "multiplier_weight_decay": self.multiplier_weight_decay,
+        }
+        check_group_settings(settings, *self.betas, self.eps)
 
     def _check_variant(self) -> None:
         variant, kind = self.variant, self.kind

@@ -24,13 +24,13 @@ def parse_rules(lines: Iterable[str]) -> list[Rule]:
 
 def read_rules(lines: Iterable[str]) -> tuple[str, ...]:
     """Return lines with every `@FILE` replaced by the rules in it; a ValueError names its line."""
-    found: list[str] = []
+    rules: list[str] = []
     for line in lines:
         if line.startswith("@"):
-            found += _rules_of(Path(line[1:]))
+            rules += _rules_of(Path(line[1:]))
         else:
-            found.append(line)
-    return tuple(found)
+            rules.append(line)
+    return tuple(rules)
 
 
 def parse_rule(line: str) -> Rule:
@@ -82,7 +82,7 @@ def _rules_of(path: Path) -> list[str]:
         raise ValueError(f"the rules in {path} cannot be read: it is not a text file") from error
     if len(content) > _MAX_BYTES:
         raise ValueError(f"the rules in {path} have more than {_MAX_BYTES:,} bytes")
-    found = []
+    rules = []
     for number, line in enumerate(content.splitlines(), 1):
         rule = " ".join(line.partition("#")[0].split())
         if not rule:
@@ -91,10 +91,10 @@ def _rules_of(path: Path) -> list[str]:
             parse_rule(rule)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        found.append(rule)
-    if not found:
+        rules.append(rule)
+    if not rules:
         raise ValueError(f"{path} holds no rule")
-    return found
+    return rules
 
 
 # -- values --------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ def _flag(word: str) -> bool:
 
 def _split(word: str) -> dict[str, int]:
     """Read `query:64,key:32,value:32`."""
-    found: dict[str, int] = {}
+    rows_of: dict[str, int] = {}
     for part in word.split(","):
         role, colon, rows = part.partition(":")
-        if not colon or role in found:
+        if not colon or role in rows_of:
             raise ValueError("not roles with their rows, such as query:64,key:32,value:32")
-        found[role] = _count(rows)
-    return found
+        rows_of[role] = _count(rows)
+    return rows_of
 
 
 def _start(word: str) -> float | str:

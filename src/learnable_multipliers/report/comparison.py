@@ -33,9 +33,8 @@ def both_evaluated(run: Run, baseline: Run) -> list[tuple[float, float, float]]:
 
 
 def read_other_data(run: Run, other: Run) -> bool:
-    """Return whether two runs are known to have read different data; older ones do not say."""
-    fingerprints = {each.environment.get("data") for each in (run, other)} - {None}
-    return len(fingerprints) > 1
+    """Return whether two runs have read different data."""
+    return run.environment.get("data") != other.environment.get("data")
 
 
 def final_losses(runs: Sequence[Run]) -> list[float]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._checksum import file_sha256
+from learnable_multipliers._serialization import parse_object, read_bytes, regular_size
 from learnable_multipliers.pretrain.checkpoint.tensor_files import SUFFIX
-from learnable_multipliers.pretrain.serialization import parse_object, read_bytes, regular_size
 
 FORMAT = 2
 """Version of manifest.json and state.json."""
@@ -36,10 +36,10 @@ def fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def check_format(name: str, found: Any) -> None:
+def check_format(name: str, version: Any) -> None:
     """Raise a ValueError unless a file is of the format that this release reads."""
-    if type(found) is not int or found != FORMAT:
-        raise ValueError(f"{name} is of format {found!r}, this release reads format {FORMAT}")
+    if type(version) is not int or version != FORMAT:
+        raise ValueError(f"{name} is of format {version!r}, this release reads format {FORMAT}")
 
 
 def problem(path: Path) -> str | None:
@@ -58,10 +58,10 @@ def problem(path: Path) -> str | None:
 def _read(path: Path) -> dict[str, tuple[int, str]]:
     """Return sizes and checksums by file name; a ValueError says what is wrong."""
     content = read_bytes(path)
-    found = parse_object(content, MANIFEST)
-    check_format(MANIFEST, found.get("format"))
+    fields = parse_object(content, MANIFEST)
+    check_format(MANIFEST, fields.get("format"))
     try:
-        files: Files = found["files"]
+        files: Files = fields["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} does not list files with bytes and sha256") from error
@@ -85,9 +85,9 @@ def _mismatch(path: Path, expected: dict[str, tuple[int, str]]) -> str | None:
         more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
         return f"{odd[0]!r} {what}{more}"
     for name, (size, digest) in expected.items():
-        found = regular_size(path / name)
-        if found != size:
-            return f"{name} has {found} bytes, not {size}"
+        actual = regular_size(path / name)
+        if actual != size:
+            return f"{name} has {actual} bytes, not {size}"
         if file_sha256(path / name) != digest:
             return f"{name} is damaged: its SHA-256 is not the one it was written with"
     return None

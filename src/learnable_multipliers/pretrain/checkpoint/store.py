@@ -18,12 +18,12 @@ from typing import Any
 from safetensors import SafetensorError
 
 from learnable_multipliers._atomic import fsync, hidden_sibling
+from learnable_multipliers._serialization import read_object
 from learnable_multipliers.pretrain import atomic_folder
 from learnable_multipliers.pretrain.checkpoint import manifest, tensor_files
 from learnable_multipliers.pretrain.checkpoint.manifest import STATE, Files
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
 from learnable_multipliers.pretrain.distributed import SINGLE_PROCESS, World
-from learnable_multipliers.pretrain.serialization import read_object
 
 _NAME = re.compile(r"step-([0-9]{8,18})")
 
@@ -144,9 +144,9 @@ def load_newest(
     folder: Path, like: Tensors | None = None, world: World = SINGLE_PROCESS
 ) -> tuple[Checkpoint, list[str]]:
     """Return the newest valid checkpoint, and what is wrong with newer ones."""
-    found, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
-    if found is not None:
-        return found, wrong
+    newest, wrong = load_newest_of(lambda: steps(folder), folder, like, world)
+    if newest is not None:
+        return newest, wrong
     if not world.is_first:
         raise CheckpointError(f"{folder} holds no good checkpoint: the first rank says why")
     if wrong:
@@ -161,16 +161,16 @@ def load_newest_of(
 
     The first rank verifies and chooses; all others load the same one.
     """
-    found, wrong = None, []
+    newest, wrong = None, []
     try:
         if world.is_first:
-            found, wrong = _newest_good(candidates, folder, like)
+            newest, wrong = _newest_good(candidates, folder, like)
     finally:
-        step = world.broadcast(found and found.step)
+        step = world.broadcast(newest and newest.step)
     if step is None:
         return None, wrong
     path = folder / _name(step)
-    return world.run_on_all(lambda: found or load(path, like, verified=True)), wrong
+    return world.run_on_all(lambda: newest or load(path, like, verified=True)), wrong
 
 
 def _newest_good(
@@ -182,13 +182,13 @@ def _newest_good(
         step = max(untried)
         path = folder / _name(step)
         try:
-            found = load(path, like)
+            loaded = load(path, like)
         except CheckpointError as error:
             wrong[step] = str(error)
             continue
-        if found.step == step:
-            return found, [wrong[later] for later in sorted(wrong, reverse=True) if later > step]
-        wrong[step] = f"{path} cannot be used: it holds step {found.step}"
+        if loaded.step == step:
+            return loaded, [wrong[later] for later in sorted(wrong, reverse=True) if later > step]
+        wrong[step] = f"{path} cannot be used: it holds step {loaded.step}"
     return None, list(wrong.values())
 
 
@@ -207,9 +207,9 @@ def steps(folder: Path) -> list[int]:
     """Return the steps of all published checkpoints, in order."""
     if not folder.is_dir():
         return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     # Ignore folders that spell the step in another way.
-    return sorted(int(match[1]) for match in found if match and match[0] == _name(int(match[1])))
+    return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
 
 
 def num_to_keep(saved: Sequence[int], every: int, keep: int) -> int:

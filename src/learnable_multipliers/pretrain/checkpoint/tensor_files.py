@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learnable_multipliers._serialization import MAX_BYTES, parse_object
 from learnable_multipliers.optim._sharding import Box, dtensor_like, is_sharded, local, local_box
 from learnable_multipliers.pretrain.distributed import AXES, World
-from learnable_multipliers.pretrain.serialization import MAX_BYTES, parse_object
 
 SUFFIX = ".safetensors"
 _PIECES = "pieces"
@@ -95,8 +95,8 @@ def read(folder: Path, like: Tensors | None = None) -> Tensors:
     """
     groups: dict[str, list[Path]] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        found = _OF_A_RANK.fullmatch(path.stem)
-        groups.setdefault(found[1] if found else path.stem, []).append(path)
+        match = _OF_A_RANK.fullmatch(path.stem)
+        groups.setdefault(match[1] if match else path.stem, []).append(path)
     return {
         group: _read_group(files, (like or {}).get(group, {})) for group, files in groups.items()
     }
@@ -127,11 +127,11 @@ def _read_group(files: Iterable[Path], like: Mapping[str, Tensor]) -> dict[str, 
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 for name, piece in _pieces(opened):
                     pieces.setdefault(name, []).append(piece)
-        found = {}
+        tensors = {}
         for name, parts in pieces.items():
             with _errors_naming(*files):
-                found[name] = _assembled(name, parts, like.get(name))
-    return found
+                tensors[name] = _assembled(name, parts, like.get(name))
+    return tensors
 
 
 def _check_header(path: Path) -> None:

@@ -37,16 +37,16 @@ class DataCheck:
         """Check all shards that have changed since they were last verified."""
         if self._is_running or self.failed:
             return
-        changed = [file for file in self._files if self._is_changed(file)]
+        changed = self._changed()
         if changed:
             # A daemon: a process that ends does not wait for it.
             self._thread = threading.Thread(target=self._run, args=(changed,), daemon=True)
             self._thread.start()
 
+    @property
     def has_ended(self) -> bool:
-        """Return whether a shard is bad or all are verified; start a check if one is missing."""
-        self.start()
-        return self.failed or not self._is_running
+        """Whether a shard is bad, or all are verified as they are now."""
+        return self.failed or not (self._is_running or self._changed())
 
     @property
     def failed(self) -> bool:
@@ -70,6 +70,9 @@ class DataCheck:
     @property
     def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def _changed(self) -> list[ShardFile]:
+        return [file for file in self._files if self._is_changed(file)]
 
     def _is_changed(self, file: ShardFile) -> bool:
         try:
@@ -97,26 +100,26 @@ class DataCheck:
 
     def _verified(self, file: ShardFile) -> FileIdentity:
         """Return the identity of a shard whose content is right."""
-        found = FileIdentity.of(file.path)
-        if found.inode != file.opened.inode and file.path not in self._good:
+        identity = FileIdentity.of(file.path)
+        if identity.inode != file.opened.inode and file.path not in self._good:
             raise ValueError(
                 f"{file.path} was replaced after the run had opened it: start the run again"
             )
-        mark = self._cache / _key(file, found)
+        mark = self._cache / _key(file, identity)
         if mark.exists():
-            return found
+            return identity
         verify_sha256(file.path, file.sha256)
-        if FileIdentity.of(file.path) != found:
+        if FileIdentity.of(file.path) != identity:
             raise ValueError(
                 f"{file.path} is being changed while the run reads it: start the run again when "
                 "it is complete"
             )
         # Two changes in quick succession could have the same time stamp.
-        if time.time() - found.ctime_ns / 1e9 > _SETTLED:
+        if time.time() - identity.ctime_ns / 1e9 > _SETTLED:
             with suppress(OSError):
                 self._cache.mkdir(parents=True, exist_ok=True)
                 mark.touch()
-        return found
+        return identity
 
 
 def _key(file: ShardFile, identity: FileIdentity) -> str:

@@ -64,7 +64,7 @@ class Corpus:
         self._sources: list[Path | str]
         if sources:
             self.names = tuple(sources)
-            self._sources = [found for source in sources for found in self._expand(source)]
+            self._sources = [entry for source in sources for entry in self._expand(source)]
         else:
             self.names = (f"Python {platform.python_version()} standard library",)
             self._sources = [*_standard_library()]
@@ -88,9 +88,9 @@ class Corpus:
 
         return self._some(threads.map(parse, batches))
 
-    def _some(self, found: Iterator[Result]) -> Iterator[Result]:
+    def _some(self, results: Iterator[Result]) -> Iterator[Result]:
         empty = True
-        for one in found:
+        for one in results:
             empty = False
             yield one
         if empty:
@@ -152,12 +152,12 @@ def _files_below(folder: Path, leave_out: Callable[[str], bool]) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
+    files: list[Path] = []
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not leave_out(name)]
-        found += [Path(root, name) for name in names if not leave_out(name)]
+        files += [Path(root, name) for name in names if not leave_out(name)]
     # By relative path, for the same order on every machine.
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _standard_library() -> Iterator[Path]:

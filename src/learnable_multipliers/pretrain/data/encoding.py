@@ -132,8 +132,8 @@ class DocumentEncoder:
                 "documents (--text-separator), or leave the file out"
             )
         # Unlike `encode`, this lets other threads run.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(found.ids, self._dtype)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, self._dtype)
 
 
 def encode_documents(

@@ -36,13 +36,13 @@ def sample_order(indices: NDArray[np.int64], num_samples: int, seed: int) -> NDA
     epoch, position = (part.astype(np.uint64) for part in np.divmod(indices, num_samples))
     keys = _mix(epoch + _mix(np.array([(seed + _GOLDEN) & _UINT64], np.uint64)))
     bits = (num_samples - 1).bit_length()
-    found = _feistel(position, keys, bits)
+    samples = _feistel(position, keys, bits)
     # Cycle walking: outside is less than half of the domain, so this takes a few short turns.
-    outside = np.flatnonzero(found >= num_samples)
+    outside = np.flatnonzero(samples >= num_samples)
     while outside.size:
-        found[outside] = _feistel(found[outside], keys[outside], bits)
-        outside = outside[found[outside] >= num_samples]
-    return found.astype(np.int64)
+        samples[outside] = _feistel(samples[outside], keys[outside], bits)
+        outside = outside[samples[outside] >= num_samples]
+    return samples.astype(np.int64)
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:

@@ -125,7 +125,7 @@ class PrepareConfig:
 
 def named_sources(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the sources of each name, from NAME=SOURCE."""
-    found: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, tuple[str, ...]] = {}
     for each in given:
         name, _, source = each.partition("=")
         if not _NAME.fullmatch(name) or name in (TRAIN, VALID) or not source:
@@ -133,8 +133,8 @@ def named_sources(given: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
                 f"test_sources has {each!r}: give NAME=SOURCE, with a name of small letters, "
                 f"digits, - and _ that is not {TRAIN} or {VALID}"
             )
-        found[name] = (*found.get(name, ()), source)
-    return found
+        sources[name] = (*sources.get(name, ()), source)
+    return sources
 
 
 class Progress(NamedTuple):

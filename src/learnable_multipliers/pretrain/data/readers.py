@@ -180,9 +180,9 @@ def read_hugging_face(source: str, text_field: str) -> Iterator[Part]:
 def _text_of(record: Any, place: str, text_field: str) -> str:
     """Return the text in a record of JSON Lines or a row of a table."""
     if not isinstance(record, dict) or text_field not in record:
-        found = sorted(record) if isinstance(record, dict) else type(record).__name__
+        fields = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise DocumentError(
-            f"{place}: no field {text_field!r} (found {found}); name another one with --text-field"
+            f"{place}: no field {text_field!r} (found {fields}); name another one with --text-field"
         )
     text = record[text_field]
     if not isinstance(text, str):

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learnable_multipliers._checksum import add_checksum, file_sha256, verify_checksum
-from learnable_multipliers.pretrain.data.documents import first_text
-from learnable_multipliers.pretrain.serialization import (
+from learnable_multipliers._serialization import (
     from_dict,
     parse_object,
     read_bytes,
     to_dict,
 )
+from learnable_multipliers.pretrain.data.documents import first_text
 
 TRAIN, VALID = "train", "valid"
 FORMAT = "lrm-tokens-2"
@@ -108,9 +108,9 @@ class Manifest:
         try:
             # Data may be linked: what counts is where the links lead.
             fields = parse_object(read_bytes(path.resolve()), DATASET_MANIFEST)
-            found = fields.get("format")
-            if found != FORMAT:
-                raise ValueError(f"its format is {found!r}, this version reads {FORMAT}")
+            stored_format = fields.get("format")
+            if stored_format != FORMAT:
+                raise ValueError(f"its format is {stored_format!r}, this version reads {FORMAT}")
             manifest: Manifest = from_dict(
                 cls, verify_checksum(fields, DATASET_MANIFEST), DATASET_MANIFEST
             )
@@ -190,8 +190,8 @@ class FileIdentity(NamedTuple):
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
         """Return the identity of the file that a path leads to, or of an open one."""
-        found = os.stat(file)
-        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = os.stat(file)
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class ShardFile(NamedTuple):
@@ -208,9 +208,9 @@ def verify_sha256(path: Path, expected: str) -> None:
     # Reading a pipe or a device may never end.
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file: copy it again")
-    if (found := file_sha256(path)) != expected:
+    if (actual := file_sha256(path)) != expected:
         raise ValueError(
-            f"{path} is damaged: its SHA-256 is {found}, the manifest says {expected}; "
+            f"{path} is damaged: its SHA-256 is {actual}, the manifest says {expected}; "
             "copy it again or prepare the dataset again"
         )
 
@@ -280,18 +280,18 @@ class TokenDataset:
         last = np.searchsorted(self._starts, stop)
         files = zip(self._starts[first:last], self._maps[first:last], strict=True)
         parts = [tokens[max(start - begin, 0) : stop - begin] for begin, tokens in files]
-        found = np.concatenate([np.empty(0, self.manifest.dtype), *parts])
-        if found.max(initial=0) >= self.manifest.vocab_size:
+        tokens_read = np.concatenate([np.empty(0, self.manifest.dtype), *parts])
+        if tokens_read.max(initial=0) >= self.manifest.vocab_size:
             path = next(
                 file.path
                 for file, part in zip(self.files[first:last], parts, strict=True)
                 if part.max(initial=0) >= self.manifest.vocab_size
             )
             raise ValueError(
-                f"{path} holds the token {found.max()}, beyond the vocabulary of "
+                f"{path} holds the token {tokens_read.max()}, beyond the vocabulary of "
                 f"{self.manifest.vocab_size}; copy it again or prepare the dataset again"
             )
-        return found
+        return tokens_read
 
     def samples(self, indices: NDArray[np.integer], length: int) -> Tensor:
         """Return samples as int64 rows of `length` inputs and the last target."""

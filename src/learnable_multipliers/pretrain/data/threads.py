@@ -68,13 +68,13 @@ class Threads:
         """Yield the results of each batch, in order; each batch is one task."""
 
         def work(batch: Batch[Item]) -> tuple[list[Result], Exception | None]:
-            found: list[Result] = []
+            results: list[Result] = []
             try:
                 for one in function(batch.items):
-                    found.append(one)
+                    results.append(one)
             except Exception as error:
-                return found, error
-            return found, batch.error
+                return results, error
+            return results, batch.error
 
         waiting: deque[Future[tuple[list[Result], Exception | None]]] = deque()
         try:
@@ -175,7 +175,7 @@ def batches_of(items: Iterable[Item]) -> Generator[Batch[Item], None, None]:
 
 
 def _results(future: Future[tuple[list[Result], Exception | None]]) -> Iterator[Result]:
-    found, error = future.result()
-    yield from found
+    results, error = future.result()
+    yield from results
     if error is not None:
         raise error

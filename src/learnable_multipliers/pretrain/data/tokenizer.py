@@ -125,10 +125,10 @@ def load_tokenizer(
             tokenizer.add_special_tokens([EOS_TOKEN])
             usual = [EOS_TOKEN]
         if len(usual) != 1:
-            found = f"several ({', '.join(usual)})" if usual else "none"
+            names = f"several ({', '.join(usual)})" if usual else "none"
             added = "" if usual else ", or have one added with --add-eos"
             raise ValueError(
-                f"{path}: looked for a token that ends a document and found {found}; "
+                f"{path}: looked for a token that ends a document and found {names}; "
                 f"name it with --eos-token{added}"
             )
         eos_token = usual[0]
@@ -164,12 +164,12 @@ class TextSample:
 
     def _smallest(self) -> Iterator[tuple[int, str]]:
         left = self._num_characters
-        for found in sorted(self._by_hash):
+        for key in sorted(self._by_hash):
             if left <= 0:
                 break
-            piece = self._by_hash[found][:left]
+            piece = self._by_hash[key][:left]
             left -= len(piece)
-            yield found, piece
+            yield key, piece
 
 
 def _pieces(text: str) -> Iterator[str]:

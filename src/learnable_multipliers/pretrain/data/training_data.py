@@ -55,11 +55,11 @@ class TrainingData:
         self._tokenizer_file = folder / manifest.tokenizer_file
         verify_sha256(self._tokenizer_file, manifest.tokenizer_sha256)
         self._tokenizer = load_tokenizer(self._tokenizer_file, manifest.eos_token)
-        found = self._tokenizer.vocab_size, self._tokenizer.eos_id
-        if found != (manifest.vocab_size, manifest.eos_id):
+        sizes = self._tokenizer.vocab_size, self._tokenizer.eos_id
+        if sizes != (manifest.vocab_size, manifest.eos_id):
             raise ValueError(
                 f"{folder / DATASET_MANIFEST} cannot be used (vocab_size and eos_id of its "
-                f"tokenizer are {found}, not {(manifest.vocab_size, manifest.eos_id)}); prepare "
+                f"tokenizer are {sizes}, not {(manifest.vocab_size, manifest.eos_id)}); prepare "
                 "the dataset again"
             )
         self._token_bytes = self._tokenizer.token_bytes()

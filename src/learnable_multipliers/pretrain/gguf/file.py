@@ -32,7 +32,7 @@ def write(path: Path, model: HybridLM, tokenizer: TextTokenizer, dtype: ExportDt
     Matrices have the given dtype, the rest is float32. The fixed factors are in the weights.
     """
     gguf = package()
-    words, found = vocabulary(tokenizer, model.config.vocab_size), tensors(model)
+    words, weights = vocabulary(tokenizer, model.config.vocab_size), tensors(model)
     writer = gguf.GGUFWriter(path, architecture(model.config))
     writer.add_type("model")
     writer.add_file_type(_FILE_TYPES[dtype])
@@ -50,9 +50,9 @@ def write(path: Path, model: HybridLM, tokenizer: TextTokenizer, dtype: ExportDt
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     dtypes: dict[str, ExportDtype] = {
-        name: dtype if is_matrix(name) else "float32" for name in found
+        name: dtype if is_matrix(name) else "float32" for name in weights
     }
-    for name, value in found.items():
+    for name, value in weights.items():
         kind = gguf.GGMLQuantizationType(_TENSOR_TYPES[dtypes[name]])
         num_bytes = value.numel() * getattr(torch, dtypes[name]).itemsize
         writer.add_tensor_info(name, tuple(value.shape), np.dtype("f4"), num_bytes, kind)
@@ -62,7 +62,7 @@ def write(path: Path, model: HybridLM, tokenizer: TextTokenizer, dtype: ExportDt
         writer.write_ti_data_to_file()
         (file,) = writer.fout
         # The writer's own method does not say why a write failed.
-        for name, value in found.items():
+        for name, value in weights.items():
             writer.write_padding(file, file.tell())
             file.write(little_endian(cast(name, value, dtypes[name])).data)
         writer.write_padding(file, file.tell())

@@ -22,8 +22,8 @@ from typing import Any
 
 from learnable_multipliers._atomic import fsync, replace_file
 from learnable_multipliers._checksum import decode_line, encode_line
+from learnable_multipliers._serialization import to_dict, with_floats
 from learnable_multipliers.pretrain.atomic_folder import make_folder
-from learnable_multipliers.pretrain.serialization import to_dict, with_floats
 
 FILE_NAME = "metrics.jsonl"
 NEWEST = {
@@ -133,9 +133,9 @@ class MetricLog:
         kept, first = [], None
         with self.path.open("rb") as file:
             for line in file:
-                found = _START.match(line)
-                if found and found[2].decode() == kind:
-                    step = int(found[1])
+                start = _START.match(line)
+                if start and start[2].decode() == kind:
+                    step = int(start[1])
                     first = step if first is None else first
                     if step != first and not is_kept(step, newest, every, count):
                         continue

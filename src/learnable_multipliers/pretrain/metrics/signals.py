@@ -89,7 +89,7 @@ class Signals:
         effective = rows_by_role(plan, weights)
         raw = rows_by_role(plan, weights | raw_weights(self._optimizer))
         embedding = "embedding" if "embedding" in raw else "tied-embedding"
-        found = {
+        on_device = {
             "activations": activations(sizes, model.config),
             "common_direction": common,
             "alignment": alignments(sizes, effective, plan),
@@ -107,7 +107,7 @@ class Signals:
                 "effective": band_rms(effective[embedding][0], self._members),
             },
         }
-        record = to_host(found)
+        record = to_host(on_device)
         record["token_rows"] |= self._bands
         return record
 
@@ -132,7 +132,7 @@ def read_activations(model: HybridLM, tokens: Tensor) -> tuple[dict[str, Tensor]
 
 def activations(sizes: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the recorded sizes, including the fixed factors."""
-    found = {
+    recorded = {
         "embedding": sizes["residual"][0],
         "logits": abs(config.mup_head) * sizes["head"][0],
         "residual": sizes["residual"],
@@ -140,15 +140,15 @@ def activations(sizes: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     if config.has_attention:
         key_factor = config.mup_attention_in**2 * abs(config.mup_key)
         # mup_attention_out is applied before the projection.
-        found["attention_out"] = sizes["attention-out"]
-        found["query_key"] = key_factor * sizes["query"] * sizes["key"]
+        recorded["attention_out"] = sizes["attention-out"]
+        recorded["query_key"] = key_factor * sizes["query"] * sizes["key"]
     if config.has_ssm:
-        found["ssm_out"] = sizes["ssm-out"]
-        found["dt"] = abs(config.mup_ssm_in * config.mup_dt) * sizes["ssm-dt"]
+        recorded["ssm_out"] = sizes["ssm-out"]
+        recorded["dt"] = abs(config.mup_ssm_in * config.mup_dt) * sizes["ssm-dt"]
     if config.has_mlp:
-        found["mlp_out"] = abs(config.mup_down) * sizes["down"]
-        found["gate"] = abs(config.mup_gate) * sizes["gate"]
-    return found
+        recorded["mlp_out"] = abs(config.mup_down) * sizes["down"]
+        recorded["gate"] = abs(config.mup_gate) * sizes["gate"]
+    return recorded
 
 
 def alignments(
@@ -167,13 +167,13 @@ def alignments(
         if entry.matrix is not None
         for block in entry.matrix.blocks
     }
-    found = {}
+    ratios = {}
     for role, source in INPUTS.items():
         if role in sizes:
             matrix = role if role in effective else "tied-embedding"
             weight = effective[matrix].square().mean(1).sqrt()
-            found[role] = sizes[role] / (num_in[matrix] * weight * sizes[source])
-    return found
+            ratios[role] = sizes[role] / (num_in[matrix] * weight * sizes[source])
+    return ratios
 
 
 def rms(values: Tensor, dim: int | None = None) -> Tensor:
@@ -197,15 +197,15 @@ def common_direction(x: Tensor) -> Tensor:
 
 def rows_by_role(plan: Plan, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the rms of each row of each matrix, (layers, rows) by role."""
-    found: dict[str, list[Tensor]] = {}
+    by_role: dict[str, list[Tensor]] = {}
     for entry in plan.entries:
         if entry.matrix is None:
             continue
         blocks = entry.matrix.blocks
         parts = rms(weights[entry.name], dim=1).split([block.size for block in blocks])
         for block, part in zip(blocks, parts, strict=True):
-            found.setdefault(block.role, []).append(part)
-    return {role: torch.stack(rows) for role, rows in found.items()}
+            by_role.setdefault(block.role, []).append(part)
+    return {role: torch.stack(rows) for role, rows in by_role.items()}
 
 
 def gradients(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def gradients(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
 
     Muon keeps one average of a whole matrix.
     """
-    found: dict[str, list[Tensor]] = {}
+    by_role: dict[str, list[Tensor]] = {}
     for tensor in trained_tensors(optimizer):
         if tensor.part != "weight" or tensor.matrix is None or tensor.second is None:
             continue
@@ -221,8 +221,8 @@ def gradients(optimizer: MultiplierOptimizer) -> dict[str, Tensor]:
         blocks = tensor.matrix.blocks
         rows = square.expand(tensor.value.shape).mean(1).split([block.size for block in blocks])
         for block, part in zip(blocks, rows, strict=True):
-            found.setdefault(block.role, []).append(part.mean().sqrt())
-    return {role: torch.stack(values) for role, values in found.items()}
+            by_role.setdefault(block.role, []).append(part.mean().sqrt())
+    return {role: torch.stack(values) for role, values in by_role.items()}
 
 
 def row_statistics(rows: Tensor) -> dict[str, Tensor]:
@@ -257,7 +257,7 @@ def band_rms(rows: Tensor, members: Tensor) -> Tensor:
 
 def parameters(model: HybridLM) -> dict[str, Tensor]:
     """Return the rms of parameters that are not matrices: filters, skips and norms."""
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for layer in model.model.layers:
         assert isinstance(layer, Layer)
         values = {"input_norm": layer.input_layernorm.weight}
@@ -266,9 +266,9 @@ def parameters(model: HybridLM) -> dict[str, Tensor]:
         if layer.pre_ff_layernorm is not None:
             values["mlp_norm"] = layer.pre_ff_layernorm.weight
         for name, value in values.items():
-            found.setdefault(name, []).append(rms(value))
-    found["final_norm"] = [rms(model.model.final_layernorm.weight)]
-    return {name: torch.stack(values) for name, values in found.items()}
+            by_name.setdefault(name, []).append(rms(value))
+    by_name["final_norm"] = [rms(model.model.final_layernorm.weight)]
+    return {name: torch.stack(values) for name, values in by_name.items()}
 
 
 # -- the way to the host -----------------------------------------------------------------------

@@ -167,8 +167,8 @@ class EmbeddingParallel(ParallelStyle):
             weight = weight_of(module)
             rows = tokens - first
             elsewhere = (rows < 0) | (rows >= len(weight))
-            found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-            return reduce_from_tp(found.masked_fill(elsewhere[..., None], 0.0), device_mesh)
+            embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+            return reduce_from_tp(embedded.masked_fill(elsewhere[..., None], 0.0), device_mesh)
 
         module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         return module

@@ -104,22 +104,22 @@ def check_compiler(device: Device) -> str:
     # For CPUs it writes C++; Triton builds the launcher of a kernel in C.
     wanted = os.environ.get("CXX", "g++") if device.device.type == "cpu" else "cc"
     others = ("clang++",) if device.device.type == "cpu" else ("gcc", "clang")
-    found = next((name for name in (wanted, *others) if shutil.which(name)), None)
+    compiler = next((name for name in (wanted, *others) if shutil.which(name)), None)
     if not device.compiled:
-        return f"{found or f'no {wanted}'}, not used: layers are not compiled on this device"
-    if found is None:
+        return f"{compiler or f'no {wanted}'}, not used: layers are not compiled on this device"
+    if compiler is None:
         raise CheckError(
             f"torch.compile needs {wanted}, which is not installed",
             f"install {wanted}, or do not compile: --runtime.compile off",
         )
-    return found
+    return compiler
 
 
 def check_folder(out: Path) -> str:
     """Check that a run can write to its folder; removes what it writes."""
-    found = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not found.is_dir():
-        raise CheckError(f"{found} is a file")
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise CheckError(f"{nearest} is a file")
     with tempfile.TemporaryDirectory(prefix=".lrm-doctor-", dir=nearest_folder(out)) as folder:
         written = Path(folder) / "file"
         written.write_bytes(b"content")

@@ -10,9 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ from learnable_multipliers.pretrain.preflight.checks import (
     skipped,
 )
 from learnable_multipliers.pretrain.preflight.resume_check import compare
+from learnable_multipliers.pretrain.trainer.build import (
+    build_model,
+    make_optimizer,
+    make_plan,
+    resolve_config,
+)
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import (
     Device,
@@ -39,14 +45,13 @@ from learnable_multipliers.pretrain.trainer.device import (
     performance_warnings,
 )
 from learnable_multipliers.pretrain.trainer.memory import estimate, micro_batch, state_bytes
-from learnable_multipliers.pretrain.trainer.model import build_model
-from learnable_multipliers.pretrain.trainer.optimizer import make_optimizer, make_plan
-from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.run_folder import check_unused
 from learnable_multipliers.pretrain.trainer.run_state import restore_, tensors_of
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
+_DATA = "prepare data (lrm data prepare) and name them: --data.path"
+_PLAN = "lrm plan MODEL shows the plan; optimizer.rules can change it"
 _SETTINGS = "change the setting it names; lrm train RECIPE --help explains every setting"
 _INSTALL = "pip install 'learnable-multipliers[pretrain]'"
 _FOLDER = "make it writable, or choose another folder: --out"
@@ -57,8 +62,10 @@ _NEAR = 1.0
 _MISSING = {
     "device": "there is no device to compute on",
     "data": "there are no data",
-    "valid": "the settings are not valid",
-    "planned": "there is no plan",
+    "config": "the settings are not valid",
+    "plan": "there is no plan",
+    "one rank": "the model is not known to fit into memory",
+    "short run": "the model is not known to fit into memory",
 }
 """Reasons for skipping a check that needs the result of an earlier one."""
 _TIMED, _SECONDS = 5, 10.0
@@ -68,30 +75,31 @@ _TIMED, _SECONDS = 5, 10.0
 def run_checks(config: TrainConfig) -> Iterator[CheckResult]:
     """Yield the result of each check as it completes."""
     run = _Preflight(config)
-    for name, check, advice in (
-        ("packages", checks.check_packages, _INSTALL),
-        ("device", run.check_device, "choose another: --runtime.device cpu"),
-        ("versions", lambda: checks.check_versions(run.device), _INSTALL),
-        ("compiler", lambda: checks.check_compiler(run.device), "--runtime.compile off"),
-        ("folder", run.check_folder, _FOLDER),
-        ("shared memory", checks.check_shared_memory, _SHARED),
-        ("data", run.check_data, "prepare data (lrm data prepare) and name them: --data.path"),
-        ("checksums", run.check_checksums, "copy the data again, or prepare them again"),
-        ("settings", run.check_settings, _SETTINGS),
-        ("plan", run.check_plan, "lrm plan MODEL shows the plan; optimizer.rules can change it"),
-        ("fast paths", run.check_fast_paths, _SETTINGS),
-        ("memory", run.check_memory, checks.MEMORY_ADVICE),
-        ("disk", run.check_disk, "free some space, or choose another disk: --out"),
-        ("step with lr 0", lambda: check_zero_step(run.short_run), checks.MEMORY_ADVICE),
-        ("speed", lambda: check_speed(run.short_run), checks.MEMORY_ADVICE),
+    for name, check, needs, advice in (
+        ("packages", checks.check_packages, (), _INSTALL),
+        ("device", run.check_device, (), "choose another: --runtime.device cpu"),
+        ("versions", checks.check_versions, ("device",), _INSTALL),
+        ("compiler", checks.check_compiler, ("device",), "--runtime.compile off"),
+        ("folder", run.check_folder, (), _FOLDER),
+        ("shared memory", checks.check_shared_memory, (), _SHARED),
+        ("data", run.check_data, (), _DATA),
+        ("checksums", check_checksums, ("data",), "copy the data again, or prepare them again"),
+        ("settings", run.check_settings, ("data",), _SETTINGS),
+        ("plan", run.check_plan, ("config",), _PLAN),
+        ("fast paths", check_fast_paths, ("config", "device"), _SETTINGS),
+        ("memory", run.check_memory, ("plan", "device", "config", "data"), checks.MEMORY_ADVICE),
+        ("disk", check_disk, ("plan", "config"), "free some space, or choose another disk: --out"),
         (
-            "save and load",
-            lambda: check_save_and_load(run.short_run),
-            f"check the disk of {config.out}",
+            "step with lr 0",
+            run.check_zero_step,
+            ("one rank", "config", "data"),
+            checks.MEMORY_ADVICE,
         ),
-        ("checkpoints", run.check_checkpoints, "restore one, or start a new run"),
+        ("speed", check_speed, ("short run",), checks.MEMORY_ADVICE),
+        ("save and load", check_save_and_load, ("short run",), f"check the disk of {config.out}"),
+        ("checkpoints", run.check_checkpoints, (), "restore one, or start a new run"),
     ):
-        yield run_check(name, check, advice)
+        yield run_check(name, partial(run.call, check, needs), advice)
 
 
 def summary(results: Sequence[CheckResult]) -> str:
@@ -103,44 +111,22 @@ def summary(results: Sequence[CheckResult]) -> str:
 
 
 class _Preflight:
-    """The checks of one run, and the results that later checks need."""
-
-    device: Device
-    data: TrainingData
-    valid: TrainConfig
-    """The config, with settings that depend on the data filled in."""
-    planned: tuple[HybridLM, Plan]
+    """The checks of one run, and the results that later checks need, by name."""
 
     def __init__(self, config: TrainConfig):
-        self.config = config
-        self._fits = False
+        self._config = config
+        self._results: dict[str, Any] = {}
+        self._missing = dict(_MISSING)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # Only called for an attribute that no check has set.
-        raise skipped(_MISSING[name])
-
-    @property
-    def axes(self) -> Axes:
-        parallel = self.config.parallel
-        return resolve_axes(parallel.data, parallel.shard, parallel.tensor)
-
-    @cached_property
-    def short_run(self) -> ShortRun:
-        if not self._fits:
-            raise skipped("the model is not known to fit into memory")
-        axes = self.axes
-        if max(axes.shard, axes.tensor) > 1:
-            # The short run is a single process with the whole model.
-            whole = run_check("", lambda: self._compare_memory(Axes(axes.dp_degree)), "")
-            if whole.verdict == "failed":
-                raise skipped("only a model sharded over ranks fits into memory; not one process")
-        # Only one attempt: what fails now would fail again.
-        self._fits = False
-        device = self.device.for_world_size(math.prod(axes))
-        return ShortRun(self.config, device, self.data, axes.dp_degree)
+    def call(self, check: Callable[..., str], needs: Sequence[str]) -> str:
+        """Call a check with the results that it needs, or skip it if one of them is missing."""
+        for need in needs:
+            if need not in self._results:
+                raise skipped(self._missing[need])
+        return check(*(self._results[need] for need in needs))
 
     def check_device(self) -> str:
-        self.device = device = choose_device(self.config.runtime)
+        self._results["device"] = device = choose_device(self._config.runtime)
         cold_start = set_compile_cache(cache_folder()) if device.compiles else None
         threads = f", {torch.get_num_threads()} threads" if device.device.type == "cpu" else ""
         text = f"{device.name} in {device.precision}{threads}"
@@ -149,73 +135,58 @@ class _Preflight:
         return text
 
     def check_folder(self) -> str:
-        text = checks.check_folder(self.config.out)
+        text = checks.check_folder(self._config.out)
         try:
-            if not self.config.resume:
-                check_unused(self.config.out)
+            if not self._config.resume:
+                check_unused(self._config.out)
         except ValueError as error:
-            found, _, advice = str(error).rpartition(": ")
-            raise CheckError(found, advice, "warning") from error
+            problem, _, advice = str(error).rpartition(": ")
+            raise CheckError(problem, advice, "warning") from error
         return text
 
     def check_data(self) -> str:
-        config = self.config
-        self.data = data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+        config = self._config
+        data = TrainingData.open(config.data, config.model.vocab_size, config.seed)
+        self._results["data"] = data
         return f"{count(data.num_tokens)} tokens at {data.folder}"
 
-    def check_checksums(self) -> str:
-        self.data.verify()
-        return "tokens are as the manifest says"
-
-    def check_settings(self) -> str:
-        self.config = self.valid = resolve_config(self.config, self.data)
+    def check_settings(self, data: TrainingData) -> str:
+        self._results["config"] = resolve_config(self._config, data)
         return "valid"
 
-    def check_plan(self) -> str:
+    def check_plan(self, config: TrainConfig) -> str:
         # Names and shapes are enough.
         with torch.device("meta"):
-            model = HybridLM(self.valid.model)
-        self.planned = model, (plan := make_plan(model, self.config.optimizer))
+            model = HybridLM(config.model)
+        plan = make_plan(model, config.optimizer)
+        self._results["plan"] = model, plan
         return f"{plan.num_multipliers:,} multipliers beside {model.num_parameters:,} parameters"
 
-    def check_fast_paths(self) -> str:
-        config = self.valid
-        if self.device.device.type != "cuda":
-            return "only CUDA devices have kernels and CUDA graphs"
-        if slow := performance_warnings(config, self.device.for_world_size(math.prod(self.axes))):
-            text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
-            raise CheckError(text, advice, "warning")
-        return "every kernel and CUDA graphs serve this run"
-
-    def check_memory(self) -> str:
-        # Without a plan there is nothing to estimate.
-        _ = self.planned
-        result = run_check("memory", lambda: self._compare_memory(self.axes), checks.MEMORY_ADVICE)
-        self._fits = result.verdict != "failed"
+    def check_memory(
+        self, _plan: tuple[HybridLM, Plan], device: Device, config: TrainConfig, data: TrainingData
+    ) -> str:
+        axes = _axes(config)
+        compare = partial(_compare_memory, config, device, data)
+        result = run_check("memory", lambda: compare(axes), checks.MEMORY_ADVICE)
+        if result.verdict != "failed":
+            # The short run is a single process with the whole model.
+            whole = Axes(axes.dp_degree)
+            if axes == whole or run_check("", lambda: compare(whole), "").verdict != "failed":
+                self._results["one rank"] = device.for_world_size(math.prod(axes))
+            else:
+                reason = "only a model sharded over ranks fits into memory; not one process"
+                self._missing |= {"one rank": reason, "short run": reason}
         if result.verdict != "ok":
             raise CheckError(result.text, result.advice, result.verdict)
         return result.text
 
-    def _compare_memory(self, axes: Axes) -> str:
-        ranks = math.prod(axes)
-        needed = estimate(self.config, self.device, axes).peak
-        estimated = partial(
-            checks.check_memory, self.device, needed, "estimated from shapes", ranks
-        )
-        on_gpu = self.device.device.type == "cuda" and ranks == 1
-        if not on_gpu or run_check("", estimated, "").verdict == "failed":
-            return estimated()
-        needed = measure(self.config, self.device, self.data)
-        return checks.check_memory(self.device, needed, "measured with 1 and 2 layers")
-
-    def check_disk(self) -> str:
-        state = state_bytes(self.config, *self.planned)
-        # A checkpoint holds all state that persists between steps.
-        checkpoint = sum(state.values()) - state["gradients"]
-        return checks.check_disk(self.config.out, checkpoint, self.config.checkpoint.keep)
+    def check_zero_step(self, device: Device, config: TrainConfig, data: TrainingData) -> str:
+        run = ShortRun(config, device, data, _axes(config).dp_degree)
+        self._results["short run"] = run
+        return check_zero_step(run)
 
     def check_checkpoints(self) -> str:
-        folder = self.config.out / "checkpoints"
+        folder = self._config.out / "checkpoints"
         if not checkpoints.steps(folder):
             return "none yet"
         newest, wrong = checkpoints.load_newest(folder)
@@ -223,6 +194,47 @@ class _Preflight:
             advice = f"resuming continues from step {newest.step}; check the disk"
             raise CheckError("; ".join(wrong), advice, "warning")
         return f"the newest, of step {newest.step:,}, is good"
+
+
+def check_checksums(data: TrainingData) -> str:
+    """Check that the data have the checksums of their manifest."""
+    data.verify()
+    return "tokens are as the manifest says"
+
+
+def check_fast_paths(config: TrainConfig, device: Device) -> str:
+    """Check that kernels and CUDA graphs serve the run."""
+    if device.device.type != "cuda":
+        return "only CUDA devices have kernels and CUDA graphs"
+    if slow := performance_warnings(config, device.for_world_size(math.prod(_axes(config)))):
+        text, advice = ("; ".join(parts) for parts in zip(*slow, strict=True))
+        raise CheckError(text, advice, "warning")
+    return "every kernel and CUDA graphs serve this run"
+
+
+def check_disk(plan: tuple[HybridLM, Plan], config: TrainConfig) -> str:
+    """Check that the disk has room for the checkpoints."""
+    state = state_bytes(config, *plan)
+    # A checkpoint holds all state that persists between steps.
+    checkpoint = sum(state.values()) - state["gradients"]
+    return checks.check_disk(config.out, checkpoint, config.checkpoint.keep)
+
+
+def _axes(config: TrainConfig) -> Axes:
+    parallel = config.parallel
+    return resolve_axes(parallel.data, parallel.shard, parallel.tensor)
+
+
+def _compare_memory(config: TrainConfig, device: Device, data: TrainingData, axes: Axes) -> str:
+    """Compare what a run needs with what is free: estimated, or measured in a close case."""
+    ranks = math.prod(axes)
+    needed = estimate(config, device, axes).peak
+    estimated = partial(checks.check_memory, device, needed, "estimated from shapes", ranks)
+    on_gpu = device.device.type == "cuda" and ranks == 1
+    if not on_gpu or run_check("", estimated, "").verdict == "failed":
+        return estimated()
+    needed = measure(config, device, data)
+    return checks.check_memory(device, needed, "measured with 1 and 2 layers")
 
 
 # -- a few steps ------------------------------------------------------------------------------
@@ -263,11 +275,11 @@ class ShortRun:
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of effective and raw weights and multipliers, on the host."""
-        found = {name: p.detach() for name, p in self.model.named_parameters()}
-        found |= {f"{n} (raw)": raw for n, raw in self.optimizer.raw_weights().items()}
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        weights |= {f"{n} (raw)": raw for n, raw in self.optimizer.raw_weights().items()}
         for name, parts in self.optimizer.multipliers().items():
-            found |= {f"{name} ({part})": value for part, value in parts.items()}
-        return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
+            weights |= {f"{name} ({part})": value for part, value in parts.items()}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
 
     def timed(self, what: Callable[[], object]) -> float:
         """Return the seconds of a function on the device."""
@@ -340,11 +352,11 @@ def check_save_and_load(run: ShortRun) -> str:
         optimizer.raw_weights()
         restore_(model, optimizer, loaded)
         optimizer.raw_weights()
-        found = tensors_of(model, optimizer)
+        restored = tensors_of(model, optimizer)
     changed = [
         difference
         for file in expected
-        for difference in compare(file, expected[file], found[file]).differences
+        for difference in compare(file, expected[file], restored[file]).differences
     ]
     if changed:
         text = f"not every tensor came back: {len(changed)} differ, among them {changed[0]}"

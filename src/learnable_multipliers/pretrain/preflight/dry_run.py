@@ -13,14 +13,13 @@ from learnable_multipliers.pretrain.data.training_data import TrainingData
 from learnable_multipliers.pretrain.distributed import Axes, resolve_axes
 from learnable_multipliers.pretrain.metrics.progress import printable
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
+from learnable_multipliers.pretrain.trainer.build import make_plan, resolve_config
 from learnable_multipliers.pretrain.trainer.device import (
     Device,
     choose_device,
     performance_warnings,
 )
 from learnable_multipliers.pretrain.trainer.memory import estimate, memory_warning
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
-from learnable_multipliers.pretrain.trainer.resolve import resolve_config
 from learnable_multipliers.pretrain.trainer.schedule import Schedule, repeated_data_warning
 
 # How much of the first batch is shown.

@@ -110,11 +110,11 @@ def _train_here(config: TrainConfig, until: int, killed: bool) -> str | None:
 
 def compare_checkpoints(first: Checkpoint, second: Checkpoint) -> list[Comparison]:
     """Compare the tensors of each file, then the plain data; wall-clock metrics are left out."""
-    found = []
+    comparisons = []
     for file in sorted({*first.tensors, *second.tensors}):
         one, other = first.tensors.get(file, {}), second.tensors.get(file, {})
-        found.append(compare("weights" if file == "model" else file, one, other))
-    return [*found, compare("counters", _counters(first), _counters(second))]
+        comparisons.append(compare("weights" if file == "model" else file, one, other))
+    return [*comparisons, compare("counters", _counters(first), _counters(second))]
 
 
 def compare_metrics(first: Path, second: Path) -> Comparison:
@@ -143,8 +143,8 @@ def compare(what: str, one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Comp
     for name in names:
         if name not in one or name not in other:
             differences.append(f"{name} is only in the {'second' if name in other else 'first'}")
-        elif found := _difference(one[name], other[name]):
-            differences.append(f"{name}: {found}")
+        elif difference := _difference(one[name], other[name]):
+            differences.append(f"{name}: {difference}")
     return Comparison(what, len(names), tuple(differences))
 
 

@@ -6,7 +6,7 @@ Row and column are learnable multipliers, so the whole method is this optimizer 
 full and a multiplier decay of 0; by itself it is the paper's fixed sphere without magnitudes. The
 sphere is that of the whole matrix (the public code's mode "flat"), with the norm that the matrix
 starts with in place of sqrt(max(rows, columns)): its mode that preserves the start, and a factor on
-the learning rate. Embedding and head train with AdamW, as in the public code unless told otherwise.
+the learning rate. Embedding and head train with AdamW, as in the public code by default.
 """
 
 from __future__ import annotations

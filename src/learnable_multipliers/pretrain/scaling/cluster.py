@@ -111,14 +111,14 @@ class Load(NamedTuple):
 def loads(exchange: Exchange, cluster: Cluster) -> list[Load]:
     """Return the loads of all ranks, sending and receiving; numbers that stay on a rank are
     excluded."""
-    found: dict[tuple[str, int], Load] = {}
+    rank_loads: dict[tuple[str, int], Load] = {}
     for (sender, receiver), number in exchange.numbers.items():
         if sender == receiver:
             continue
         same = sender // cluster.gpus_per_node == receiver // cluster.gpus_per_node
         for key in (("sends", sender), ("receives", receiver)):
-            found[key] = found.get(key, Load()).plus(number, same_node=same)
-    return list(found.values())
+            rank_loads[key] = rank_loads.get(key, Load()).plus(number, same_node=same)
+    return list(rank_loads.values())
 
 
 def exchange_seconds(exchange: Exchange, width: int, cluster: Cluster) -> float:

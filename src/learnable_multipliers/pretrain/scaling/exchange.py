@@ -74,7 +74,7 @@ def _wholes(weight: Weight) -> list[tuple[Weight, int | None, Matrix]]:
 
 def _holders(weight: Weight, expert: int | None, axes: Axes) -> dict[Box, list[int]]:
     """Return the ranks that hold each part of a matrix; empty parts are left out."""
-    found: dict[Box, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for rank in range(math.prod(axes)):
         shard_rank, tensor_rank = rank // axes.tensor % axes.shard, rank % axes.tensor
         box = box_of(weight.shape, weight.chunks(axes, shard_rank, tensor_rank))
@@ -83,5 +83,5 @@ def _holders(weight: Weight, expert: int | None, axes: Axes) -> dict[Box, list[i
                 continue
             box = box[1:]
         if all(map(len, box)):
-            found.setdefault(box, []).append(rank)
-    return found
+            holders.setdefault(box, []).append(rank)
+    return holders

@@ -187,10 +187,10 @@ def _rows(collectives: Sequence[Collective], times: int, axes: Axes, cluster: Cl
     kinds: dict[tuple[str, str], list[Collective]] = {}
     for one in collectives:
         kinds.setdefault((one.what, one.kind), []).append(one)
-    found = []
+    rows = []
     for (what, kind), group in kinds.items():
         over = span(axes, group[0].over, cluster)
-        found.append(
+        rows.append(
             Row(
                 what=what,
                 kind=kind,
@@ -201,17 +201,17 @@ def _rows(collectives: Sequence[Collective], times: int, axes: Axes, cluster: Cl
                 seconds=times * sum(seconds(one, over, cluster) for one in group),
             )
         )
-    return found
+    return rows
 
 
 def _exchange_row(what: str, exchange: Exchange, cluster: Cluster) -> Row:
-    found = loads(exchange, cluster)
+    rank_loads = loads(exchange, cluster)
     return Row(
         what=what,
         kind="all-to-all",
         over="all",
         number=1,
-        num_bytes=_BFLOAT16 * max((load.inside + load.between for load in found), default=0),
-        messages=max((load.messages for load in found), default=0),
+        num_bytes=_BFLOAT16 * max((load.inside + load.between for load in rank_loads), default=0),
+        messages=max((load.messages for load in rank_loads), default=0),
         seconds=exchange_seconds(exchange, _BFLOAT16, cluster),
     )

@@ -49,22 +49,22 @@ def fsdp_forward(weights: Sequence[Weight], axes: Axes, tensor_rank: int = 0) ->
 
 def fsdp_backward(weights: Sequence[Weight], axes: Axes, tensor_rank: int = 0) -> list[Collective]:
     """Each layer gathered again, the gradients of each unit reduced; the root's last."""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     if axes.dp_degree == 1:
-        return found
+        return collectives
     units = list(dict.fromkeys(weight.unit for weight in weights if weight.unit != ROOT))
     if axes.shard > 1:
         # The root unit stays gathered after the forward pass.
-        found += [_gathered(weights, unit, axes, tensor_rank) for unit in reversed(units)]
+        collectives += [_gathered(weights, unit, axes, tensor_rank) for unit in reversed(units)]
     for unit in [*reversed(units), ROOT]:
         trained = [weight for weight in weights if weight.is_trained and weight.unit == unit]
         whole = padded_bytes(trained, axes, tensor_rank)
         if axes.shard > 1 and whole:
-            found.append(
+            collectives.append(
                 Collective(what="gradients", kind="reduce-scatter", over="shard", num_bytes=whole)
             )
         if axes.data > 1 and whole:
-            found.append(
+            collectives.append(
                 Collective(
                     what="gradients of replicas",
                     kind="all-reduce",
@@ -72,7 +72,7 @@ def fsdp_backward(weights: Sequence[Weight], axes: Axes, tensor_rank: int = 0) -
                     num_bytes=whole // axes.shard,
                 )
             )
-    return found
+    return collectives
 
 
 def padded_bytes(weights: Iterable[Weight], axes: Axes, tensor_rank: int) -> int:

@@ -41,12 +41,12 @@ class Weight:
 
     def chunks(self, axes: Axes, shard_rank: int = 0, tensor_rank: int = 0) -> list[Chunk]:
         """Return the chunks that give one rank its shard, in the order they are taken."""
-        found = []
+        chunks = []
         if self.tensor_dim is not None and axes.tensor > 1:
-            found.append(Chunk(self.tensor_dim, axes.tensor, tensor_rank))
+            chunks.append(Chunk(self.tensor_dim, axes.tensor, tensor_rank))
         if axes.shard > 1:
-            found.append(Chunk(0, axes.shard, shard_rank))
-        return found
+            chunks.append(Chunk(0, axes.shard, shard_rank))
+        return chunks
 
     def tensor_shape(self, axes: Axes, tensor_rank: int = 0) -> tuple[int, ...]:
         """Return the shape on one tensor-parallel rank."""

@@ -46,8 +46,8 @@ def _prepared(parent: Path) -> Path:
     """Return this machine's folder inside one that only the user can write to."""
     parent.parent.mkdir(parents=True, exist_ok=True)
     parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.stat()
-    if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+    status = parent.stat()
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
         raise PermissionError("other users can write to it")
     folder = parent.absolute() / f"torch-{torch.__version__}-{_machine()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.kernels._backend import HAS_TRITON
 from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.cores import check_threads
@@ -21,7 +22,6 @@ from learnable_multipliers.pretrain.model.attention import rotary_kernels_suppor
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.mamba import KERNEL_TAPS
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 
 KINDS = ("cuda", "mps", "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +11,11 @@ from learnable_multipliers._checksum import file_sha256
 from learnable_multipliers._multiplier import MULTIPLIERS, multiplier
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.checkpoint.manifest import MANIFEST
+from learnable_multipliers.pretrain.config import TrainConfig
 from learnable_multipliers.pretrain.data.shards import TOKENIZER_FILE
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
-from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM, empty_model
-from learnable_multipliers.pretrain.optimizer_config import OptimizerConfig
-from learnable_multipliers.pretrain.serialization import to_dict
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
+from learnable_multipliers.pretrain.trainer.build import make_plan
 from learnable_multipliers.pretrain.trainer.run_folder import checkpoint_folder
 from learnable_multipliers.pretrain.trainer.run_state import (
     check_model,
@@ -65,18 +62,13 @@ def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
     if not stored:
         return {}
 
-    def section(name: str, kind: Any) -> Any:
-        config = parse_state(checkpoint, dict[str, Any], checkpoint.state.get("config"), "config")
-        given = parse_state(checkpoint, dict[str, Any], config.get(name, {}), f"config.{name}")
-        # Fields missing from older checkpoints take their defaults.
-        return parse_state(checkpoint, kind, to_dict(kind()) | given, f"config.{name}")
-
-    shape = section("model", ModelConfig)
-    check_model(shape, checkpoint)
+    stored_config = checkpoint.state.get("config")
+    config: TrainConfig = parse_state(checkpoint, TrainConfig, stored_config, "state.json.config")
+    check_model(config.model, checkpoint)
     with torch.device("meta"):
-        planned = make_plan(HybridLM(shape), section("optimizer", OptimizerConfig))
+        planned = make_plan(HybridLM(config.model), config.optimizer)
     matrices = {entry.name: entry.matrix for entry in planned.entries}
-    found = {}
+    multipliers = {}
     for key, value in stored.items():
         matrix = matrices.get(key.rpartition("/")[0])
         if matrix is None:
@@ -85,15 +77,15 @@ def multipliers_of(checkpoint: checkpoints.Checkpoint) -> dict[str, Tensor]:
                 "model has no such matrix"
             )
         # On a log scale the logarithm is stored.
-        found[key] = multiplier(matrix, value)
-    return found
+        multipliers[key] = multiplier(matrix, value)
+    return multipliers
 
 
 def tokenizer_of(source: Path, checkpoint: checkpoints.Checkpoint) -> tuple[Path | None, str, str]:
     """Find the tokenizer of a run, from the run's folder or from one of its checkpoints.
 
-    Also return its end-of-document token and SHA-256, as the checkpoint says; a file with another
-    SHA-256 is refused.
+    Also return its end-of-document token and SHA-256, as the checkpoint says; raise a ValueError
+    for a file with another SHA-256.
     """
     eos_token, expected = (
         parse_state(checkpoint, str, checkpoint.state.get(key), f"state.json.{key}")
@@ -101,10 +93,10 @@ def tokenizer_of(source: Path, checkpoint: checkpoints.Checkpoint) -> tuple[Path
     )
     source = source.resolve()
     places = (folder / TOKENIZER_FILE for folder in (source, source.parent.parent))
-    found = next((path for path in places if path.is_file()), None)
-    if found is not None and file_sha256(found) != expected:
+    file = next((path for path in places if path.is_file()), None)
+    if file is not None and file_sha256(file) != expected:
         raise ValueError(
-            f"{found} is not the tokenizer that the model was trained with: its SHA-256 is "
+            f"{file} is not the tokenizer that the model was trained with: its SHA-256 is "
             "another. Copy it from the data, or let lrm train RECIPE --resume do that"
         )
-    return found, eos_token, expected
+    return file, eos_token, expected

@@ -27,9 +27,8 @@ from learnable_multipliers.pretrain.model.hybrid import HybridLM
 from learnable_multipliers.pretrain.model.loss import CHUNK_BYTES
 from learnable_multipliers.pretrain.model.parallelize import rank_shape
 from learnable_multipliers.pretrain.model.ssd import KERNEL_HEAD_DIMS, KERNEL_STATES
+from learnable_multipliers.pretrain.trainer.build import make_plan, store_matrices_
 from learnable_multipliers.pretrain.trainer.device import Device
-from learnable_multipliers.pretrain.trainer.model import store_matrices_
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan
 
 # Weights, raw weights, multipliers, all moments and the residual stream are float32.
 _FLOAT = 4
@@ -90,12 +89,12 @@ def estimate(config: TrainConfig, device: Device, axes: Axes = _SINGLE_PROCESS) 
         # The backward pass of the loss computes several tensors of their size in float32.
         loss = 4 * _FLOAT * tokens * sharded.model.vocab_size
     if config.runtime.recompute == "layers":
-        found = recomputed_bytes(sharded.model, tokens, device, loss, in_chunks=in_chunks)
-        rows[_ACTIVATIONS] = found
+        activation_size = recomputed_bytes(sharded.model, tokens, device, loss, in_chunks=in_chunks)
+        rows[_ACTIVATIONS] = activation_size
     else:
-        found = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
+        activation_size = activation_bytes(sharded.model, tokens, device, in_chunks=in_chunks)
         # Freed before most gradients are there, like the rest of the activations.
-        rows[_ACTIVATIONS] = found + (loss if in_chunks else 0)
+        rows[_ACTIVATIONS] = activation_size + (loss if in_chunks else 0)
         if loss and not in_chunks:
             rows["gradients of the logits"] = loss
     if device.device.type == "cuda":

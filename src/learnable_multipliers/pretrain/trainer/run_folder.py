@@ -17,6 +17,7 @@ import torch
 from learnable_multipliers._atomic import replace_file
 from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.pretrain.atomic_folder import lock, make_folder
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
@@ -25,7 +26,6 @@ from learnable_multipliers.pretrain.distributed import World
 from learnable_multipliers.pretrain.metrics.log import FILE_NAME as METRICS
 from learnable_multipliers.pretrain.metrics.log import MetricLog, Observer
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.serialization import to_dict
 
 DESCRIPTIONS = ("config.json", "environment.json", "plan.json", TOKENIZER_FILE)
 """Files that describe a run, written when it begins."""
@@ -142,12 +142,12 @@ class RunFolder:
         """
         if not self._world.is_first:
             return
-        config, found = to_dict(self._config), environment(device)
+        config, described_environment = to_dict(self._config), environment(device)
         sizes = {"parameters": model.num_parameters, "multipliers": plan.num_multipliers}
         before = self._kept(step, "config.json", config)
         if before.get("schedule") != config["schedule"]:
             self._write("config.json", before | {"schedule": config["schedule"]})
-        self._kept(step, "environment.json", found | sizes | {"data": data})
+        self._kept(step, "environment.json", described_environment | sizes | {"data": data})
         described = {"plan.json": f"{plan.to_json()}\n".encode(), TOKENIZER_FILE: tokenizer}
         for path, content in ((self.path / name, described[name]) for name in described):
             if not path.is_file() or path.read_bytes() != content:
@@ -155,8 +155,8 @@ class RunFolder:
                 replace_file(path, content)
         if self._config.resume and not ended:
             # Earlier steps may have run on another machine, with other settings.
-            found |= {key: config[key] for key in ("runtime", "schedule")}
-            self._write(f"resumed-{step:08d}.json", found)
+            described_environment |= {key: config[key] for key in ("runtime", "schedule")}
+            self._write(f"resumed-{step:08d}.json", described_environment)
 
     def _kept(self, step: int, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
         """Return the existing description of a resumed run, or write it."""
@@ -226,7 +226,7 @@ def check_unused(path: Path) -> None:
 
 def environment(device: str) -> dict[str, Any]:
     """Return command, commit, versions and device."""
-    versions = {name: found.version for name in _PACKAGES for found in distributions(name=name)}
+    versions = {name: package.version for name in _PACKAGES for package in distributions(name=name)}
     return {
         # The name of the program without its folder, which is private.
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

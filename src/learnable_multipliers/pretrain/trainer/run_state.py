@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from learnable_multipliers._formats import first_of
+from learnable_multipliers._serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.checkpoint.store import Checkpoint, CheckpointError
 from learnable_multipliers.pretrain.checkpoint.tensor_files import Tensors
-from learnable_multipliers.pretrain.config import RuntimeConfig, ScheduleConfig, TrainConfig
+from learnable_multipliers.pretrain.config import RuntimeConfig, TrainConfig
 from learnable_multipliers.pretrain.metrics.meters import LossReading
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import HybridLM
-from learnable_multipliers.pretrain.serialization import from_dict, to_dict
 from learnable_multipliers.pretrain.trainer.schedule import Schedule
 from learnable_multipliers.pretrain.trainer.spikes import SpikeState
 
@@ -33,9 +33,9 @@ class RunState:
     loss: LossReading
     """Losses since the last record."""
     spikes: SpikeState
-    config: dict[str, Any]
+    config: TrainConfig
     """Of the run."""
-    model: dict[str, Any]
+    model: ModelConfig
     """Config of the model; fixed factors that were folded into multipliers are 1."""
     data: str
     """Fingerprint of the data."""
@@ -72,21 +72,20 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     Nothing is allocated for the model, since a small file may claim any size.
     """
-    found = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
+    stored = {name: _kind(value) for name, value in checkpoint.tensors.get("model", {}).items()}
     try:
         config.check()
         # Building even meta layers takes time, and each layer has several tensors.
-        if config.num_layers > len(found):
-            raise ValueError(f"it holds {len(found)} tensors for {config.num_layers} layers")
+        if config.num_layers > len(stored):
+            raise ValueError(f"it holds {len(stored)} tensors for {config.num_layers} layers")
         with torch.device("meta"):
             model = HybridLM(config)
         if _param_dtype(checkpoint) == "bfloat16":
             model.store_matrices_(torch.bfloat16, torch.bfloat16)
         expected = {name: _kind(p) for name, p in model.named_parameters()}
-        odd = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+        odd = sorted(n for n in {*expected, *stored} if expected.get(n) != stored.get(n))
         if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"its weights and its config disagree about {odd[0]}{more}")
+            raise ValueError(f"its weights and its config disagree about {first_of(odd, 1)}")
     # torch raises other errors for sizes whose product overflows.
     except (ValueError, RuntimeError, OverflowError, TypeError) as error:
         raise CheckpointError(
@@ -96,10 +95,10 @@ def check_model(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def _param_dtype(checkpoint: Checkpoint) -> Any:
     """Return the storage dtype of the matrices, as the checkpoint states it."""
-    found: Any = checkpoint.state
+    value: Any = checkpoint.state
     for key in ("config", "runtime", "param_dtype"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -120,8 +119,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load weights and optimizer state; nothing is changed if any of it does not fit."""
     for file, expected in tensors_of(model, optimizer).items():
-        found = checkpoint.tensors.get(file, {})
-        _check_fits(f"{file}.safetensors", expected, found)
+        stored = checkpoint.tensors.get(file, {})
+        _check_fits(f"{file}.safetensors", expected, stored)
     for name, parameter in model.named_parameters():
         parameter.copy_(checkpoint.tensors["model"][name])
     states: dict[str, dict[str, Tensor]] = {}
@@ -136,26 +135,19 @@ def restore_(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Che
     )
 
 
-def check_same_settings(config: TrainConfig, before: Mapping[str, Any], taken: int) -> None:
+def check_same_settings(config: TrainConfig, before: TrainConfig, taken: int) -> None:
     """Raise a ValueError if a run would continue with other settings than it began with.
 
     The schedule may change if the steps taken so far stay the same: a run at its constant rate can
     be made longer, or start its decay right away.
     """
-    # Fields missing from older checkpoints take their defaults.
-    before = {
-        section: {**values, **before.get(section, {})}
-        if isinstance(values, dict) and isinstance(before.get(section, {}), dict)
-        else before.get(section)
-        for section, values in {**dict.fromkeys(before), **to_dict(TrainConfig())}.items()
-    }
-    now, may_change = to_dict(config), _MAY_CHANGE
+    now, then, may_change = to_dict(config), to_dict(before), _MAY_CHANGE
     if _same_steps(config, before, taken):
         may_change = may_change | {"schedule"}
     changed = [
         f"{where}: {old} -> {new}"
-        for section in sorted({*now, *before} - may_change)
-        for where, old, new in _differences(section, before.get(section), now.get(section))
+        for section in sorted(now.keys() - may_change)
+        for where, old, new in _differences(section, then[section], now[section])
         if where not in may_change
     ]
     if changed:
@@ -182,14 +174,14 @@ _MAY_CHANGE = {
 }
 
 
-def _same_steps(config: TrainConfig, before: Mapping[str, Any], taken: int) -> bool:
+def _same_steps(config: TrainConfig, before: TrainConfig, taken: int) -> bool:
     """Return whether both settings have the same steps, up to the number taken."""
-    now = config.data.batch_sequences, config.data.sequence_length
-    then = (before["data"]["batch_sequences"], before["data"]["sequence_length"])
-    schedule = from_dict(ScheduleConfig, before["schedule"], "state.json.config.schedule")
+    now, then = (
+        (each.data.batch_sequences, each.data.sequence_length) for each in (config, before)
+    )
     if now != then:
         return False
-    return Schedule(config.schedule, *now).begins_like(Schedule(schedule, *then), taken)
+    return Schedule(config.schedule, *now).begins_like(Schedule(before.schedule, *then), taken)
 
 
 def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
@@ -202,20 +194,19 @@ def _differences(where: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     return [] if old == new else [(where, old, new)]
 
 
-def _check_fits(file: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _check_fits(file: str, expected: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
     for what, names in (
-        ("misses", expected.keys() - found.keys()),
-        ("holds, beyond this run's,", found.keys() - expected.keys()),
+        ("misses", expected.keys() - stored.keys()),
+        ("holds, beyond this run's,", stored.keys() - expected.keys()),
         (
             "has other shapes or types for",
-            {n for n in expected.keys() & found.keys() if _kind(expected[n]) != _kind(found[n])},
+            {n for n in expected.keys() & stored.keys() if _kind(expected[n]) != _kind(stored[n])},
         ),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(
                 f"the checkpoint does not fit this run, though its settings do: {file} {what} "
-                f"{', '.join(sorted(names)[:3])}{more}. Was it written by another release?"
+                f"{first_of(sorted(names), 3)}. Was it written by another release?"
             )
 
 

@@ -112,8 +112,8 @@ class Schedule(Sequence[Step]):
     @overload
     def __getitem__(self, index: slice, /) -> list[Step]: ...
     def __getitem__(self, index: int | slice, /) -> Step | list[Step]:
-        found = range(len(self))[index]
-        return self._step(found) if isinstance(found, int) else [self._step(i) for i in found]
+        indices = range(len(self))[index]
+        return self._step(indices) if isinstance(indices, int) else [self._step(i) for i in indices]
 
     def __iter__(self) -> Iterator[Step]:
         ends = [*self._starts[1:], len(self)]

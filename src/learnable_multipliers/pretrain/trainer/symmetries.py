@@ -12,10 +12,10 @@ import learnable_multipliers
 from learnable_multipliers._atomic import write_output
 from learnable_multipliers._checksum import add_checksum, read_verified
 from learnable_multipliers._plan import Plan
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.pretrain.data.training_data import cache_folder
 from learnable_multipliers.pretrain.model.config import ModelConfig
 from learnable_multipliers.pretrain.model.hybrid import build
-from learnable_multipliers.pretrain.serialization import to_dict
 from learnable_multipliers.symmetry import Symmetries, find_symmetries
 from learnable_multipliers.symmetry._serialization import from_json_data, to_json_data
 
@@ -33,12 +33,12 @@ def symmetries_of(config: ModelConfig, plan: Plan) -> Symmetries:
         if kept.get("key") == key:
             return from_json_data(kept["symmetries"])
     # On the CPU, in float64. Of the same weights for every seed: those of a run do not matter.
-    found = find_symmetries(build(config, seed=0), plan)
-    text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(found)}))
+    symmetries = find_symmetries(build(config, seed=0), plan)
+    text = json.dumps(add_checksum({"key": key, "symmetries": to_json_data(symmetries)}))
     with suppress(OSError):
         # Atomic, with a unique temporary name: several runs may write it at the same time.
         write_output(path, text.encode())
-    return found
+    return symmetries
 
 
 def _key(config: ModelConfig, plan: Plan) -> str:

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from learnable_multipliers._initialize import initialize_
-from learnable_multipliers.equilibrium._monitor import Monitor
+from learnable_multipliers._serialization import to_dict
 from learnable_multipliers.optim._replicas import ReplicasDifferError
 from learnable_multipliers.optim._write_guard import WeightChangedError
 from learnable_multipliers.pretrain.checkpoint import store as checkpoints
 from learnable_multipliers.pretrain.config import TrainConfig
-from learnable_multipliers.pretrain.data.shards import VALID
 from learnable_multipliers.pretrain.data.training_data import TrainingData, cache_folder
 from learnable_multipliers.pretrain.distributed import init_world
 from learnable_multipliers.pretrain.metrics.log import Observer
-from learnable_multipliers.pretrain.metrics.meters import (
-    LossMeter,
-    LossReading,
-    Stopwatch,
-    describe_weights,
-)
-from learnable_multipliers.pretrain.metrics.signals import Signals
+from learnable_multipliers.pretrain.metrics.meters import Stopwatch
 from learnable_multipliers.pretrain.model.parallelize import parallelize
-from learnable_multipliers.pretrain.serialization import to_dict
-from learnable_multipliers.pretrain.trainer import schedule, spikes
+from learnable_multipliers.pretrain.trainer import schedule
+from learnable_multipliers.pretrain.trainer.build import (
+    build_model,
+    check_param_dtype,
+    make_plan,
+    optimizer_for,
+    resolve_config,
+)
 from learnable_multipliers.pretrain.trainer.compile_cache import set_compile_cache
 from learnable_multipliers.pretrain.trainer.device import choose_device, performance_warnings
-from learnable_multipliers.pretrain.trainer.evaluation import evaluate, sample_text
 from learnable_multipliers.pretrain.trainer.interrupt import Interrupt
 from learnable_multipliers.pretrain.trainer.memory import check_fits
-from learnable_multipliers.pretrain.trainer.model import build_model, check_param_dtype
-from learnable_multipliers.pretrain.trainer.optimizer import make_plan, optimizer_for
-from learnable_multipliers.pretrain.trainer.resolve import resolve_config
+from learnable_multipliers.pretrain.trainer.recorder import Position, Recorder
+from learnable_multipliers.pretrain.trainer.recovery import Losses, load_before_spike
 from learnable_multipliers.pretrain.trainer.run_folder import RunFolder
 from learnable_multipliers.pretrain.trainer.run_state import (
     RunState,
@@ -48,7 +44,7 @@ from learnable_multipliers.pretrain.trainer.run_state import (
     state_of,
     tensors_of,
 )
-from learnable_multipliers.pretrain.trainer.symmetries import symmetries_of
+from learnable_multipliers.pretrain.trainer.spikes import DivergenceError, diverged_message
 from learnable_multipliers.pretrain.trainer.train_step import TrainStep
 
 _WRONG_DATA = 1 << 16
@@ -92,21 +88,13 @@ class Trainer:
         self.plan = initialize_(self.model, make_plan(self.model, config.optimizer))
         parallel = parallelize(self.model, self.world)
         self.optimizer = optimizer_for(self.model, self.plan, config.optimizer, parallel.dp_group)
-        if config.log.drift and self.plan.num_multipliers:
-            symmetries = symmetries_of(config.model, self.plan)
-            self.monitor = Monitor(self.optimizer, symmetries, drift_bound=config.log.drift_bound)
-        else:
-            self.monitor = Monitor(self.optimizer)
-        self._signals: Signals | None = None
-        if config.log.signals_every:
-            self._signals = Signals.of_run(
-                self.model, self.optimizer, self.plan, self.data, config.data, self.device.device
-            )
+        self._recorder = Recorder(
+            config, self.device, self.data, self._folder, self.model, self.optimizer, self.plan
+        )
+        self.monitor = self._recorder.monitor
         self.step = self.samples = self.passed_over = self._skipped_before = 0
         self._stopwatch = Stopwatch()
-        self._losses = LossMeter(self.device.device)
-        self._spikes = spikes.SpikeState()
-        self._held_out_loss: float | None = None
+        self._losses = Losses(config, self.device.device)
         if config.resume:
             self._resume()
         ending: dict[str, Any] | None = self._folder.open_log(self.step, len(self.schedule))
@@ -134,7 +122,7 @@ class Trainer:
         if config.runtime.recompute == "layers":
             self.model.recompute_layers_()
         self._train_step = TrainStep(self.model, self.device, config.z_loss, parallel)
-        self._restart_clock()
+        self._recorder.restart_clock(self._position())
 
     # -- training -----------------------------------------------------------------------------
 
@@ -166,12 +154,13 @@ class Trainer:
         # Before recording the end of the run.
         self._wait_for_data_check()
         if self.stopped_by is None and not self._ended:
-            if self._held_out_loss is None:
+            if self._losses.held_out is None:
                 # The run was stopped after its last step, and resumed.
-                self._held_out_loss = self._evaluate()["loss"]
+                self._losses.held_out = self._recorder.evaluate()["loss"]
             self.diverged, memory = self.divergence(), self.device.peak_memory()
-            self._record(
+            self._recorder.record(
                 "end",
+                self._position(),
                 steps=self.step,
                 seconds=self.seconds,
                 memory=memory,
@@ -189,24 +178,20 @@ class Trainer:
 
     def divergence(self) -> str | None:
         """Return why a run that ends here has diverged, else None; the same on all ranks."""
-        skipped = self._losses.read().skipped_in_a_row
-        guess = math.log(self.config.model.vocab_size)
-        return self.world.broadcast(
-            spikes.divergence(self._spikes, skipped, self._held_out_loss, guess, self.config.spikes)
-        )
+        return self.world.broadcast(self._losses.divergence())
 
     def raise_if_diverged(self) -> None:
         """Raise a DivergenceError if the run has ended and diverged."""
         if self.diverged is not None:
             saved = checkpoints.steps(self._folder.checkpoints)
-            raise spikes.DivergenceError(spikes.diverged_message(self.diverged, saved))
+            raise DivergenceError(diverged_message(self.diverged, saved))
 
     def _agree_on_stop(self, number: int) -> int:
         """Return the maximum of all ranks; raise on all ranks if one of them has wrong data."""
-        found = self.world.all_reduce_max(_WRONG_DATA if self._data_check.failed else number)
-        if found == _WRONG_DATA:
+        largest = self.world.all_reduce_max(_WRONG_DATA if self._data_check.failed else number)
+        if largest == _WRONG_DATA:
             self.world.run_on_all(self._data_check.raise_if_failed)
-        return found
+        return largest
 
     def _take_step(self) -> None:
         planned = self.schedule[self.step]
@@ -238,7 +223,7 @@ class Trainer:
                 "files of the resumed checkpoint do not belong together, or memory is faulty. "
                 "Remove that checkpoint and resume from the previous one"
             ) from error
-        self._losses.add(loss, self.optimizer.skipped_last)
+        self._losses.meter.add(loss, self.optimizer.skipped_last)
         self._train_step.clear()
         self.samples += planned.sequences
         self.step += 1
@@ -264,9 +249,10 @@ class Trainer:
         """Steps that were skipped because a loss or gradient was not finite."""
         return self._skipped_before + self.optimizer.num_skipped
 
-    # -- metrics ------------------------------------------------------------------------------
+    # -- after a step -------------------------------------------------------------------------
 
     def _after_step(self, lr: float) -> None:
+        """Record, evaluate and save what is due; roll back after a loss spike."""
         log, last = self.config.log, self.step == len(self.schedule)
 
         def due(every: int) -> bool:
@@ -274,94 +260,94 @@ class Trainer:
 
         logged = due(log.every) or (last and bool(log.every)) or self.step == 1
         if logged:
-            self._record_training(lr, self._observe_losses())
+            losses = self._losses.observe(self.step)
+            # Before reading the clock.
+            self.device.synchronize()
+            self._recorder.training(
+                self._position(), losses, lr, self.skipped_steps, self.world.size
+            )
         if (logged or due(self.config.spikes.max_skipped)) and self._rolled_back():
             return
         weights = due(log.weights_every) or last or self.step == 1
         signals = due(log.signals_every) or last or self.step == 1
         evaluation = due(log.evaluate_every) or last
         sample = bool(log.sample_tokens) and (due(log.sample_every) or last)
-        # During a possible spike, no checkpoint may replace a good one.
         checkpoint = due(self.config.checkpoint.every) and not last
-        checkpoint = checkpoint and not (self._spikes.high or self._losses.read().skipped_in_a_row)
+        checkpoint = checkpoint and not self._losses.is_suspicious
+        at = self._position()
         if weights:
-            self._record_health(last)
-        if self._signals is not None and signals:
-            self._record("signals", **self._signals.measure(self.device.autocast()))
+            self._recorder.health(at, last)
+        if signals:
+            self._recorder.signals(at)
         if evaluation:
-            found: dict[str, Any] = {**self._evaluate()}
-            self._held_out_loss = found["loss"]
-            if last and self.data.tests:
-                found["tests"] = {name: self._evaluate(name) for name in self.data.tests}
-            self._record("eval", **found)
+            self._losses.held_out = self._recorder.evaluation(at, last)
         if sample:
-            text = sample_text(self.model, self.data, self.config, self.device)
-            if text is None:
-                self._warn(f"step {self.step:,}: no sample: the model's logits are not finite")
-            else:
-                self._record("sample", prompt=log.prompt, text=text)
+            self._recorder.sample(at)
         if checkpoint:
             self.save()
         if weights or signals or evaluation or sample or checkpoint:
-            self._restart_clock()
+            self._recorder.restart_clock(self._position())
         # At the last step, judge immediately.
         if last and (reason := self.divergence()) is not None:
             self._roll_back(reason)
 
-    def _evaluate(self, split: str = VALID) -> dict[str, float]:
-        return evaluate(self.model, self.data, self.config, self.device, split)
-
-    def _observe_losses(self) -> LossReading:
-        """Return the losses since the last record, reset their meter and update the spike state."""
-        losses = self._losses.read()
-        self._losses.reset()
-        point = spikes.LossPoint(self.step, losses.mean)
-        self._spikes = spikes.observe(self._spikes, point, self.config.spikes)
-        return losses
-
-    def _record_training(self, lr: float, losses: LossReading) -> None:
-        norm = self.optimizer.grad_norm
-        self.device.synchronize()
-        then, tokens = self._mark
-        speed = (self.tokens - tokens) / (self.seconds - then)
-        self._restart_clock()
-        peak = self.device.peak_tflops and self.device.peak_tflops * self.world.size * 1e12
-        self._record(
-            "train",
-            loss=math.nan if losses.mean is None else losses.mean,
-            loss_left_out=losses.left_out,
-            lr=lr,
-            grad_norm=None if norm is None else norm.item(),
-            skipped_steps=self.skipped_steps,
-            tokens_per_second=speed,
-            mfu=peak and 6 * self.model.num_parameters * speed / peak,
-            seconds=self.seconds,
-        )
-
-    def _restart_clock(self) -> None:
-        """Measure the next speed from here."""
-        self._mark = (self.seconds, self.tokens)
-
-    def _record_health(self, last: bool) -> None:
-        health = self.monitor.health()
-        self._record("weights", **describe_weights(self.optimizer, self.plan, health.readings))
-        found: dict[str, Any] = {"alarms": [alarm.text for alarm in health.alarms]}
-        if last:
-            # One reading per tensor: only in the last record.
-            found["readings"] = [asdict(reading) for reading in health.readings]
-        self._record("health", **health.metrics(), **found)
-        for alarm in health.alarms:
-            self._folder.warn(self.step, alarm.text, alarm.about)
-
-    def _record(self, kind: str, **values: Any) -> None:
-        if self._folder.log is not None:
-            # A rollback is recorded at the first repeated step: a resume from the checkpoint drops
-            # the record and writes it again.
-            step = self.step + (kind == "rollback")
-            self._folder.log.log(step, {"kind": kind, "tokens": self.tokens, **values})
+    def _position(self) -> Position:
+        return Position(self.step, self.tokens, self.seconds)
 
     def _warn(self, text: str) -> None:
         self._folder.warn(self.step, text)
+
+    def _rolled_back(self) -> bool:
+        """Handle a loss spike or too many skipped steps; return whether the run rolled back."""
+        reason = self._losses.trouble()
+        if reason is None:
+            return False
+        if self._roll_back(reason):
+            return True
+        saved = checkpoints.steps(self._folder.checkpoints)
+        self._warn(f"{reason}; {self._losses.ignore_spike(self.step, saved)}")
+        return False
+
+    def _roll_back(self, reason: str) -> bool:
+        """Continue from before the spike with the data after it; return whether it was possible.
+
+        No checkpoint is written: a run that is killed and resumed meets the same spike and rolls
+        back again.
+        """
+        spike, next_sample = self._losses.spikes, self.samples + self.passed_over
+        if spike.num_rollbacks >= self.config.spikes.max_rollbacks:
+            return False
+        loaded, warnings = load_before_spike(
+            self._folder.checkpoints,
+            spike,
+            self.config.checkpoint.every,
+            tensors_of(self.model, self.optimizer),
+            self.world,
+        )
+        for warning in warnings:
+            self._warn(warning)
+        if loaded is None:
+            return False
+        self._folder.go_back_to(loaded.step)
+        self._restore(loaded, state_of(loaded))
+        self.passed_over = next_sample - self.samples
+        num_rollbacks = spike.num_rollbacks + 1
+        self._losses.spikes = replace(self._losses.spikes, num_rollbacks=num_rollbacks)
+        self._recorder.record(
+            "rollback",
+            self._position(),
+            checkpoint=self.step,
+            num_rollbacks=num_rollbacks,
+            passed_over=self.passed_over,
+            usual_loss=statistics.median(spike.usual) if spike.usual else None,
+            high=[[point.step, point.loss] for point in spike.high],
+        )
+        self._warn(
+            f"{reason}: rolled back to the checkpoint of step {self.step}, continuing with the "
+            f"data after the spike (rollback {num_rollbacks} of {self.config.spikes.max_rollbacks})"
+        )
+        self._recorder.restart_clock(self._position())
+        return True
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -375,10 +361,10 @@ class Trainer:
             passed_over=self.passed_over,
             seconds=self.seconds,
             skipped_steps=self.skipped_steps,
-            loss=self._losses.read(),
-            spikes=self._spikes,
-            config=to_dict(self.config),
-            model=to_dict(self.model.config),
+            loss=self._losses.meter.read(),
+            spikes=self._losses.spikes,
+            config=self.config,
+            model=self.model.config,
             data=self.data.fingerprint,
             tokenizer=self.data.manifest.tokenizer_sha256,
             eos_token=self.data.manifest.eos_token,
@@ -396,7 +382,9 @@ class Trainer:
         Poll collectively, so no rank hits the collective timeout.
         """
         check, began = self._data_check, time.monotonic()
-        while self._agree_on_stop(int(not check.has_ended())):
+        while self._agree_on_stop(int(not check.has_ended)):
+            # Shards may have changed since they were verified.
+            check.start()
             check.wait(_POLL_SECONDS)
             if time.monotonic() - began > _POLL_SECONDS:
                 text = "waiting for the data check, before which no checkpoint is published"
@@ -425,8 +413,8 @@ class Trainer:
             )
         self._restore(loaded, state)
         self._stopwatch = Stopwatch(state.seconds)
-        for trouble in wrong:
-            self._warn(f"not used: {trouble}")
+        for problem in wrong:
+            self._warn(f"not used: {problem}")
         self._folder.go_back_to(self.step)
         if self.world.is_first:
             checkpoints.tidy(self._folder.checkpoints, self.step, self._num_to_keep())
@@ -440,65 +428,4 @@ class Trainer:
         self.step, self.samples = loaded.step, state.samples
         self.passed_over = state.passed_over
         self._skipped_before = state.skipped_steps - self.optimizer.num_skipped
-        self._losses = LossMeter(self.device.device, state.loss)
-        self._spikes = state.spikes
-        self._held_out_loss = None
-
-    # -- loss spikes --------------------------------------------------------------------------
-
-    def _rolled_back(self) -> bool:
-        """Handle a loss spike or too many skipped steps; return whether the run rolled back."""
-        config, skipped = self.config.spikes, self._losses.read().skipped_in_a_row
-        endless = 0 < config.max_skipped <= skipped
-        if not endless and not spikes.is_spike(self._spikes, config):
-            return False
-        reason = spikes.describe_spike(self._spikes, skipped)
-        if self._roll_back(reason):
-            return True
-        saved = checkpoints.steps(self._folder.checkpoints)
-        if endless:
-            raise spikes.DivergenceError(spikes.skipped_steps_message(self.step, skipped, saved))
-        self._warn(f"{reason}; {spikes.spike_ignored_message(config, saved)}")
-        self._spikes = spikes.reset_after_spike(self._spikes)
-        return False
-
-    def _roll_back(self, reason: str) -> bool:
-        """Continue from before the spike with the data after it; return whether it was possible.
-
-        No checkpoint is written: a run that is killed and resumed meets the same spike and rolls
-        back again.
-        """
-        if self._spikes.num_rollbacks >= self.config.spikes.max_rollbacks:
-            return False
-        spike, next_sample = self._spikes, self.samples + self.passed_over
-        folder, every = self._folder.checkpoints, self.config.checkpoint.every
-        loaded, wrong = checkpoints.load_newest_of(
-            lambda: spikes.rollback_steps(checkpoints.steps(folder), spike, every),
-            folder,
-            tensors_of(self.model, self.optimizer),
-            self.world,
-        )
-        for trouble in wrong:
-            self._warn(f"not used: {trouble}")
-        if loaded is None:
-            self._warn("there is no checkpoint from before the loss spike: cannot roll back")
-            return False
-        self._folder.go_back_to(loaded.step)
-        self._restore(loaded, state_of(loaded))
-        self.passed_over = next_sample - self.samples
-        self._spikes = replace(self._spikes, num_rollbacks=spike.num_rollbacks + 1)
-        self._record(
-            "rollback",
-            checkpoint=self.step,
-            num_rollbacks=self._spikes.num_rollbacks,
-            passed_over=self.passed_over,
-            usual_loss=statistics.median(spike.usual) if spike.usual else None,
-            high=[[point.step, point.loss] for point in spike.high],
-        )
-        self._warn(
-            f"{reason}: rolled back to the checkpoint of step {self.step}, continuing with the "
-            f"data after the spike (rollback {self._spikes.num_rollbacks} of "
-            f"{self.config.spikes.max_rollbacks})"
-        )
-        self._restart_clock()
-        return True
+        self._losses.restore(state.loss, state.spikes)
