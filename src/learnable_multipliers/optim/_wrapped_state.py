@@ -44,13 +44,17 @@ class InnerState:
         settings.push(pairs)
         held = [parameter for group in groups for parameter in group["params"]]
         grads = [parameter.grad for parameter in held]
+        # Not every step at rate 0 leaves weights as they are, to the last bit.
+        values = [parameter.detach().clone() for parameter in held]
         for group in self._inner.param_groups:
             group["lr"] = group["lr"] * 0
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
         step_inner(self._inner)
-        for parameter, grad in zip(held, grads, strict=True):
-            parameter.grad = grad
+        with torch.no_grad():
+            for parameter, grad, value in zip(held, grads, values, strict=True):
+                parameter.grad = grad
+                parameter.copy_(value)
         for group, before in zip(self._inner.param_groups, groups, strict=True):
             group.update(before)
         self._is_placeholder = True
