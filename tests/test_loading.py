@@ -1,6 +1,7 @@
 """States of other plans and optimizers are converted or adopted, or raise an error."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -325,6 +326,25 @@ def test_a_weight_unfrozen_later_warns_once(kind):
     train(model, optimizer, 1)
     again = MADE[kind](model)
     train(model, again, 1)
+
+
+def test_two_optimizers_of_one_model_warn_of_what_they_do_not_train():
+    model = Deep(4)
+    halves = model.layers[:2], model.layers[2:]
+    optimizers = []
+    for half in halves:
+        model.requires_grad_(False)
+        half.requires_grad_(True)
+        optimizers.append(lrm.AdamW.from_model(model))
+    model.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer, name in zip(optimizers, ("layers.2.weight", "layers.0.weight"), strict=True):
+        message = (
+            f"{name} (and 3 more) was frozen when the optimizer was made and requires a gradient "
+            "now: this optimizer does not train it. If no other one does, make the optimizer again"
+        )
+        with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+            optimizer.step()
 
 
 def bad_steps(model, optimizer, count):

@@ -231,10 +231,11 @@ class MultiplierOptimizer(WeightOwner):
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             self._frozen = []
-            more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
+            more = f" (and {len(unfrozen) - 1} more)" if len(unfrozen) > 1 else ""
             warnings.warn(
                 f"{unfrozen[0]}{more} was frozen when the optimizer was made and requires a "
-                "gradient now, but no optimizer trains it: make the optimizer again",
+                "gradient now: this optimizer does not train it. If no other one does, make the "
+                "optimizer again",
                 stacklevel=4,
             )
 
