@@ -236,6 +236,31 @@ def test_an_optimizer_that_needs_a_closure_raises():
         lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
 
 
+class RelativeSteps(torch.optim.Optimizer):
+    """As transformers' Adafactor: without a learning rate by default."""
+
+    def __init__(self, params, lr=None):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        return None
+
+
+def test_an_optimizer_without_a_learning_rate_raises_and_names_the_argument():
+    model = Toy()
+    message = r"the lr of RelativeSteps is None .* give it lr=\.\.\. and relative_step=False"
+    with pytest.raises(ValueError, match=message):
+        lrm.LearnableMultipliers.from_model(RelativeSteps, model)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.1}, {"params": others}]
+    for scale in (None, 1.0):
+        with pytest.raises(ValueError, match=message):
+            lrm.LearnableMultipliers(
+                RelativeSteps(groups), model, lrm.plan(model), multiplier_lr_scale=scale
+            )
+    lrm.LearnableMultipliers.from_model(RelativeSteps, model, lr=0.1)
+
+
 def test_state_made_before_wrapping_has_the_precision_of_the_raw_weights():
     """Adagrad makes its sums in its constructor, in the dtype of the model's weights."""
     start = torch.linspace(-1, 1, 12).view(3, 4).bfloat16()
