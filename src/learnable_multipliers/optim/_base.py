@@ -287,8 +287,12 @@ class MultiplierOptimizer(WeightOwner):
         binding.release_gradients()
         return norm
 
+    def _summary(self) -> list[str]:
+        """Return lines that say what is trained, for printing."""
+        return [self.plan.summary]
+
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} (", f"  {self.plan.summary}"]
+        lines = [f"{type(self).__name__} (", *(f"  {line}" for line in self._summary())]
         for index, group in enumerate(self.param_groups):
             hidden = ("params", "param_names", "plan", "format")
             settings = ", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden)
