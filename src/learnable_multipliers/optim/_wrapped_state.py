@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from learnable_multipliers._plan import Plan
+from learnable_multipliers.optim._loading import check_saved_shapes
 from learnable_multipliers.optim._wrapped_settings import WRAPPED, GroupPair, MirroredSettings
 from learnable_multipliers.optim._wrapped_step import step_inner
 
@@ -140,6 +142,29 @@ def check_wrapped_class(saved_groups: Sequence[Mapping[str, Any]], optimizer: Op
                 f"this optimizer state was saved by a wrapped {wrapped}, and this wraps {name}: "
                 f"{_FRESH}"
             )
+
+
+def check_wrapped_shapes(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]],
+    saved: Mapping[str, Any],
+    plan: Plan,
+) -> None:
+    """Raise if the wrapped optimizer's entries were saved for parameters of other shapes.
+
+    Entries that have a parameter's shape in `state`, our mirror of its state, are compared.
+    """
+
+    def entries_of(parameter: Tensor) -> list[str]:
+        return [
+            key
+            for key, value in state.get(parameter, {}).items()
+            if key.startswith(_INNER)
+            and isinstance(value, Tensor)
+            and value.shape == parameter.shape
+        ]
+
+    check_saved_shapes(groups, saved, plan, entries_of)
 
 
 def check_wrapped_entries(
