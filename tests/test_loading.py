@@ -1,12 +1,17 @@
 """States of other plans and optimizers are converted or adopted, or raise an error."""
 
 import copy
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import learnable_multipliers as lrm
 from families import build, token_ids
@@ -163,6 +168,72 @@ def test_the_state_of_another_kind_raises_and_names_what_is_missing(saver, loade
     with pytest.raises(ValueError, match=f"has no {missing} for "):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
+
+
+SHAPES_DIFFER = r"^embed\.weight: saved 11x6, here 7x6: start with fresh optimizer state$"
+
+
+def with_seven_tokens():
+    model = net()
+    model.embed = nn.Embedding(7, 6)
+    return model
+
+
+@pytest.mark.parametrize("flat", [None, False, True])
+@pytest.mark.parametrize("placement", ["full", "none"])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "wrapped"])
+def test_a_state_of_other_shapes_raises_and_names_the_parameter(kind, placement, flat):
+    """Loaded by the optimizer itself, or by torch's tools for checkpoints, flattened or not."""
+
+    def make(model):
+        if kind != "wrapped":
+            return MADE[kind](model, placement)
+        settings = {"lr": 1e-2, "momentum": 0.9}
+        return lrm.LearnableMultipliers.from_model(torch.optim.SGD, model, placement, **settings)
+
+    model, other = net(), with_seven_tokens()
+    saver, loader = make(model), make(other)
+    train(model, saver, 1)
+    kept = weights(other)
+    if flat is None:
+        saved = copy.deepcopy(saver.state_dict())
+        with pytest.raises(ValueError, match=SHAPES_DIFFER):
+            loader.load_state_dict(saved)
+        if kind != "wrapped":
+            with pytest.raises(ValueError, match=SHAPES_DIFFER):
+                loader.load_state_dict(saved, from_plan=saver.plan)
+            assert not loader.state
+    else:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        saved = get_optimizer_state_dict(model, saver, options=options)
+        with pytest.raises(ValueError, match=SHAPES_DIFFER):
+            set_optimizer_state_dict(other, loader, saved, options=options)
+    assert all(torch.equal(p, kept[name]) for name, p in other.named_parameters())
+
+
+def test_a_state_of_torch_adamw_of_other_shapes_raises_and_names_the_parameter():
+    model = net()
+    theirs = torch.optim.AdamW(model.named_parameters())
+    train(model, theirs, 1)
+    ours = lrm.AdamW.from_model(with_seven_tokens())
+    with pytest.raises(ValueError, match=SHAPES_DIFFER):
+        ours.load_state_dict(theirs.state_dict())
+    assert not ours.state
+
+
+def test_a_state_loads_while_parameters_are_offloaded():
+    model = net()
+    optimizer = lrm.AdamW.from_model(model)
+    train(model, optimizer, 2)
+    again = lrm.AdamW.from_model(model)
+    kept = {p: p.data for p in model.parameters()}
+    for p in kept:
+        p.data = torch.empty(0)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, value in kept.items():
+        p.data = value
+    train(model, again, 1)
+    assert again.state[model.up.weight]["step"] == 3
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -325,6 +396,25 @@ def test_a_weight_unfrozen_later_warns_once(kind):
     train(model, optimizer, 1)
     again = MADE[kind](model)
     train(model, again, 1)
+
+
+def test_two_optimizers_of_one_model_warn_of_what_they_do_not_train():
+    model = Deep(4)
+    halves = model.layers[:2], model.layers[2:]
+    optimizers = []
+    for half in halves:
+        model.requires_grad_(False)
+        half.requires_grad_(True)
+        optimizers.append(lrm.AdamW.from_model(model))
+    model.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer, name in zip(optimizers, ("layers.2.weight", "layers.0.weight"), strict=True):
+        message = (
+            f"{name} (and 3 more) was frozen when the optimizer was made and requires a gradient "
+            "now: this optimizer does not train it. If no other one does, make the optimizer again"
+        )
+        with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+            optimizer.step()
 
 
 def bad_steps(model, optimizer, count):

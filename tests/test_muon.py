@@ -210,3 +210,33 @@ def test_muon_without_a_plan_raises():
         lrm.Muon(groups, adjust_lr="both")
     with pytest.raises(ValueError, match="unknown coefficients"):
         lrm.Muon(groups, coefficients="cubic")
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.smear_gate = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 7)
+
+
+def test_printing_muon_says_which_optimizer_trains_what():
+    lines = repr(lrm.Muon.from_model(build("llama"))).splitlines()
+    assert lines[2] == "  Muon: 14 matrices; AdamW: 2 matrices (embedding, head) and 5 vectors"
+    assert lines[3].startswith("  group 0: ")
+    model = Gated()
+    lines = repr(lrm.Muon.from_model(model)).splitlines()
+    assert lines[2:4] == [
+        "  Muon: 1 matrix; AdamW: 2 matrices (embedding, head) and 2 vectors",
+        "  Muon trains matrices of unknown role: smear_gate.weight",
+    ]
+    router = lrm.Rule(r"smear_gate\.weight", role="router")
+    model.head.bias.requires_grad_(False)
+    lines = repr(lrm.Muon.from_model(model, rules=[router])).splitlines()
+    assert lines[2] == (
+        "  Muon: 0 matrices; AdamW: 3 matrices (embedding, router, head) and 1 vector"
+    )
+    assert lines[3].startswith("  group 0: ")
+    fixed = lrm.Rule(r"smear_gate\.weight", train="multipliers")
+    lines = repr(lrm.Muon.from_model(model, rules=[fixed])).splitlines()
+    assert lines[2].startswith("  Muon: 0 matrices; AdamW: 2 matrices (embedding, head)")

@@ -278,7 +278,7 @@ def train_with_other_weights(config):
     try:
         trainer = Trainer(config)
         for step in trainer.steps():
-            if step == 2 and trainer.world.rank == 1:
+            if step == 3 and trainer.world.rank == 1:
                 with trainer.optimizer.rewriting(["lm_head.weight"]) as (state,):
                     state.raw.mul_(1.5)
     except OSError as error:

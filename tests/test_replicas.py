@@ -116,13 +116,13 @@ def test_without_a_group_replicas_diverge(ranks):
 # -- replicas that differ -----------------------------------------------------------------------
 
 
-def differ(optimizer, what):
-    """Change one rank's replica between two checks; all ranks say so at the second."""
+def differ(optimizer, what, changed_after):
+    """Change one rank's replica between two checks; return the step that reports it, and how."""
     run = started(optimizer)
     if run is None:
         return None
     model, made, part = run
-    train(model, made, *part, steps=[0])
+    train(model, made, *part, steps=range(changed_after))
     if dist.get_rank() == 1:
         if what == "weight":
             with torch.no_grad():
@@ -131,25 +131,72 @@ def differ(optimizer, what):
         else:
             with made.rewriting(["up.weight"]) as (state,):
                 state.multipliers["row"][1] *= 1.1
-    for step in range(1, CHECK_EVERY):
-        train(model, made, *part, steps=[step])
-    try:
-        train(model, made, *part, steps=[CHECK_EVERY])
-    except ReplicasDifferError as error:
-        return str(error)
-    return "nothing"
+    return first_report(lambda step: train(model, made, *part, steps=[step]), changed_after)
+
+
+def first_report(take_step, start=0):
+    for step in range(start, start + CHECK_EVERY):
+        try:
+            take_step(step)
+        except ReplicasDifferError as error:
+            return step, str(error)
+    return None
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "what", "name"),
-    [("adamw", "weight", "down.weight"), ("muon", "multiplier", "up.weight")],
+    ("optimizer", "what", "name", "changed_after", "reported_at", "since"),
+    [
+        ("adamw", "weight", "down.weight", 1, 2, 2),
+        ("muon", "multiplier", "up.weight", 3, 100, 98),
+        ("adamw", "weight", "down.weight", 101, 200, 100),
+    ],
 )
-def test_replicas_that_differ_are_reported_within_a_hundred_steps(optimizer, what, name, ranks):
+def test_replicas_that_differ_are_reported_within_a_hundred_steps(
+    optimizer, what, name, changed_after, reported_at, since, ranks
+):
     assert CHECK_EVERY == 100
-    for error in ranks.run(differ, optimizer, what)[:2]:
+    for step, error in ranks.run(differ, optimizer, what, changed_after)[:2]:
+        assert step == reported_at
         assert error.startswith(f"the replicas of {name} ")
-        assert "in the last 100 steps a rank was changed alone" in error
+        assert f"in the last {since} steps a rank was changed alone" in error
         assert "restart from a checkpoint" in error
+
+
+def never_averaged(warmup):
+    """Train replicas on different data without DDP; return the step that reports it, and how."""
+    mesh = mesh_of("ddp 2")
+    if mesh is None:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    made = lrm.AdamW.from_model(model, lr=1e-2, process_group=mesh.get_group())
+    torch.manual_seed(1 + dist.get_rank())
+
+    def take_step(step):
+        if warmup:
+            for group in made.param_groups:
+                group["lr"] = 1e-2 * step / warmup
+        model(torch.randn(2, 3)).square().sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            made.step()
+        except ReplicasDifferError:
+            assert all(map(torch.equal, model.parameters(), before))
+            raise
+        made.zero_grad()
+
+    return first_report(take_step)
+
+
+@pytest.mark.parametrize("warmup", [0, 50])
+def test_gradients_that_are_not_averaged_are_reported_after_the_second_step(warmup, ranks):
+    for step, error in ranks.run(never_averaged, warmup)[:2]:
+        assert step == 2
+        assert (
+            "rms: either gradients were not averaged over the ranks (wrap the model in "
+            "DistributedDataParallel, or all_reduce gradients before the step), or in the last 2 "
+            "steps a rank was changed alone"
+        ) in error
 
 
 def differ_at_start():

@@ -109,6 +109,17 @@ def test_a_sharded_state_loads_into_other_groups_with_from_plan(mesh):
 
 
 @pytest.mark.parametrize("kind", MADE)
+def test_a_sharded_state_of_other_shapes_raises(kind, mesh):
+    model, optimizer = sharded(kind, mesh)
+    train(model, optimizer, range(1))
+    other = nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8))
+    fully_shard(other, mesh=mesh)
+    again = MADE[kind](other)
+    with pytest.raises(ValueError, match=r"^0\.weight: saved 16x8, here 12x8: start with fresh"):
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("kind", MADE)
 def test_a_sharded_state_is_what_the_next_step_writes(kind, mesh):
     """The state shows packed multipliers themselves; looking at them binds nothing anew."""
     model, optimizer = sharded(kind, mesh)

@@ -44,6 +44,25 @@ class SignDescent(torch.optim.Optimizer):
                     self.state[p]["seen"] += 1
 
 
+class DualAveraging(torch.optim.Optimizer):
+    """As timm's MADGRAD: its step rounds weights even at rate 0 with zero gradients."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(x0=p.clone(), s=torch.zeros_like(p))
+                state["s"].add_(p.grad, alpha=group["lr"])
+                p.mul_(0.9).add_(state["x0"] - state["s"], alpha=0.1)
+
+
 def grouped(model, plan):
     """Groups as a user would write them, decaying what the plan calls a matrix."""
     vectors = {entry.name for entry in plan.entries if entry.vector}
@@ -217,6 +236,31 @@ def test_an_optimizer_that_needs_a_closure_raises():
         lrm.LearnableMultipliers(optimizer, model, lrm.plan(model))
 
 
+class RelativeSteps(torch.optim.Optimizer):
+    """As transformers' Adafactor: without a learning rate by default."""
+
+    def __init__(self, params, lr=None):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        return None
+
+
+def test_an_optimizer_without_a_learning_rate_raises_and_names_the_argument():
+    model = Toy()
+    message = r"the lr of RelativeSteps is None .* give it lr=\.\.\. and relative_step=False"
+    with pytest.raises(ValueError, match=message):
+        lrm.LearnableMultipliers.from_model(RelativeSteps, model)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.1}, {"params": others}]
+    for scale in (None, 1.0):
+        with pytest.raises(ValueError, match=message):
+            lrm.LearnableMultipliers(
+                RelativeSteps(groups), model, lrm.plan(model), multiplier_lr_scale=scale
+            )
+    lrm.LearnableMultipliers.from_model(RelativeSteps, model, lr=0.1)
+
+
 def test_state_made_before_wrapping_has_the_precision_of_the_raw_weights():
     """Adagrad makes its sums in its constructor, in the dtype of the model's weights."""
     start = torch.linspace(-1, 1, 12).view(3, 4).bfloat16()
@@ -254,6 +298,59 @@ def test_a_state_can_be_loaded_again_after_training_from_it():
     for index, kept in expected["state"].items():
         for key, value in kept.items():
             assert torch.equal(saved[1]["state"][index][key], value), key
+
+
+def dual_averaging(placement, steps, state=None, weights=None):
+    """Return a model and its optimizer after some steps, from a start or from a checkpoint."""
+    torch.manual_seed(0)
+    model = Toy()
+    if weights is not None:
+        model.load_state_dict(weights)
+    optimizer = DualAveraging(model.parameters())
+    if placement is not None:
+        optimizer = lrm.LearnableMultipliers(optimizer, model, lrm.plan(model, placement))
+    if state is not None:
+        before = copy.deepcopy(model.state_dict())
+        optimizer.load_state_dict(state)
+        if placement is not None:
+            lrm.multipliers(optimizer)
+        assert same_bits(model.state_dict(), before)
+    for step in steps:
+        take_step(model, optimizer, step)
+    return model, optimizer
+
+
+def same_bits(state, other):
+    return all(torch.equal(value, other[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("placement", ["none", "full"])
+def test_reading_the_state_of_an_optimizer_that_rounds_at_rate_zero_keeps_the_weights(placement):
+    torch.manual_seed(0)
+    before = copy.deepcopy(Toy().state_dict())
+    model, optimizer = dual_averaging(placement, [])
+    lrm.multipliers(optimizer)
+    raw = {name: value.clone() for name, value in optimizer.raw_weights().items()}
+    optimizer.state_dict()
+    assert same_bits(model.state_dict(), before)
+    assert same_bits(optimizer.raw_weights(), raw)
+    take_step(model, optimizer, 0)
+    assert same_bits(model.state_dict(), dual_averaging(placement, range(1))[0].state_dict())
+
+
+@pytest.mark.parametrize("placement", [None, "none", "full"])
+@pytest.mark.parametrize("saved_after", [0, 3])
+def test_an_optimizer_that_rounds_at_rate_zero_resumes_bit_for_bit(placement, saved_after):
+    model, optimizer = dual_averaging(placement, range(saved_after))
+    if placement is not None:
+        lrm.multipliers(optimizer)
+    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    resumed, _ = dual_averaging(placement, range(saved_after, 6), *saved)
+    straight, _ = dual_averaging(placement, range(6))
+    assert same_bits(resumed.state_dict(), straight.state_dict())
+    if placement == "none":
+        bare, _ = dual_averaging(None, range(6))
+        assert same_bits(resumed.state_dict(), bare.state_dict())
 
 
 def test_around_torch_muon():

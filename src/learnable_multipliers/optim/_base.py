@@ -231,10 +231,11 @@ class MultiplierOptimizer(WeightOwner):
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             self._frozen = []
-            more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
+            more = f" (and {len(unfrozen) - 1} more)" if len(unfrozen) > 1 else ""
             warnings.warn(
                 f"{unfrozen[0]}{more} was frozen when the optimizer was made and requires a "
-                "gradient now, but no optimizer trains it: make the optimizer again",
+                "gradient now: this optimizer does not train it. If no other one does, make the "
+                "optimizer again",
                 stacklevel=4,
             )
 
@@ -286,8 +287,12 @@ class MultiplierOptimizer(WeightOwner):
         binding.release_gradients()
         return norm
 
+    def _summary(self) -> list[str]:
+        """Return lines that say what is trained, for printing."""
+        return [self.plan.summary]
+
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} (", f"  {self.plan.summary}"]
+        lines = [f"{type(self).__name__} (", *(f"  {line}" for line in self._summary())]
         for index, group in enumerate(self.param_groups):
             hidden = ("params", "param_names", "plan", "format")
             settings = ", ".join(f"{k}={v}" for k, v in group.items() if k not in hidden)

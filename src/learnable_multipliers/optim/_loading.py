@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from learnable_multipliers._multiplier import MULTIPLIERS, Matrix, effective, in
 from learnable_multipliers._plan import Plan
 from learnable_multipliers.optim._binding import MEAN_SQUARE
 from learnable_multipliers.optim._packed_multipliers import MOMENTS
-from learnable_multipliers.optim._sharding import is_sharded
+from learnable_multipliers.optim._sharding import is_sharded, local
 
 FORMAT = 3
 """Format of the optimizer's state. Every parameter group carries it, so all checkpoints do."""
@@ -60,6 +60,51 @@ def check_saved_format(saved: dict[str, Any]) -> None:
                 f"this optimizer state {what}, and only format {FORMAT} is read here: load it with "
                 "the release that wrote it, or start with fresh optimizer state"
             )
+
+
+def check_saved_shapes(
+    groups: Sequence[Mapping[str, Any]],
+    saved: Mapping[str, Any],
+    plan: Plan,
+    entries_of: Callable[[Tensor], Collection[str]] = lambda _: ("raw", *_MOMENTS_OF_RAW),
+) -> None:
+    """Raise if saved entries are those of a parameter of another shape.
+
+    `entries_of` returns the names of the entries that have a parameter's shape.
+    """
+    planned = {entry.name: entry.shape for entry in plan.entries}
+    names = [group.get("param_names", ()) for group in groups]
+    parameters = {
+        name: parameter
+        for group, own in zip(groups, names, strict=True)
+        for name, parameter in zip(own, group["params"], strict=False)
+    }
+    for index, group in enumerate(saved["param_groups"]):
+        saved_names = group.get("param_names")
+        if not isinstance(saved_names, list):
+            saved_names = names[index] if index < len(names) else ()
+        for name, key in zip(saved_names, group["params"], strict=False):
+            parameter, kept = parameters.get(name), saved["state"].get(key, {})
+            if parameter is None:
+                continue
+            shape = planned.get(name, tuple(parameter.shape))
+            for value in (kept.get(entry) for entry in entries_of(parameter)):
+                if isinstance(value, Tensor) and not _fits(value, parameter, shape):
+                    raise ValueError(
+                        f"{name}: saved {_as_text(value.shape)}, here {_as_text(shape)}: start "
+                        "with fresh optimizer state"
+                    )
+
+
+def _fits(value: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a saved tensor has the whole shape of a parameter, or that of its shard."""
+    if tuple(value.shape) == shape:
+        return True
+    return not is_sharded(value) and value.shape == local(parameter).shape
+
+
+def _as_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
 
 
 def check_saved_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnable_multipliers._multiplier import Matrix
-from learnable_multipliers._plan import Plan
+from learnable_multipliers._plan import Plan, PlanEntry
 from learnable_multipliers._rules import as_number
 from learnable_multipliers.kernels._backend import Backend
 from learnable_multipliers.kernels._parameter import ParameterSet, Rates
@@ -24,7 +24,7 @@ from learnable_multipliers.optim._binding import MEAN_SQUARE, Binding
 from learnable_multipliers.optim._distributed_batches import DistributedBatches, gather_boxes
 from learnable_multipliers.optim._orthogonalization import COEFFICIENTS, Coefficients
 from learnable_multipliers.optim._sharding import Box, local_shard
-from learnable_multipliers.roles import QKV
+from learnable_multipliers.roles import QKV, UNKNOWN
 
 _NOT_HIDDEN = {"embedding", "position-embedding", "tied-embedding", "head", "router"}
 
@@ -145,6 +145,17 @@ class Muon(MultiplierOptimizer):
         if not 0 <= as_number("momentum", group["momentum"]) < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}")
 
+    def _summary(self) -> list[str]:
+        """Return lines that say what is trained, and by which of the two optimizers."""
+        trained = {
+            name
+            for group in self.param_groups
+            if group.get("train") != "multipliers"
+            for name in group.get("param_names", ())
+        }
+        entries = [entry for entry in self.plan.entries if entry.name in trained]
+        return [*super()._summary(), *_division(entries)]
+
     def _update_(
         self, binding: Binding, active: ParameterSet, hyper: Any, clip: Tensor, go: Tensor
     ) -> None:
@@ -229,6 +240,28 @@ class Muon(MultiplierOptimizer):
 def is_hidden(matrix: Matrix | None) -> bool:
     """Return whether Muon trains a matrix: not at the ends of the model, and no router."""
     return matrix is not None and not any(block.role in _NOT_HIDDEN for block in matrix.blocks)
+
+
+def _division(entries: Sequence[PlanEntry]) -> list[str]:
+    """Return in words what Muon trains of some parameters, and what AdamW."""
+    hidden = [entry for entry in entries if is_hidden(entry.matrix)]
+    others = [entry for entry in entries if not entry.vector and not is_hidden(entry.matrix)]
+    num_vectors = len(entries) - len(hidden) - len(others)
+    roles = ", ".join(dict.fromkeys(entry.role for entry in others))
+    by_adamw = _counted(len(others), "matrix", "matrices") + (f" ({roles})" if roles else "")
+    lines = [
+        f"Muon: {_counted(len(hidden), 'matrix', 'matrices')}; "
+        f"AdamW: {by_adamw} and {_counted(num_vectors, 'vector', 'vectors')}"
+    ]
+    unknown = [entry.name for entry in hidden if UNKNOWN in entry.role.split(" | ")]
+    if unknown:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        lines.append(f"Muon trains matrices of unknown role: {', '.join(unknown[:3])}{more}")
+    return lines
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def _check_heads(plan: Plan) -> None:

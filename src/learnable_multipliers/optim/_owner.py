@@ -267,8 +267,10 @@ class WeightOwner(Optimizer):
         started = _loading.untrained(from_plan) if from_plan is not None else set()
         if not _loading.is_ours(saved):
             saved = import_torch_adamw(groups, saved, self.plan)
+            _loading.check_saved_shapes(groups, saved, self.plan)
         else:
             _loading.check_saved_format(saved)
+            _loading.check_saved_shapes(groups, saved, self.plan)
             if from_plan is not None:
                 saved = _loading.convert_plan(groups, saved, matrices, from_plan)
             _loading.check_saved_plan(groups, saved, matrices)

@@ -3,9 +3,9 @@ replicas are equal.
 
 Gradients are averaged before a step, so all replicas see the same numbers unless something goes
 wrong on one rank (faulty memory, a hook, a write to its gradient). If that rank alone skips a step,
-the replicas differ from then on. One all-reduce of four numbers per step prevents that. Every
-`CHECK_EVERY` steps two of them are a checksum of the weights, which finds replicas that differ for
-any other reason.
+the replicas differ from then on. One all-reduce of four numbers per step prevents that. In the
+first step, after the second and every `CHECK_EVERY` steps, two of them are a checksum of the
+weights, which finds replicas that differ for any other reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from learnable_multipliers.kernels._parameter import ParameterState
 
 CHECK_EVERY = 100
 """Steps from one check that replicas are equal to the next; the first is in the first step."""
+_EARLY_CHECK = 2
+"""Steps before one more check, which finds gradients that are not averaged; the rate may start at
+0, so that the first step changes nothing."""
 _ROUNDING = 1e-4
 """Replicas on different kinds of device may differ by this much of their rms through rounding."""
 
@@ -38,6 +41,7 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
         self._num_steps = 0
+        self._checked_at = 0
         self._has_warned = False
 
     def agree(
@@ -46,10 +50,12 @@ class Replicas:
         """Return whether gradients are finite on all ranks, and whether all ranks take the step.
 
         Raises:
-            ReplicasDifferError: The replicas are not equal; checked every `CHECK_EVERY` steps.
+            ReplicasDifferError: The replicas are not equal; checked in the first step, after the
+                second and every `CHECK_EVERY` steps.
         """
+        is_due = self._num_steps % CHECK_EVERY == 0 or self._num_steps == _EARLY_CHECK
         # The host reads the result of a check, and must not wait during a capture.
-        checks = self._num_steps % CHECK_EVERY == 0 and not is_capturing()
+        checks = is_due and not is_capturing()
         own = _checksum(states) if checks else torch.zeros_like(finite, dtype=torch.int64)
         votes = torch.stack([(~finite).long(), (~go).long(), own, ~own])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
@@ -57,6 +63,7 @@ class Replicas:
             largest, smallest = votes[2:].tolist()
             if largest != ~smallest:
                 self._report(states)
+            self._checked_at = self._num_steps
         self._num_steps += 1
         return votes[0] == 0, votes[1] == 0
 
@@ -67,15 +74,18 @@ class Replicas:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    f"{text}: ranks on devices or releases that round differently do this, or one "
-                    "that missed a step at a small learning rate",
+                    f"{text}: ranks on devices or releases that round differently do this, or, at "
+                    "a small learning rate, gradients that were not averaged over the ranks or a "
+                    "rank that missed a step",
                     stacklevel=7,
                 )
             return
         cause = (
-            f"in the last {CHECK_EVERY} steps a rank was changed alone (a step that only some "
-            "take, a write to its weights, faulty memory). It is unknown which replica is right: "
-            "restart from a checkpoint"
+            "either gradients were not averaged over the ranks (wrap the model in "
+            "DistributedDataParallel, or all_reduce gradients before the step), or in the last "
+            f"{self._num_steps - self._checked_at} steps a rank was changed alone (a step that "
+            "only some take, a write to its weights, faulty memory). It is unknown which replica "
+            "is right: restart from a checkpoint"
             if self._num_steps
             else "they did not start from the same weights, or process_group has other ranks than "
             "those with replicas. Give all ranks the weights of one"

@@ -17,7 +17,7 @@ from learnable_multipliers.optim._wrapped_settings import WRAPPED, own_settings
 
 
 def check_can_be_wrapped(optimizer: Optimizer) -> None:
-    """Raise if this is no optimizer, or one whose step computes the loss."""
+    """Raise if this is no optimizer, computes the loss in its step, or has no learning rate."""
     check_type(optimizer, Optimizer, "an optimizer of torch in front of model and plan")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -25,6 +25,11 @@ def check_can_be_wrapped(optimizer: Optimizer) -> None:
             f"a step of {type(optimizer).__name__} computes the loss again for weights of its "
             "own, which are raw weights here and not the model's: wrap an optimizer whose step "
             "needs no closure"
+        )
+    if any("lr" in group and group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"the lr of {type(optimizer).__name__} is None (relative steps), from which no rate "
+            "follows for the multipliers: give it lr=... and relative_step=False"
         )
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from learnable_multipliers._plan import Plan
+from learnable_multipliers.optim._loading import check_saved_shapes
 from learnable_multipliers.optim._wrapped_settings import WRAPPED, GroupPair, MirroredSettings
 from learnable_multipliers.optim._wrapped_step import step_inner
 
@@ -44,13 +46,17 @@ class InnerState:
         settings.push(pairs)
         held = [parameter for group in groups for parameter in group["params"]]
         grads = [parameter.grad for parameter in held]
+        # Not every step at rate 0 leaves weights as they are, to the last bit.
+        values = [parameter.detach().clone() for parameter in held]
         for group in self._inner.param_groups:
             group["lr"] = group["lr"] * 0
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
         step_inner(self._inner)
-        for parameter, grad in zip(held, grads, strict=True):
-            parameter.grad = grad
+        with torch.no_grad():
+            for parameter, grad, value in zip(held, grads, values, strict=True):
+                parameter.grad = grad
+                parameter.copy_(value)
         for group, before in zip(self._inner.param_groups, groups, strict=True):
             group.update(before)
         self._is_placeholder = True
@@ -136,6 +142,29 @@ def check_wrapped_class(saved_groups: Sequence[Mapping[str, Any]], optimizer: Op
                 f"this optimizer state was saved by a wrapped {wrapped}, and this wraps {name}: "
                 f"{_FRESH}"
             )
+
+
+def check_wrapped_shapes(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]],
+    saved: Mapping[str, Any],
+    plan: Plan,
+) -> None:
+    """Raise if the wrapped optimizer's entries were saved for parameters of other shapes.
+
+    Entries that have a parameter's shape in `state`, our mirror of its state, are compared.
+    """
+
+    def entries_of(parameter: Tensor) -> list[str]:
+        return [
+            key
+            for key, value in state.get(parameter, {}).items()
+            if key.startswith(_INNER)
+            and isinstance(value, Tensor)
+            and value.shape == parameter.shape
+        ]
+
+    check_saved_shapes(groups, saved, plan, entries_of)
 
 
 def check_wrapped_entries(

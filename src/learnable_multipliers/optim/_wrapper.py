@@ -42,6 +42,7 @@ from learnable_multipliers.optim._wrapped_state import (
     InnerState,
     check_wrapped_class,
     check_wrapped_entries,
+    check_wrapped_shapes,
     split_state,
 )
 from learnable_multipliers.optim._wrapped_step import check_caller, step_and_check
@@ -289,6 +290,7 @@ class LearnableMultipliers(MultiplierOptimizer):
                 self._inner_state.materialize(self._group_pairs(), self._mirrored, self.state)
             stepped = {index: bool(state.get("step", 0)) for index, state in ours.items()}
             check_wrapped_entries(saved_groups, theirs, stepped, self.inner)
+            check_wrapped_shapes(self.param_groups, self.state, state_dict, self.plan)
         super().load_state_dict({**state_dict, "state": ours})
         if state_dict["state"]:
             has_stepped = bool(self._cached_binding().steps.any())
