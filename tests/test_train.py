@@ -50,6 +50,19 @@ def test_another_seed_gives_other_weights_and_another_order(data, tmp_path):
     assert not torch.equal(*batches)
 
 
+def test_a_recorded_speed_is_that_of_the_steps_since_the_last_record(data, tmp_path):
+    config = small_run(data, tmp_path / "run", steps=6)
+    quiet = replace(config.log, every=1, weights_every=0, signals_every=0, evaluate_every=0)
+    trained(replace(config, log=replace(quiet, sample_every=0)))
+    records = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    # After the first step norms are measured, which is not counted.
+    for record in records[2:]:
+        before = records[record["step"] - 2]
+        speed = (record["tokens"] - before["tokens"]) / (record["seconds"] - before["seconds"])
+        assert record["tokens_per_second"] == pytest.approx(speed)
+
+
 def test_looking_at_a_run_does_not_change_it(data, tmp_path):
     quiet = small_run(data, tmp_path / "quiet", steps=6)
     fields = ("every", "weights_every", "signals_every", "evaluate_every", "sample_every")

@@ -72,6 +72,7 @@ class Recorder:
         """Record losses, gradient norm and speed since the last record."""
         norm = self._optimizer.grad_norm
         speed = (at.tokens - self._since.tokens) / (at.seconds - self._since.seconds)
+        self._since = at
         peak = self._device.peak_tflops and self._device.peak_tflops * num_ranks * 1e12
         self.record(
             "train",
