@@ -153,3 +153,97 @@ def test_mlps_of_a_tower_are_read_whatever_the_width_of_the_text_model():
     for each, prefix in ((tower, ""), (model, "visual.")):
         assert roles(each)[f"{prefix}mlp.fc1.weight"] == ("ungated-up",)
         assert roles(each)[f"{prefix}mlp.fc2.weight"] == ("down",)
+
+
+class EqualLinear(nn.Module):
+    """A linear layer of another library, whose weight is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.u = nn.Parameter(torch.randn(16, 2))
+        self.v = nn.Parameter(torch.randn(2, 16))
+
+    @property
+    def weight(self):
+        return self.u @ self.v
+
+
+class OddAccessors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def get_classifier(self):
+        raise RuntimeError("not that kind of classifier")
+
+    @property
+    def get_output_embeddings(self):
+        raise ValueError("nor this")
+
+
+class SharedLayers(nn.Module):
+    """One block, used three times."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)
+        del block.norm_first
+        self.layers = nn.ModuleList([block] * 3)
+        self.blocks = self.layers
+
+
+class HeadOfItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleDict({"lin": nn.Linear(16, 16)})
+        self.head = self.net
+
+
+@pytest.mark.parametrize("model", [EqualLinear, OddAccessors, SharedLayers, HeadOfItself])
+@pytest.mark.parametrize("placement", ["full", "scalar"])
+def test_odd_models_are_planned(model, placement):
+    made = model()
+    plan = lrm.plan(made, placement)
+    assert plan.num_parameters == sum(parameter.numel() for parameter in made.parameters())
+
+
+def test_input_projections_of_generators_are_no_heads():
+    model = nn.ModuleDict({"fc": nn.Linear(100, 64), "deconv": nn.ConvTranspose2d(4, 2, 4)})
+    assert roles(model)["fc.weight"] == ("unknown",)
+    assert lrm.plan(model)["fc.weight"].carries
+
+
+def test_matrices_that_a_name_alone_might_take_for_tables_stay_matrices():
+    class PositionalFeedForward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(16, 16))
+            self.relative_weight = nn.Parameter(torch.randn(16, 16))
+            self.bias_scale = nn.Parameter(torch.randn(16, 16))
+            self.position_proj = nn.Parameter(torch.randn(16, 16))
+            self.pos = nn.Parameter(torch.randn(16, 16))
+
+    assert set(roles(PositionalFeedForward()).values()) == {("unknown",)}
+    table = nn.ModuleDict({"relbias": nn.Embedding(32, 4)})
+    assert roles(table)["relbias.weight"] == "vector"
+    assert "attention" not in lrm.plan(nn.LSTM(4, 4))["bias_ih_l0"].reason
+
+
+def test_several_heads_of_one_vocabulary_are_heads():
+    model = nn.ModuleDict(
+        {"tok": nn.Embedding(11, 16), "ctc": nn.ModuleDict(), "dec": nn.ModuleDict()}
+    )
+    model["ctc"]["ctc_lo"] = nn.Linear(16, 11)
+    model["dec"]["output_layer"] = nn.Linear(16, 11)
+    found = roles(model)
+    assert found["ctc.ctc_lo.weight"] == found["dec.output_layer.weight"] == ("head",)
+
+
+def test_each_head_of_a_collection_is_a_head():
+    tasks = nn.ModuleDict({"actor": nn.Linear(16, 4), "critic": nn.Linear(16, 1)})
+    model = nn.ModuleDict({"body": nn.Linear(16, 16), "heads": tasks})
+    found = roles(model)
+    assert found["heads.actor.weight"] == found["heads.critic.weight"] == ("head",)
+    attention = nn.ModuleDict({"query": nn.Linear(16, 4), "value": nn.Linear(16, 4)})
+    model = nn.ModuleDict({"heads": nn.ModuleList([attention])})
+    assert roles(model)["heads.0.value.weight"] == ("unknown",)

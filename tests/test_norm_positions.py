@@ -171,3 +171,30 @@ def test_a_norm_of_another_width_feeds_no_matrix():
     model = nn.ModuleDict({"blocks": nn.ModuleList([MixerBlock()]), "norm": nn.LayerNorm(32)})
     assert column_norm(model, "blocks.0.mlp_channels.fc1.weight") == "norm2"
     assert column_norm(model, "blocks.0.mlp_tokens.fc1.weight") is None
+
+
+@pytest.mark.parametrize("name", ["norm", "ln", "layer_norm", "rms", "norm_out", "encoder_norm"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_final_norm_is_one_wherever_it_is_created(name, first):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(11, 16)
+            if first:
+                self.add_module(name, nn.RMSNorm(16))
+            block = nn.TransformerEncoderLayer(16, 2, 32)
+            del block.norm_first
+            self.layers = nn.ModuleList([block])
+            if not first:
+                self.add_module(name, nn.RMSNorm(16))
+
+    assert column_norm(Model(), "layers.0.linear1.weight") == "norm2"
+
+
+@pytest.mark.parametrize("head", ["head", "lm_head", "to_logits", "classifier"])
+def test_a_norm_at_the_start_of_the_head_is_final(head):
+    block = nn.TransformerEncoderLayer(16, 2, 32)
+    del block.norm_first
+    logits = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 7))
+    model = nn.ModuleDict({"layers": nn.ModuleList([block]), head: logits})
+    assert column_norm(model, "layers.0.linear1.weight") == "norm2"

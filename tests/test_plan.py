@@ -505,8 +505,9 @@ def test_a_rule_makes_a_matrix_a_vector_without_multipliers_or_decay_under_adamw
         torch_optimizer.step()
         made.zero_grad()
     torch.testing.assert_close(parameter, reference)
-    with pytest.raises(ValueError, match="multipliers need one"):
-        lrm.plan(model, rules=[Rule("w2", "row", role="vector")])
+    for setting in ({"kind": "row"}, {"head_dim": 8}, {"transposed": True}, {"init": 2.0}):
+        with pytest.raises(ValueError, match="role='vector' takes no kind"):
+            Rule("w2", role="vector", **setting)
     with pytest.raises(ValueError, match="unknown role 'vector'"):
         Rule("w2", "none", only="vector")
 

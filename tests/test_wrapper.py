@@ -1,6 +1,7 @@
 """LearnableMultipliers around optimizers that know nothing of multipliers."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -725,3 +726,22 @@ def test_a_schedule_that_raises_multiplier_rates_far_too_high_warns_once():
     with pytest.warns(UserWarning, match=r"multipliers train at a learning rate of 0\.13 now"):
         take_step(model, optimizer, 1)
     take_step(model, optimizer, 2)
+
+
+def test_an_optimizer_made_from_the_groups_of_a_plan_can_be_wrapped():
+    models = [Toy() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plan = lrm.plan(models[0])
+    inner = torch.optim.AdamW(lrm.param_groups(models[0], plan, weight_decay=0.1), lr=1e-2)
+    wrapped = lrm.LearnableMultipliers(inner, models[0], plan)
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.999)}
+    other = lrm.LearnableMultipliers.from_model(torch.optim.AdamW, models[1], **settings)
+    for step in range(2):
+        for model, optimizer in zip(models, (wrapped, other), strict=True):
+            take_step(model, optimizer, step)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    buffer = io.BytesIO()
+    torch.save(wrapped.state_dict(), buffer)
+    buffer.seek(0)
+    wrapped.load_state_dict(torch.load(buffer, weights_only=True))

@@ -8,11 +8,8 @@ from typing import Any
 
 from torch import nn
 
-# torch.compile, activation checkpointing, FSDP1 and Fabric insert these into names.
-_WRAPPERS = {
-    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
-    "_forward_module",
-}
+# torch.compile, activation checkpointing and FSDP1 insert these into names.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _DERIVED = re.compile(r"FSDP|DDP|Replicate|Parametrized")
 
 
@@ -33,10 +30,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """Return a part of a model without what torch.compile or checkpointing put around it."""
-    while inside := module._modules.keys() & _WRAPPERS:
+    """Return a part of a model without what torch.compile, checkpointing or Fabric put around."""
+    while True:
+        inside = module._modules.keys() & _WRAPPERS
+        if type(module).__name__ == "_FabricModule":
+            inside = {"_forward_module"}
+        if not inside:
+            return module
         module = module.get_submodule(inside.pop())
-    return module
 
 
 def children(module: nn.Module) -> dict[str, nn.Module]:

@@ -116,6 +116,14 @@ class Rule:
                     )
         if self.only is not None and self.describes:
             raise ValueError("a rule with `only` cannot set a matrix's role, split, axes or heads")
+        own = (self.transposed, self.head_dim, self.scale, self.init)
+        if self.role == VECTOR and (
+            self.kind not in (None, "none") or any(v is not None for v in own)
+        ):
+            raise ValueError(
+                "a rule with role='vector' takes no kind, axes, heads, scale or init: a vector "
+                "carries no multipliers"
+            )
         if self.role is not None and self.split is not None:
             raise ValueError("give `role` for a whole matrix or `split` for its blocks, not both")
 

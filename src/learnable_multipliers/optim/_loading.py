@@ -89,7 +89,9 @@ def check_saved_shapes(
                 continue
             shape = planned.get(name, tuple(parameter.shape))
             for value in (kept.get(entry) for entry in entries_of(parameter)):
-                if isinstance(value, Tensor) and not _fits(value, parameter, shape):
+                # Prodigy keeps a number in place of some tensors.
+                whole = isinstance(value, Tensor) and value.ndim == len(shape)
+                if whole and not _fits(value, parameter, shape):
                     raise ValueError(
                         f"{name}: saved {_as_text(value.shape)}, here {_as_text(shape)}: start "
                         "with fresh optimizer state"

@@ -121,6 +121,10 @@ class LearnableMultipliers(MultiplierOptimizer):
         # Every group has its settings; schedulers look up their names here.
         self.defaults = {**optimizer.defaults, **self.defaults}
         self._mirrored = MirroredSettings(self.param_groups)
+        for group in optimizer.param_groups:
+            # Groups of `param_groups` carry these for our optimizers.
+            for key in ("plan", "frozen", "model", "ddp_group"):
+                group.pop(key, None)
         # Last, so that an error above leaves the optimizer usable by itself.
         optimizer.register_step_pre_hook(check_caller)
 

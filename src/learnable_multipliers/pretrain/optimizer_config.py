@@ -104,7 +104,8 @@ class OptimizerConfig:
         try:
             self.check_group(max(1.0, self.rest_lr_scale), self.weight_decay)
         except ValueError as error:
-            raise ValueError(f"optimizer.{error}") from error
+            section = "optimizer.betas: " if str(error).startswith("beta") else "optimizer."
+            raise ValueError(f"{section}{error}") from error
         self._check_variant()
         if self.split != "blocks" and (self.kind, self.variant) != ("muon", "none"):
             raise ValueError(
@@ -141,7 +142,13 @@ class OptimizerConfig:
             "multiplier_lr_scale": self.multiplier_ratio,
             "multiplier_weight_decay": self.multiplier_weight_decay,
         }
-        check_group_settings(settings, *self.betas, self.eps)
+        try:
+            check_group_settings(settings, *self.betas, self.eps)
+        except ValueError as error:
+            if not self.multiplier_lr:
+                raise
+            relative, absolute = "lr times multiplier_lr_scale and", "multiplier_lr times"
+            raise ValueError(str(error).replace(relative, absolute)) from error
 
     def _check_variant(self) -> None:
         variant, kind = self.variant, self.kind

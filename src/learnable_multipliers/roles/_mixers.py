@@ -56,8 +56,8 @@ QK_NORM = (
     "scale of Q or K itself reaches the attention logits"
 )
 FIXED_QK_NORM = (
-    "norms without a trained weight follow queries and keys, so that rows of K do not pair with "
-    "rows of Q, and no scale of a whole head of Q or K reaches the attention logits"
+    "norms without a trained weight follow queries, keys or values, so that rows of K do not pair "
+    "with rows of Q, nor rows of V with attention-out, and no scale of a whole head passes the norm"
 )
 FUNCTIONAL_QK_NORM = (
     "no function normalizes what c_q and c_k return; nanochat does, and there only "
@@ -113,8 +113,9 @@ def bert_layer(site: Site) -> Iterator[ParameterRole]:
         return
     intermediate = Site(site.path("intermediate"), site.child("intermediate"), site.tree)
     for path, role in roles.items():
-        # Pre-norm descendants keep the MLP's norm in `intermediate`.
-        norm = intermediate.norm("LayerNorm") if role == "ungated-up" else ""
+        # Pre-norm descendants keep the MLP's norm in `intermediate`, ESM in the layer.
+        norm = intermediate.norm("LayerNorm") or site.norm("LayerNorm")
+        norm = norm if role == "ungated-up" else ""
         yield site.whole(path, role, column_norm=norm)
 
 
@@ -254,8 +255,8 @@ def _norm_names(role: str) -> tuple[str, ...]:
 
 
 def _is_normalized(site: Site, role: str) -> bool:
-    """Return whether queries or keys pass a norm without a trained weight."""
-    fixed = role != "value" and site.has_fixed_norm(*_norm_names(role))
+    """Return whether queries, keys or values pass a norm without a trained weight."""
+    fixed = site.has_fixed_norm(*_norm_names(role))
     if fixed:
         site.tree.assume(FIXED_QK_NORM)
     return fixed

@@ -85,9 +85,9 @@ def mlp(site: Site) -> Iterator[ParameterRole]:
             continue
         hidden, width = features(linears[up])
         # An adapter goes the other way: what it calls up ends in the residual stream.
-        in_order = [leaf for leaf in linears if leaf in (up, down)] == [up, down]
+        in_order = not up.startswith("up") or list(linears) == [up, down]
         widths = site.tree.widths()
-        residual = in_order and (not widths or width in widths | site.tree.norm_widths())
+        residual = in_order and (not widths or width in widths | site.tree.norm_widths)
         if residual and features(linears[down]) == (width, hidden):
             parts = {up: [Part("ungated-up", hidden)]}
             yield from _matrices(site, parts, down, homogeneous)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from learnable_multipliers._names import class_of, named_parameters, unwrap
-from learnable_multipliers.roles._heads import find_heads, is_position_table
+from learnable_multipliers.roles._heads import find_heads, is_bare_position_table, is_position_table
 from learnable_multipliers.roles._mixers import (
     SSM_VECTORS,
     attention,
@@ -37,6 +37,7 @@ from learnable_multipliers.roles._tree import (
 
 _RECOGNIZERS = (torch_attention, attention, bert_layer, mamba2, experts, mlp, sequential_mlp)
 _ROUTERS = ("gate", "router", "wg", "gate_layer", "shared_expert_gate")
+_BIAS_TABLE = re.compile(r"relative_(position|attention)_bias|(^|_)bias(es)?(_table|_[uv])?$")
 _MAGNITUDE = "weight_norm's scales: multipliers already"
 _DIRECTION = "weight_norm scales it already"
 
@@ -82,8 +83,11 @@ def _read(
     if ".parametrizations." in f".{name}":
         note = "parametrized by other means"
         return _whole(name, shape, UNKNOWN, note, opaque=True, reparametrized=True)
-    table = owner_name if is_embedding(owner) else name
-    if len(shape) == 2 and not is_linear(owner) and is_position_table(table, owner):
+    if is_embedding(owner):
+        positions = is_position_table(owner_name, owner)
+    else:
+        positions = len(shape) == 2 and not is_linear(owner) and is_bare_position_table(leaf)
+    if positions:
         return _whole(name, shape, "position-embedding", "rows are positions")
     if is_embedding(owner):
         return _whole(name, shape, "embedding", "rows are tokens")
@@ -148,8 +152,11 @@ def _vector(owner_name: str, owner: nn.Module, leaf: str, shape: tuple[int, ...]
     """Return why a parameter is a vector; empty if it is not."""
     if leaf.endswith("bias"):
         return "bias"
-    table = owner_name.rpartition(".")[2] if is_embedding(owner) else leaf
-    if re.search(r"relative|(^|_)bias(es)?(_|$)", table):
+    if is_embedding(owner):
+        is_bias = re.search(r"relative|bias", owner_name.rpartition(".")[2]) is not None
+    else:
+        is_bias = len(shape) > 1 and _BIAS_TABLE.search(leaf) is not None
+    if is_bias:
         return "a table of attention biases"
     if is_norm(owner):
         return "norm: its weight scales what it feeds"

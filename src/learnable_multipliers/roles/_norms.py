@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from learnable_multipliers._names import children, class_of
+from learnable_multipliers._names import children, class_of, unwrap_module
 from learnable_multipliers.roles._tree import (
     Tree,
     class_path,
@@ -157,20 +157,37 @@ def _is_post_norm(tree: Tree, levels: list[str]) -> bool:
 
 def _norm_follows(holder: nn.Module, stack: str) -> bool:
     """Return whether a norm follows a stack of layers among the parts of their holder."""
-    parts = children(holder)
-    place = list(parts).index(stack)
-    for position, (leaf, part) in enumerate(parts.items()):
-        name = leaf.lower()
-        of_tokens = "emb" in name and not re.search(r"^embedding_norm$|after$", name)
-        if of_tokens or name.startswith("vocab"):
-            continue
+    parts = {
+        leaf.lower(): unwrap_module(part)
+        for leaf, part in holder._modules.items()
+        if part is not None
+    }
+    norms = [
+        name
+        for name, part in parts.items()
+        if is_norm(part)
+        and not name.startswith("vocab")
+        and ("emb" not in name or re.search(r"^embedding_norm$|after$", name))
+    ]
+    names = list(parts)
+    place = names.index(stack.lower())
+    for name in norms:
         # Modules are usually created in the order in which they are used. Where not, names of final
         # norms say so, and those of norms around a stack, which only pre-norm layers have.
-        last = position > place
-        if is_norm(part) and (last or _is_final(name) or re.search(r"(^|_)(pre|post)(_|$)", name)):
+        around = re.search(r"(^|_)(pre|post)(_|$)", name) is not None
+        if names.index(name) > place or _is_final(name) or around:
             return True
-        if last and re.match(r"pooler|head|merger", name):
-            first = next((m for m in part.modules() if m._parameters), None)
+    # The only norm beside a stack is at its end, but in speech models.
+    if (
+        norms
+        and len(norms) == 1
+        and "pos_conv_embed" not in parts
+        and not norms[0].startswith("in")
+    ):
+        return True
+    for name in names[place + 1 :]:
+        if re.search(r"pooler|head|merger|logits|classif|output|unembed", name):
+            first = next((m for m in parts[name].modules() if m._parameters), None)
             if first is not None and is_norm(first):
                 return True
     return False
@@ -195,6 +212,8 @@ def _sort(paths: list[str], kind: BlockKind, block: str) -> tuple[list[str], lis
         # Of the norms of self- and cross-attention: `encoder_attn_layer_norm`; norm2 for attn2.
         second = CROSS_ATTENTION.search(block) or block.endswith("2")
         own = [path for path in mixers if names[path].startswith(block)]
+        if CROSS_ATTENTION.search(block) and not own:
+            own = [path for path in mixers if CROSS_ATTENTION.search(names[path])]
         own = own or [path for path in mixers if names[path].endswith("2" if second else "1")]
         return own or mixers, after
     shared = [path for path in front if subject[path] == ""]

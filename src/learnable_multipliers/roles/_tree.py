@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 
 from learnable_multipliers._names import canonical_name, children, class_of, unwrap_module
 
@@ -124,6 +125,7 @@ class Tree:
         """Return the widths of the model's residual streams: those of its embeddings."""
         return {table.embedding_dim for _, table in self.embeddings()}
 
+    @cached_property
     def norm_widths(self) -> set[int]:
         """Return the numbers of features that the model's norms scale."""
         return {size for module in self.modules.values() if (size := norm_width(module))}
@@ -253,10 +255,14 @@ def is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]
 
 def weight_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the stored shape of a layer's weight."""
-    if isinstance(module, nn.Linear) and "weight" not in module._parameters:
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear) and weight is None:
         # A weight computed from other parameters, as under weight_norm, is not evaluated here.
         return module.out_features, module.in_features
-    return tuple(module.get_parameter("weight").shape)
+    # Layers of other libraries may hold it as a buffer, or compute it.
+    weight = module.weight if weight is None else weight
+    assert isinstance(weight, Tensor)
+    return tuple(weight.shape)
 
 
 def features(linear: nn.Module) -> tuple[int, int]:

@@ -45,8 +45,8 @@ class DataCheck:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a shard is bad, or all are verified as they are now."""
-        return self.failed or not (self._is_running or self._changed())
+        """Whether a shard is bad, all are verified as they are now, or the check is closed."""
+        return self.failed or self._closed or not (self._is_running or self._changed())
 
     @property
     def failed(self) -> bool:
