@@ -198,3 +198,17 @@ def test_a_norm_at_the_start_of_the_head_is_final(head):
     logits = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 7))
     model = nn.ModuleDict({"layers": nn.ModuleList([block]), head: logits})
     assert column_norm(model, "layers.0.linear1.weight") == "norm2"
+
+
+@pytest.mark.parametrize("of_speech", [False, True])
+def test_norms_in_front_of_a_stack_of_a_speech_model_are_not_final(of_speech):
+    """SEW and Data2Vec-Audio normalize features before layers, which are post-norm."""
+    block = nn.TransformerEncoderLayer(16, 2, 32)
+    del block.norm_first
+    convolution = nn.Conv1d(16, 16, 3)
+    stem = {"pos_conv_embed": convolution} if of_speech else {"conv": convolution}
+    encoder = {**stem, "layer_norm": nn.LayerNorm(16), "layers": nn.ModuleList([block])}
+    features = {"feature_extractor": nn.Conv1d(1, 16, 3), "layer_norm": nn.LayerNorm(16)}
+    model = nn.ModuleDict({**(features if of_speech else {}), "encoder": nn.ModuleDict(encoder)})
+    expected = None if of_speech else "norm2"
+    assert column_norm(model, "encoder.layers.0.linear1.weight") == expected

@@ -178,12 +178,8 @@ def _norm_follows(holder: nn.Module, stack: str) -> bool:
         if names.index(name) > place or _is_final(name) or around:
             return True
     # The only norm beside a stack is at its end, but in speech models.
-    if (
-        norms
-        and len(norms) == 1
-        and "pos_conv_embed" not in parts
-        and not norms[0].startswith("in")
-    ):
+    of_speech = parts.keys() & {"pos_conv_embed", "feature_extractor"}
+    if len(norms) == 1 and not of_speech and not norms[0].startswith("in"):
         return True
     for name in names[place + 1 :]:
         if re.search(r"pooler|head|merger|logits|classif|output|unembed", name):
